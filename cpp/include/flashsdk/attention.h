@@ -1,0 +1,80 @@
+// Exact attention, forward and backward (FlashAttention, arXiv 2205.14135). Semantics: docs/semantics.md.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "flashsdk/mask.h"
+#include "flashsdk/tensor.h"
+
+namespace flashsdk {
+
+// What forward and backward share. All tensors live on one device; the last dimension is contiguous, the others have
+// any stride. Packed (varlen) problems give cu_seqlens_q, and their tensors have no batch dimension.
+struct AttentionArgs {
+  TensorView q;  // (batch, seqlen_q, num_heads, head_dim)        packed: (total_q, num_heads, head_dim)
+  TensorView k;  // (batch, seqlen_k, num_heads_kv, head_dim)     packed: (total_k, num_heads_kv, head_dim)
+  TensorView v;  // (batch, seqlen_k, num_heads_kv, head_dim_v)   packed: (total_k, num_heads_kv, head_dim_v)
+
+  Mask mask = Dense{};
+  std::optional<float> softmax_scale;  // head_dim^-1/2 when absent
+  float softcap = 0.f;                 // > 0: s becomes softcap·tanh(s / softcap)
+  TensorView bias;                     // float dtype or bool (true = attend), (batch, num_heads, seqlen_q, seqlen_k); stride 0 broadcasts
+  TensorView alibi_slopes;             // float32 (num_heads) or (batch, num_heads)
+
+  float dropout_p = 0.f;  // in [0, 1), rounded to the nearest multiple of 1/256
+  std::uint64_t seed = 0;
+  std::uint64_t offset = 0;
+
+  TensorView cu_seqlens_q;       // packed: int32 (batch + 1), from 0, ascending
+  TensorView cu_seqlens_k;       // packed: int32 (batch + 1)
+  std::int64_t max_seqlen_q = 0;  // packed: upper bound of the lengths
+  std::int64_t max_seqlen_k = 0;
+
+  bool deterministic = false;  // bit-identical from run to run, or an error
+  std::string backend;         // "" = the best that fits, else "cpu", "sm80", "sm90"
+};
+
+struct ForwardArgs : AttentionArgs {
+  TensorView out;  // (batch, seqlen_q, num_heads, head_dim_v)    packed: (total_q, num_heads, head_dim_v)
+  TensorView lse;  // float32 (batch, num_heads, seqlen_q)        packed: (num_heads, total_q); natural logarithm
+};
+
+struct BackwardArgs : AttentionArgs {
+  TensorView dout, out;  // as out above
+  TensorView lse;        // as the forward wrote it
+  TensorView dlse;       // optional gradient of lse, same shape
+  TensorView dq, dk, dv; // outputs, as q, k, v
+};
+
+struct Workspace {
+  void* data = nullptr;
+  std::size_t size = 0;  // bytes
+};
+
+struct LaunchOptions {
+  Workspace workspace{};   // at least workspace_size() bytes on the tensors' device, 256-byte aligned; contents are scratch
+  void* stream = nullptr;  // cudaStream_t; unused on a CPU
+};
+
+// Bytes of workspace the call needs. Validates like the call itself.
+FLASHSDK_API std::size_t workspace_size(const ForwardArgs& args);
+FLASHSDK_API std::size_t workspace_size(const BackwardArgs& args);
+
+// Writes args.out and args.lse. Never allocates, never synchronises.
+FLASHSDK_API void mha_fwd(const ForwardArgs& args, const LaunchOptions& options = {});
+
+// Writes args.dq, args.dk and args.dv; recomputes the probabilities from q, k and lse.
+FLASHSDK_API void mha_bwd(const BackwardArgs& args, const LaunchOptions& options = {});
+
+// The same for packed sequences: args.cu_seqlens_q/k and args.max_seqlen_q/k are required.
+FLASHSDK_API void mha_varlen_fwd(const ForwardArgs& args, const LaunchOptions& options = {});
+FLASHSDK_API void mha_varlen_bwd(const BackwardArgs& args, const LaunchOptions& options = {});
+
+// Threads a CPU call may use, the caller's included. Default: FLASHSDK_NUM_THREADS, else the processors this process may run on.
+FLASHSDK_API void set_num_threads(int n);
+FLASHSDK_API int get_num_threads();
+
+}  // namespace flashsdk

@@ -1,0 +1,48 @@
+// What kernels this build has, and which one a call takes.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "flashsdk/attention.h"
+
+namespace flashsdk {
+
+struct KernelInfo {
+  std::string name;       // e.g. "cpu_avx2_bf16_d128_band_fwd"
+  std::string op;         // "fwd" or "bwd"
+  std::string backend;    // "cpu", "sm80", "sm90"
+  std::string arch;       // instruction set or GPU architecture: "avx512_bf16", "sm_90a"
+  std::string dtype;
+  int head_dim;           // largest head_dim and head_dim_v it takes
+  std::string mask;       // "dense", "band", "block_sparse"
+  bool score_features;    // bias, ALiBi, softcap, dropout
+  int tile_m, tile_n;     // queries x keys
+  bool available;         // this machine can run it
+};
+
+FLASHSDK_API std::vector<KernelInfo> kernels();
+
+struct Explanation {
+  std::string kernel;  // empty when none fits
+  struct Refusal {
+    std::string kernel;
+    std::string reason;
+  };
+  std::vector<Refusal> refused;  // the ones that come before it, in priority order
+};
+
+FLASHSDK_API Explanation explain(const ForwardArgs& args);
+FLASHSDK_API Explanation explain(const BackwardArgs& args);
+
+struct BuildInfo {
+  std::string version;
+  std::string compiler;
+  std::vector<std::string> cpu_isas;  // built in, slowest first
+  std::string cpu_isa;                // the one in use
+  bool cuda;
+  std::vector<std::string> cuda_archs;
+};
+FLASHSDK_API BuildInfo build_info();
+
+}  // namespace flashsdk

@@ -1,0 +1,63 @@
+// One row of the kernel table: what the host knows of a kernel. Tile sizes are read from here and nowhere else.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "common/mask_policy.h"
+#include "common/params.h"
+
+namespace flashsdk {
+
+enum class Op : std::uint8_t { kForward, kBackward };
+enum class Backend : std::uint8_t { kCpu, kSm80, kSm90 };
+
+struct KernelKey {
+  Op op;
+  Backend backend;
+  const char* arch;    // instruction set ("avx512") or GPU architecture ("sm_90a")
+  DType dtype;
+  int head_dim;        // largest head_dim and head_dim_v
+  MaskKind mask;
+  bool score_features;  // bias, ALiBi, softcap, dropout compiled in
+};
+
+// Runs fn(context, slot) on up to num_threads threads at once, one of them the caller, and returns when all are done.
+// slot is in [0, num_threads) and unique among those running; how many run is not promised.
+struct ParallelRunner {
+  int num_threads = 1;
+  void* pool = nullptr;
+  void (*run)(void* pool, int num_threads, void (*fn)(void* context, int slot), void* context) = nullptr;
+
+  template <class F>
+  void operator()(F& fn) const {
+    run(pool, num_threads, [](void* context, int slot) { (*static_cast<F*>(context))(slot); }, &fn);
+  }
+};
+
+struct LaunchContext {
+  void* workspace = nullptr;
+  void* stream = nullptr;  // cudaStream_t
+  ParallelRunner parallel;  // CPU
+};
+
+// Functions of a BackwardParams are called with one, by its base.
+struct KernelEntry {
+  KernelKey key;
+  Tile tile;
+  // Null when the kernel takes this problem (whose dtype, mask kind and features already match), else why not.
+  const char* (*can_implement)(const ForwardParams&);
+  std::size_t (*workspace_size)(const ForwardParams&, int num_threads);
+  void (*launch)(const ForwardParams&, const LaunchContext&);
+};
+
+// Filled by explicit calls from generated code, in priority order.
+class KernelTable {
+ public:
+  virtual void add(const KernelEntry& entry) = 0;
+
+ protected:
+  ~KernelTable() = default;
+};
+
+}  // namespace flashsdk

@@ -1,0 +1,98 @@
+// What a kernel is told: plain data, validated once in cpp/src/validate.cpp and trusted from there on.
+#pragma once
+
+#include <cstdint>
+
+#include "flashsdk/tensor.h"
+#include "common/host_device.h"
+
+namespace flashsdk {
+
+// A (batch, row, head, element) tensor; the element stride is 1. Packed tensors have batch = 0. Strides in elements.
+struct TensorParam {
+  void* ptr = nullptr;
+  std::int64_t batch = 0, row = 0, head = 0;
+};
+
+// A fp32 value per query: (batch, num_heads, seqlen_q), packed (num_heads, total_q) with batch = 0.
+struct RowParam {
+  float* ptr = nullptr;
+  std::int64_t batch = 0, head = 0, row = 1;
+};
+
+// Additive bias (float) or visibility (bool), broadcast by stride 0: (batch, num_heads, seqlen_q, seqlen_k).
+struct BiasParam {
+  const void* ptr = nullptr;  // null: none
+  DType dtype = DType::kFloat32;
+  std::int64_t batch = 0, head = 0, row = 0, col = 0;
+};
+
+struct BandParam {
+  // Unlimited is ±kUnlimited: far beyond any index, and safe to add to one without overflow in 64 bits.
+  static constexpr std::int64_t kUnlimited = std::int64_t{1} << 40;
+  std::int64_t left = kUnlimited;
+  std::int64_t right = kUnlimited;
+  bool top_left = false;
+};
+
+// CSR lists of one kind of block for every batch and head; stride 0 shares a layout.
+struct BlockListParam {
+  const std::int32_t* offsets = nullptr;  // (batch | 1, num_heads | 1, lines + 1)
+  const std::int32_t* indices = nullptr;
+  std::int64_t batch = 0, head = 0;  // strides of offsets
+};
+
+enum class MaskKind : std::uint8_t { kDense, kBand, kBlockSparse };
+
+struct MaskParam {
+  MaskKind kind = MaskKind::kDense;
+  BandParam band;  // of the whole problem (kBand), or inside partial blocks (kBlockSparse)
+  int block_q = 0, block_k = 0;
+  BlockListParam row_partial, row_full, col_partial, col_full;
+  const void* user = nullptr;  // for policies compiled in by an application
+};
+
+struct DropoutParam {
+  int threshold = 0;  // of 256: an element is dropped when its random byte is below; 0 = no dropout
+  std::uint64_t seed = 0, offset = 0;
+  FLASHSDK_HD float scale() const { return 256.f / (256.f - static_cast<float>(threshold)); }
+};
+
+struct ScoreParam {
+  float softmax_scale = 1.f;
+  float softcap = 0.f;  // 0 = off
+  BiasParam bias;
+  const float* alibi_slopes = nullptr;  // (batch | 1, num_heads); null = off
+  std::int64_t alibi_batch = 0;
+  DropoutParam dropout;
+  FLASHSDK_HD bool any_feature() const {
+    return softcap > 0.f || bias.ptr != nullptr || alibi_slopes != nullptr || dropout.threshold > 0;
+  }
+};
+
+struct ForwardParams {
+  DType dtype = DType::kFloat32;
+  Device device;
+  int batch = 0;
+  int num_heads = 0, num_heads_kv = 0;
+  int head_dim = 0, head_dim_v = 0;
+  int seqlen_q = 0, seqlen_k = 0;             // packed: upper bounds
+  int total_q = 0, total_k = 0;               // packed: rows of q and k
+  const std::int32_t* cu_seqlens_q = nullptr;  // packed: (batch + 1); null = batched
+  const std::int32_t* cu_seqlens_k = nullptr;
+  bool deterministic = false;
+  TensorParam q, k, v, out;
+  RowParam lse;
+  MaskParam mask;
+  ScoreParam score;
+
+  FLASHSDK_HD int heads_per_group() const { return num_heads / num_heads_kv; }
+};
+
+// The backward needs all the forward had, and the gradients.
+struct BackwardParams : ForwardParams {
+  TensorParam dout, dq, dk, dv;
+  RowParam dlse;  // ptr null: zero
+};
+
+}  // namespace flashsdk

@@ -1,0 +1,86 @@
+// The tiles that one line of the score matrix visits, in ascending order, each known to be full or partial.
+//
+// A walk is either at most three runs (partial, full, partial), as a band gives, or two sorted CSR lists (partial,
+// full) merged on the fly. Every role in a kernel builds the same walk from the same policy, so what is skipped is
+// decided in one place.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace flashsdk {
+
+struct Tile {
+  int m, n;  // queries x keys
+};
+
+struct TileRef {
+  int index;     // tile number along the walked direction
+  bool partial;  // ask allowed(i, j) inside
+};
+
+class TileWalk {
+ public:
+  // Tiles [begin, end), those in [full_begin, full_end) full. begin <= full_begin <= full_end <= end.
+  static FLASHSDK_HD TileWalk runs(int begin, int full_begin, int full_end, int end) {
+    TileWalk w;
+    w.position_ = begin;
+    w.full_begin_ = full_begin;
+    w.full_end_ = full_end;
+    w.end_ = end;
+    return w;
+  }
+
+  // Layout blocks of two CSR lines, each cut into `split` tiles; tiles at `end` and beyond do not exist.
+  static FLASHSDK_HD TileWalk lists(const std::int32_t* partial, int num_partial, const std::int32_t* full,
+                                    int num_full, int split, int end) {
+    TileWalk w;
+    w.partial_ = partial;
+    w.partial_end_ = partial + num_partial;
+    w.full_ = full;
+    w.full_list_end_ = full + num_full;
+    w.split_ = w.part_ = split;
+    w.end_ = end;
+    return w;
+  }
+
+  // The next tile, or false at the end.
+  FLASHSDK_HD bool next(TileRef& tile) {
+    if (split_ == 0) {
+      if (position_ >= end_) return false;
+      tile = {position_, position_ < full_begin_ || position_ >= full_end_};
+      ++position_;
+      return true;
+    }
+    for (;;) {
+      if (part_ == split_ && !next_block()) return false;
+      tile = {block_ * split_ + part_++, block_partial_};
+      if (tile.index < end_) return true;
+      part_ = split_;  // the rest of this layout block lies past the sequence
+    }
+  }
+
+  // Upper bound of the tiles still to come: exact but for a last layout block cut by the sequence end.
+  FLASHSDK_HD int count() const {
+    if (split_ == 0) return max_of(0, end_ - position_);
+    return static_cast<int>((partial_end_ - partial_) + (full_list_end_ - full_)) * split_ + (split_ - part_);
+  }
+
+ private:
+  FLASHSDK_HD bool next_block() {
+    bool has_partial = partial_ != partial_end_, has_full = full_ != full_list_end_;
+    if (!has_partial && !has_full) return false;
+    block_partial_ = has_partial && (!has_full || *partial_ < *full_);
+    block_ = block_partial_ ? *partial_++ : *full_++;
+    part_ = 0;
+    return true;
+  }
+
+  int position_ = 0, full_begin_ = 0, full_end_ = 0, end_ = 0;
+  const std::int32_t *partial_ = nullptr, *partial_end_ = nullptr, *full_ = nullptr, *full_list_end_ = nullptr;
+  int split_ = 0, part_ = 0, block_ = 0;
+  bool block_partial_ = false;
+};
+
+}  // namespace flashsdk
