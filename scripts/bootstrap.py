@@ -1,0 +1,177 @@
+"""Sets up .venv with what one make target needs, and skips what is done.
+
+    python3 scripts/bootstrap.py GROUP...     build  demo  test  lint  jax
+
+The packages of a group are read from pyproject.toml, the only place that lists them. Runs on the
+system's Python with nothing but the standard library. Missing Debian packages are installed when
+this runs as root, and asked for by name otherwise.
+
+Environment: TORCH_SPEC (default torch==2.13.0; empty = none), VENV (default .venv).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / os.environ.get("VENV", ".venv")
+PYTHON = VENV / "bin" / "python"
+TORCH_SPEC = os.environ.get("TORCH_SPEC", "torch==2.13.0")
+PROBE = "int main() { return 0; }\n"
+
+
+def say(text: str) -> None:
+    print(f"[setup] {text}", flush=True)
+
+
+def debian_package(missing: str, package: str) -> None:
+    """Installs a Debian package, or ends with a line that names it."""
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        sys.exit(f"[setup] {missing} is missing; install it: sudo apt-get install {package}")
+    say(f"{missing} is missing: apt-get install {package}")
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", package]
+    log = subprocess.PIPE if os.environ.get("CI") is None else None
+    if subprocess.run(install, env=env, stdout=log, stderr=log).returncode != 0:
+        subprocess.run(["apt-get", "update", "-qq"], env=env, stdout=log, stderr=log)
+        if subprocess.run(install, env=env, stdout=log).returncode != 0:
+            sys.exit(f"[setup] apt-get could not install {package} ({missing} is missing)")
+
+
+def compiles(source: str, *flags: str) -> bool:
+    """Whether the C++ compiler accepts and links a small program."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if not compiler:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "probe.cpp")
+        file.write_text(source)
+        command = [*compiler.split(), str(file), "-o", str(Path(folder, "probe")), *flags]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def check_system() -> None:
+    """The compiler, the Python headers and the venv module."""
+    if sys.version_info < (3, 10):
+        sys.exit(f"[setup] Python 3.10 or newer is needed; this is {sys.version.split()[0]}")
+    if not compiles(PROBE):
+        debian_package("a C++ compiler", "g++")
+    minor = f"python3.{sys.version_info.minor}"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        debian_package("Python.h", f"{minor}-dev")
+    try:
+        import ensurepip  # noqa: F401
+    except ImportError:
+        debian_package("the venv module", f"{minor}-venv")
+
+
+def check_googletest() -> None:
+    """GoogleTest as a package of the system; CMake's download of it is the last resort."""
+    header = "#include <gtest/gtest.h>\nint main() { return 0; }\n"
+    if compiles(header, "-std=c++17", "-lgtest", "-pthread"):
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        debian_package("GoogleTest", "libgtest-dev")
+    else:
+        say("GoogleTest is missing; install it: sudo apt-get install libgtest-dev")
+        say("without it CMake downloads the GoogleTest release")
+
+
+def has_module(python: str | Path, name: str) -> bool:
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{name}') is None)"
+    return subprocess.run([str(python), "-c", code], capture_output=True).returncode == 0
+
+
+def gpu_present() -> bool:
+    return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists()
+
+
+def pip(*arguments: str, quiet_failure: bool = False) -> bool:
+    """Runs pip in the venv. Bytecode is left to the first import: that is faster here."""
+    command = [str(PYTHON), "-m", "pip", "install", "-qq", "--no-compile", *arguments]
+    env = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    result = subprocess.run(command, env=env, stderr=subprocess.DEVNULL if quiet_failure else None)
+    if result.returncode and not quiet_failure:
+        sys.exit(f"[setup] pip could not install: {' '.join(arguments)}")
+    return result.returncode == 0
+
+
+def make_venv() -> None:
+    """Creates .venv once; a torch that the base Python already has is reused."""
+    if PYTHON.exists():
+        return
+    reuse = ["--system-site-packages"] if has_module(sys.executable, "torch") else []
+    say(f"creating {VENV.name} with Python {sys.version.split()[0]}")
+    subprocess.run([sys.executable, "-m", "venv", *reuse, str(VENV)], check=True)
+    # Editable the plain way: the build writes the extension into python/flashsdk.
+    site = next((VENV / "lib").glob("python3*/site-packages"))
+    (site / "flashsdk-source.pth").write_text(f"{ROOT / 'python'}\n")
+
+
+def install_torch(required: bool) -> None:
+    """The CPU build where there is no GPU; several gigabytes of CUDA only when they are needed."""
+    if not TORCH_SPEC or has_module(PYTHON, "torch"):
+        return
+    say(f"installing {TORCH_SPEC}")
+    if not gpu_present() and pip(f"{TORCH_SPEC}+cpu", quiet_failure=True):
+        return
+    if not gpu_present():
+        say("pip's indexes hold no CPU build of PyTorch; to get it, set PIP_EXTRA_INDEX_URL to the")
+        say("CPU index that PyTorch's 'Get started' page names")
+        if not required:
+            say("going on without PyTorch: the demo then compares with NumPy")
+            return
+    pip(TORCH_SPEC)
+
+
+def packages(group: str) -> list[str]:
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        from pip._vendor import tomli as tomllib
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        settings = tomllib.load(file)
+    project = settings["project"]
+    extras = project["optional-dependencies"]
+    return {
+        "build": [*settings["build-system"]["requires"], *extras["build"], *project["dependencies"]],
+        "demo": extras["plot"],
+        "test": extras["test"],
+        "lint": extras["lint"],
+        "jax": extras["jax"],
+    }[group]
+
+
+def install(group: str) -> None:
+    """Installs one group unless its stamp says that this very pyproject.toml is installed."""
+    settings = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
+    state = hashlib.sha256(settings + TORCH_SPEC.encode() + sys.version.encode()).hexdigest()
+    stamp = VENV / f".flashsdk-{group}"
+    if stamp.exists() and stamp.read_text() == state:
+        return
+    if group == "build":
+        check_system()
+        make_venv()
+    if group == "test":
+        check_googletest()
+    say(f"installing {group}: {' '.join(packages(group))}")
+    pip(*packages(group))
+    if group in ("demo", "test"):
+        install_torch(required=group == "test")
+    stamp.write_text(state)
+
+
+def main() -> None:
+    for group in dict.fromkeys(["build", *sys.argv[1:]]):
+        install(group)
+
+
+if __name__ == "__main__":
+    main()
