@@ -1,39 +1,105 @@
 # make demo    set up, build, and run attention at real model shapes
 # make test    set up, build, and run ctest and pytest
 #
-# Variables: PYTHON (base interpreter), BUILD_DIR, JOBS, CMAKE_ARGS (e.g. -DFLASHSDK_CPU_ISAS=avx2),
-# TORCH_SPEC, JAX=0 (leave JAX and its tests out), PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS.
+# Variables: PYTHON (base interpreter), JOBS, BUILD_DIR, CMAKE_ARGS (such as
+# -DFLASHSDK_CPU_ISAS=avx2), TORCH_SPEC, JAX=0 (without JAX and its tests), DEMO_ARGS, BENCH_ARGS,
+# PYTEST_ARGS, CTEST_ARGS.
 
 SHELL := /bin/bash
 PYTHON ?= python3
-BUILD_DIR ?= build/dev
-BUILD_TYPE ?= Release
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+BUILD_DIR ?= build/dev
 JAX ?= 1
 TORCH_SPEC ?= torch==2.13.0
 export TORCH_SPEC
 
-PY := .venv/bin/python
-CMAKE := .venv/bin/cmake
-CTEST := .venv/bin/ctest
+BIN := $(CURDIR)/.venv/bin
+PY := $(BIN)/python
 BOOTSTRAP := $(PYTHON) scripts/bootstrap.py
-CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja \
-	-DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE $(CMAKE_ARGS)
 TEST_GROUPS := demo test $(if $(filter-out 0,$(JAX)),jax)
+CMAKE := $(BIN)/cmake
+CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DPython_EXECUTABLE=$(PY) $(CMAKE_ARGS)
+CONFIGURE_DEV = $(CONFIGURE) -B $(BUILD_DIR) -DCMAKE_BUILD_TYPE=Release -DFLASHSDK_BUILD_PYTHON=ON
+CTEST := $(BIN)/ctest --output-on-failure
+
+# Sanitized builds compile a part of the kernels: they look for wrong code, not wrong numbers.
+SANITIZED_ISAS := $(if $(filter x86_64,$(shell uname -m)),portable;avx2,portable)
+SANITIZED = $(CONFIGURE) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFLASHSDK_BUILD_TESTS=ON -DFLASHSDK_CUDA=OFF \
+	"-DFLASHSDK_CPU_ISAS=$(SANITIZED_ISAS)"
+
+PY_DIRS = $(wildcard python tests benchmarks examples scripts)
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
-PY_FILES := python tests benchmarks examples scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-asan test-tsan bench lint format wheel clean
+.PHONY: help setup build demo test test-asan test-tsan test-package bench lint format wheel clean distclean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
-	@echo "others:      setup build bench lint format wheel test-asan test-tsan clean"
+	@echo "also: setup build bench lint format wheel test-asan test-tsan test-package clean distclean"
 
 setup:
 	@$(BOOTSTRAP) $(TEST_GROUPS) lint
 
 build:
-	@$(BOOTSTRAP)
-	@$(CONFIGURE) -B $(BUILD_DIR) -DCMAKE_BUILD_TYPE=$(BUILD_TYPE) -DFLASHSDK_BUILD_PYTHON=ON
+	@$(BOOTSTRAP) build
+	@$(CONFIGURE_DEV)
 	@$(CMAKE) --build $(BUILD_DIR) -j $(JOBS)
+
+demo:
+	@$(BOOTSTRAP) demo
+	@$(CONFIGURE_DEV)
+	@$(CMAKE) --build $(BUILD_DIR) -j $(JOBS) --target _bindings
+	@$(PY) -m flashsdk demo $(DEMO_ARGS)
+
+bench: build
+	@$(BOOTSTRAP) demo
+	@$(PY) -m flashsdk bench $(BENCH_ARGS)
+
+test:
+	@$(BOOTSTRAP) $(TEST_GROUPS)
+	@$(CONFIGURE_DEV) -DFLASHSDK_BUILD_TESTS=ON
+	@$(CMAKE) --build $(BUILD_DIR) -j $(JOBS)
+	@$(CTEST) --test-dir $(BUILD_DIR) $(CTEST_ARGS)
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+# AddressSanitizer and UndefinedBehaviorSanitizer over every gtest.
+test-asan:
+	@$(BOOTSTRAP) build
+	@$(SANITIZED) -B build/asan -DFLASHSDK_SANITIZE=address,undefined -DFLASHSDK_CPU_HEAD_DIMS=64
+	@$(CMAKE) --build build/asan -j $(JOBS) --target flashsdk_tests
+	@UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan -j $(JOBS) $(CTEST_ARGS)
+
+# ThreadSanitizer; without address randomisation, which older runtimes of it cannot bear.
+test-tsan:
+	@$(BOOTSTRAP) build
+	@$(SANITIZED) -B build/tsan -DFLASHSDK_SANITIZE=thread -DFLASHSDK_CPU_HEAD_DIMS=64 "-DFLASHSDK_CPU_DTYPES=fp32;bf16"
+	@$(CMAKE) --build build/tsan -j $(JOBS) --target flashsdk_tests
+	@TSAN_OPTIONS=halt_on_error=1 setarch -R $(CTEST) --test-dir build/tsan $(CTEST_ARGS)
+
+# pip's builds of the package, as a machine without a network makes them.
+test-package:
+	@$(BOOTSTRAP) build
+	@$(PY) scripts/test_package.py
+
+lint:
+	@$(BOOTSTRAP) lint
+	@$(BIN)/ruff check $(PY_DIRS)
+	@$(BIN)/ruff format --check $(PY_DIRS)
+	@$(BIN)/mypy
+	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+format:
+	@$(BOOTSTRAP) lint
+	@$(BIN)/ruff check --fix $(PY_DIRS)
+	@$(BIN)/ruff format $(PY_DIRS)
+	@$(BIN)/clang-format -i $(CPP_FILES)
+
+wheel:
+	@$(BOOTSTRAP) build
+	@$(PY) -m pip wheel . --no-build-isolation --no-deps -w dist
+
+clean:
+	rm -rf build dist python/flashsdk/_bindings*.so
+
+distclean: clean
+	rm -rf .venv

@@ -150,9 +150,9 @@ def packages(group: str) -> list[str]:
 
 
 def install(group: str) -> None:
-    """Installs one group unless its stamp says that this very pyproject.toml is installed."""
-    settings = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
-    state = hashlib.sha256(settings + TORCH_SPEC.encode() + sys.version.encode()).hexdigest()
+    """Installs one group, unless its stamp says that these very packages are there."""
+    wanted = packages(group)
+    state = hashlib.sha256(repr((wanted, TORCH_SPEC, sys.version)).encode()).hexdigest()
     stamp = VENV / f".flashsdk-{group}"
     if stamp.exists() and stamp.read_text() == state:
         return
@@ -161,8 +161,8 @@ def install(group: str) -> None:
         make_venv()
     if group == "test":
         check_googletest()
-    say(f"installing {group}: {' '.join(packages(group))}")
-    pip(*packages(group))
+    say(f"installing {group}: {' '.join(wanted)}")
+    pip(*wanted)
     if group in ("demo", "test"):
         install_torch(required=group == "test")
     stamp.write_text(state)

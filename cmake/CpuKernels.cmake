@@ -1,0 +1,96 @@
+# CPU kernels: one source, compiled for several instruction sets and chosen at run time.
+#
+# flashsdk_add_cpu_kernels() writes build/generated/cpu_<isa>_<dtype>_<op>.cpp from the table in
+# cpp/kernels/instantiate/cpu_table.cmake and compiles them, one object library per instruction set.
+include(CheckCXXSourceCompiles)
+
+set(FLASHSDK_CPU_FLAGS_portable "")
+set(FLASHSDK_CPU_FLAGS_avx2 -march=x86-64-v3)
+set(FLASHSDK_CPU_FLAGS_avx512 -march=x86-64-v4 -mprefer-vector-width=512)
+set(FLASHSDK_CPU_FLAGS_avx512_bf16 ${FLASHSDK_CPU_FLAGS_avx512} -mavx512bf16)
+
+# Slowest first. Lists given by the user must be parts of these.
+set(all_isas portable)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
+  list(APPEND all_isas avx2 avx512 avx512_bf16)
+endif()
+include(${PROJECT_SOURCE_DIR}/cpp/kernels/instantiate/cpu_table.cmake)
+
+set(FLASHSDK_CPU_ISAS "${all_isas}" CACHE STRING "Instruction sets of the CPU kernels, part of: ${all_isas}")
+set(FLASHSDK_CPU_DTYPES "${FLASHSDK_CPU_ALL_DTYPES}" CACHE STRING
+  "Data types of the CPU kernels, part of: ${FLASHSDK_CPU_ALL_DTYPES}")
+set(FLASHSDK_CPU_HEAD_DIMS "${FLASHSDK_CPU_ALL_HEAD_DIMS}" CACHE STRING
+  "Head dimensions of the CPU kernels, part of: ${FLASHSDK_CPU_ALL_HEAD_DIMS}")
+
+# Dropped sets are named, a misspelt one is an error.
+function(flashsdk_check_list name allowed)
+  foreach(item IN LISTS ${name})
+    if(NOT item IN_LIST allowed)
+      message(FATAL_ERROR "${name}: ${item}; allowed here are ${allowed}")
+    endif()
+  endforeach()
+  if(NOT ${name})
+    message(FATAL_ERROR "${name}: empty; allowed here are ${allowed}")
+  endif()
+endfunction()
+flashsdk_check_list(FLASHSDK_CPU_ISAS "${all_isas}")
+flashsdk_check_list(FLASHSDK_CPU_DTYPES "${FLASHSDK_CPU_ALL_DTYPES}")
+flashsdk_check_list(FLASHSDK_CPU_HEAD_DIMS "${FLASHSDK_CPU_ALL_HEAD_DIMS}")
+
+function(flashsdk_usable_isas result)
+  set(usable "")
+  foreach(isa IN LISTS all_isas)
+    if(isa IN_LIST FLASHSDK_CPU_ISAS)
+      list(JOIN FLASHSDK_CPU_FLAGS_${isa} " " CMAKE_REQUIRED_FLAGS)
+      check_cxx_source_compiles("int main() { return 0; }" FLASHSDK_COMPILES_${isa})
+      if(FLASHSDK_COMPILES_${isa})
+        list(APPEND usable ${isa})
+      else()
+        message(NOTICE "CPU kernels: the compiler refuses ${FLASHSDK_CPU_FLAGS_${isa}}; leaving out ${isa}")
+      endif()
+    endif()
+  endforeach()
+  set(${result} "${usable}" PARENT_SCOPE)
+endfunction()
+
+# Writes a file only when its contents change, so that configuring again recompiles nothing.
+function(flashsdk_generate template output)
+  configure_file(${PROJECT_SOURCE_DIR}/cpp/kernels/instantiate/${template} ${PROJECT_BINARY_DIR}/generated/${output} @ONLY)
+endfunction()
+
+function(flashsdk_add_cpu_kernels)
+  flashsdk_usable_isas(isas)
+  # NaN and infinity must work, so not -ffast-math.
+  set(optimise -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast)
+  if(FLASHSDK_SANITIZE OR CMAKE_BUILD_TYPE STREQUAL "Debug")
+    set(optimise -O1 -ffp-contract=fast)
+  endif()
+
+  set(objects "")
+  set(DECLARATIONS "")
+  set(CALLS "")
+  list(JOIN FLASHSDK_CPU_HEAD_DIMS ", " HEAD_DIMS)
+  list(REVERSE isas)  # the fastest is first in the table
+  foreach(ISA IN LISTS isas)
+    set(sources "")
+    foreach(DTYPE IN LISTS FLASHSDK_CPU_DTYPES)
+      foreach(OP IN LISTS FLASHSDK_CPU_OPS)
+        set(NAME cpu_${ISA}_${DTYPE}_${OP})
+        flashsdk_generate(cpu.cpp.in ${NAME}.cpp)
+        list(APPEND sources ${PROJECT_BINARY_DIR}/generated/${NAME}.cpp)
+        string(APPEND DECLARATIONS "void register_${NAME}(KernelTable& table);\n")
+        string(APPEND CALLS "  register_${NAME}(table);\n")
+      endforeach()
+    endforeach()
+    add_library(flashsdk_cpu_${ISA} OBJECT ${sources})
+    target_link_libraries(flashsdk_cpu_${ISA} PRIVATE flashsdk_kernels flashsdk_warnings)
+    target_compile_options(flashsdk_cpu_${ISA} PRIVATE ${optimise} ${FLASHSDK_CPU_FLAGS_${ISA}})
+    list(APPEND objects $<TARGET_OBJECTS:flashsdk_cpu_${ISA}>)
+  endforeach()
+  flashsdk_generate(kernel_table.cpp.in kernel_table.cpp)
+
+  list(REVERSE isas)
+  message(STATUS "CPU kernels: ${isas}; ${FLASHSDK_CPU_DTYPES}; head_dim ${HEAD_DIMS}")
+  set(FLASHSDK_KERNEL_OBJECTS ${objects} PARENT_SCOPE)
+  set(FLASHSDK_CPU_BUILT_ISAS ${isas} PARENT_SCOPE)
+endfunction()

@@ -1,0 +1,20 @@
+# flashsdk._bindings, by nanobind. From Python 3.12 on, pip's build makes it for the stable ABI.
+find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module OPTIONAL_COMPONENTS ${SKBUILD_SABI_COMPONENT})
+execute_process(COMMAND ${Python_EXECUTABLE} -m nanobind --cmake_dir
+  OUTPUT_STRIP_TRAILING_WHITESPACE OUTPUT_VARIABLE nanobind_ROOT RESULT_VARIABLE failed)
+if(failed)
+  message(FATAL_ERROR "nanobind is missing in ${Python_EXECUTABLE}; install it: ${Python_EXECUTABLE} -m pip install nanobind")
+endif()
+find_package(nanobind CONFIG REQUIRED)
+
+nanobind_add_module(_bindings STABLE_ABI NB_STATIC NOMINSIZE python/flashsdk/_bindings.cpp)
+target_link_libraries(_bindings PRIVATE flashsdk_archive flashsdk_warnings)
+# Only the module's init function is visible: two copies of the library in one process do not mix.
+target_link_options(_bindings PRIVATE LINKER:--exclude-libs,ALL)
+
+if(SKBUILD)
+  install(TARGETS _bindings LIBRARY DESTINATION flashsdk COMPONENT python EXCLUDE_FROM_ALL)
+else()
+  # A development build: the extension lies beside its Python files.
+  set_target_properties(_bindings PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${PROJECT_SOURCE_DIR}/python/flashsdk)
+endif()

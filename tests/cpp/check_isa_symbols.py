@@ -1,0 +1,46 @@
+"""Fails when an object compiled for one instruction set defines a weak symbol that others could take.
+
+    python check_isa_symbols.py [--nm NM] ISA OBJECT...
+
+The linker keeps one definition of each weak symbol (inline functions, templates). Were that the
+AVX-512 version of, say, std::vector's growth, a machine without AVX-512 would crash in code that has
+nothing to do with kernels. Symbols inside the instruction set's own namespace are safe: nobody else
+defines them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+
+def shared_weak_symbols(nm: str, isa: str, path: str) -> list[str]:
+    listing = subprocess.run([nm, "--defined-only", path], check=True, capture_output=True, text=True)
+    own = f"{len(isa)}{isa}"  # how the Itanium ABI spells a namespace
+    found = []
+    for line in listing.stdout.splitlines():
+        *_, kind, symbol = line.split()
+        if kind in "WVu" and own not in symbol and not symbol.startswith("DW.ref."):
+            found.append(symbol)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nm", default="nm")
+    parser.add_argument("isa")
+    parser.add_argument("objects", nargs="+")
+    arguments = parser.parse_args()
+    failed = False
+    for path in arguments.objects:
+        for symbol in shared_weak_symbols(arguments.nm, arguments.isa, path):
+            print(f"{path}: weak symbol outside namespace {arguments.isa}: {symbol}")
+            failed = True
+    if not failed:
+        print(f"{arguments.isa}: {len(arguments.objects)} objects define no weak symbol that others could take")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
