@@ -51,6 +51,10 @@ class BandPolicy {
     std::int64_t shift = mask.band.top_left ? 0 : std::int64_t{s.seqlen_k} - s.seqlen_q;
     first_ = shift - mask.band.left;
     last_ = shift + mask.band.right;
+    if (first_ > last_) {  // hides everything: say so once, so that no walk visits a tile
+      first_ = BandParam::kUnlimited;
+      last_ = -BandParam::kUnlimited;
+    }
   }
 
   FLASHSDK_HD TileWalk row_walk(Tile tile, int m_block) const {

@@ -1,0 +1,223 @@
+// Dense, Band and BlockSparse against brute force over random shapes.
+#include "common/mask_policy.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "policy_check.h"
+
+namespace flashsdk::testing {
+namespace {
+
+using Rng = std::mt19937;
+
+int between(Rng& rng, int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng); }
+template <class T>
+T pick(Rng& rng, std::initializer_list<T> values) {
+  return values.begin()[between(rng, 0, static_cast<int>(values.size()) - 1)];
+}
+
+SeqlenInfo sequence(int seqlen_q, int seqlen_k) {
+  ForwardParams p;
+  p.seqlen_q = seqlen_q;
+  p.seqlen_k = seqlen_k;
+  return SeqlenInfo(p, 0);
+}
+
+// The definition of docs/semantics.md.
+bool band_sees(const BandParam& band, int seqlen_q, int seqlen_k, int i, int j) {
+  const std::int64_t shift = band.top_left ? 0 : std::int64_t{seqlen_k} - seqlen_q;
+  const std::int64_t distance = j - (i + shift);
+  return -band.left <= distance && distance <= band.right;
+}
+
+BandParam random_band(Rng& rng, int reach) {
+  BandParam band;
+  // Unlimited, zero (causal and its mirror), negative, and beyond either end all occur often.
+  band.left = pick(rng, {0, 1, 1}) == 0 ? BandParam::kUnlimited : std::int64_t{between(rng, -reach, reach)};
+  band.right = pick(rng, {0, 1, 1}) == 0 ? BandParam::kUnlimited : std::int64_t{between(rng, -reach, reach)};
+  if (between(rng, 0, 3) == 0) band.right = 0;
+  band.top_left = between(rng, 0, 1) == 1;
+  return band;
+}
+
+std::string describe(const BandParam& band) {
+  auto number = [](std::int64_t x) { return x == BandParam::kUnlimited ? "inf" : std::to_string(x); };
+  return "band left=" + number(band.left) + " right=" + number(band.right) +
+         (band.top_left ? " top_left" : " bottom_right");
+}
+
+TEST(DensePolicy, RandomShapes) {
+  Rng rng(1);
+  for (int round = 0; round < 1000 && !::testing::Test::HasFailure(); ++round) {
+    const int seqlen_q = between(rng, 0, 80), seqlen_k = between(rng, 0, 80);
+    const Tile tile{between(rng, 1, 40), between(rng, 1, 40)};
+    const DensePolicy policy(MaskParam{}, sequence(seqlen_q, seqlen_k), 0, 0);
+    auto visible = [](int, int) { return true; };
+    check_policy(policy, PolicyCheck<decltype(visible)>{seqlen_q, seqlen_k, tile, visible, 1, 1, true, "dense"});
+  }
+}
+
+TEST(BandPolicy, RandomShapes) {
+  Rng rng(2);
+  for (int round = 0; round < 8000 && !::testing::Test::HasFailure(); ++round) {
+    const int seqlen_q = between(rng, 0, 70), seqlen_k = pick(rng, {seqlen_q, between(rng, 0, 70)});
+    const Tile tile{between(rng, 1, 32), between(rng, 1, 32)};
+    MaskParam mask;
+    mask.kind = MaskKind::kBand;
+    mask.band = random_band(rng, pick(rng, {3, 20, 100}));
+    const BandPolicy policy(mask, sequence(seqlen_q, seqlen_k), 0, 0);
+    auto visible = [&](int i, int j) { return band_sees(mask.band, seqlen_q, seqlen_k, i, j); };
+    check_policy(policy,
+                 PolicyCheck<decltype(visible)>{seqlen_q, seqlen_k, tile, visible, 1, 1, true, describe(mask.band)});
+  }
+}
+
+TEST(BandPolicy, SequencesNearTheIndexLimitDoNotOverflow) {
+  // 2^31 - 1 rows cannot be walked in a test; the ends of the walks and of the intervals can.
+  const int longest = 2147483647 - 128;
+  MaskParam mask;
+  mask.band.right = 0;
+  for (bool top_left : {false, true}) {
+    mask.band.top_left = top_left;
+    const BandPolicy policy(mask, sequence(longest, longest), 0, 0);
+    const Tile tile{128, 128};
+    const int last = ceil_div(longest, 128) - 1;
+    EXPECT_EQ(policy.row_walk(tile, last).count(), last + 1);
+    EXPECT_EQ(policy.col_walk(tile, 0).count(), last + 1);
+    EXPECT_EQ(policy.keys_of(longest - 1).end, longest);
+    EXPECT_TRUE(policy.allowed(longest - 1, longest - 1));
+    EXPECT_FALSE(policy.allowed(longest - 2, longest - 1));
+  }
+}
+
+// Kind of every layout block of one (batch, head): 0 = skip, 1 = full, 2 = partial.
+struct Layout {
+  int rows, cols;
+  std::vector<int> kind;  // (rows, cols)
+  int at(int r, int c) const { return kind[r * cols + c]; }
+};
+
+// The CSR lists of several layouts in one buffer, as (layouts, lines + 1) offsets into one index array.
+struct Csr {
+  std::vector<std::int32_t> offsets, indices;
+
+  Csr(const std::vector<Layout>& layouts, int wanted, bool by_column) {
+    for (const Layout& layout : layouts) {
+      const int lines = by_column ? layout.cols : layout.rows, other = by_column ? layout.rows : layout.cols;
+      for (int line = 0; line <= lines; ++line) {
+        offsets.push_back(static_cast<std::int32_t>(indices.size()));
+        for (int x = 0; line < lines && x < other; ++x) {
+          if ((by_column ? layout.at(x, line) : layout.at(line, x)) == wanted) indices.push_back(x);
+        }
+      }
+    }
+  }
+  // Layout (batch, head) is number batch·batch_step + head·head_step.
+  BlockListParam param(std::int64_t batch_step, std::int64_t head_step, int lines) const {
+    return {offsets.data(), indices.data(), batch_step * (lines + 1), head_step * (lines + 1)};
+  }
+};
+
+struct SparseCase {
+  int block_q, block_k, split_m, split_n;  // tile = block / split
+  int seqlen_q, seqlen_k;
+  std::vector<Layout> layouts;
+  bool per_batch, per_head;
+  BandParam band;
+};
+
+SparseCase random_sparse(Rng& rng, int batch, int heads) {
+  SparseCase c;
+  c.split_m = between(rng, 1, 4);
+  c.split_n = between(rng, 1, 4);
+  c.block_q = c.split_m * between(rng, 1, 8);
+  c.block_k = c.split_n * between(rng, 1, 8);
+  c.seqlen_q = between(rng, 0, 60);
+  c.seqlen_k = between(rng, 0, 60);
+  c.per_batch = between(rng, 0, 1) == 1;
+  c.per_head = between(rng, 0, 1) == 1;
+  c.band = random_band(rng, 30);
+  const int density = between(rng, 0, 100);
+  const int rows = ceil_div(c.seqlen_q, c.block_q), cols = ceil_div(c.seqlen_k, c.block_k);
+  for (int n = 0; n < (c.per_batch ? batch : 1) * (c.per_head ? heads : 1); ++n) {
+    Layout layout{rows, cols, {}};
+    for (int b = 0; b < rows * cols; ++b) {
+      layout.kind.push_back(between(rng, 0, 99) >= density ? 0 : between(rng, 1, 2));
+    }
+    c.layouts.push_back(layout);
+  }
+  return c;
+}
+
+TEST(BlockSparsePolicy, RandomLayouts) {
+  constexpr int kBatch = 2, kHeads = 3;
+  Rng rng(3);
+  for (int round = 0; round < 1500 && !::testing::Test::HasFailure(); ++round) {
+    const SparseCase c = random_sparse(rng, kBatch, kHeads);
+    const Csr row_full(c.layouts, 1, false), row_partial(c.layouts, 2, false);
+    const Csr col_full(c.layouts, 1, true), col_partial(c.layouts, 2, true);
+    const int rows = c.layouts[0].rows, cols = c.layouts[0].cols;
+    const int head_step = c.per_head ? 1 : 0, batch_step = c.per_batch ? (c.per_head ? kHeads : 1) : 0;
+    MaskParam mask;
+    mask.kind = MaskKind::kBlockSparse;
+    mask.band = c.band;
+    mask.block_q = c.block_q;
+    mask.block_k = c.block_k;
+    mask.row_full = row_full.param(batch_step, head_step, rows);
+    mask.row_partial = row_partial.param(batch_step, head_step, rows);
+    mask.col_full = col_full.param(batch_step, head_step, cols);
+    mask.col_partial = col_partial.param(batch_step, head_step, cols);
+    const Tile tile{c.block_q / c.split_m, c.block_k / c.split_n};
+
+    for (int batch = 0; batch < kBatch; ++batch) {
+      for (int head = 0; head < kHeads; ++head) {
+        const Layout& layout = c.layouts[batch * batch_step + head * head_step];
+        auto visible = [&](int i, int j) {
+          const int kind = layout.at(i / c.block_q, j / c.block_k);
+          return kind == 1 || (kind == 2 && band_sees(c.band, c.seqlen_q, c.seqlen_k, i, j));
+        };
+        const BlockSparsePolicy policy(mask, sequence(c.seqlen_q, c.seqlen_k), batch, head);
+        // Not exact: the layout decides what is visited, and a listed partial block may be empty or seen throughout.
+        check_policy(policy, PolicyCheck<decltype(visible)>{c.seqlen_q, c.seqlen_k, tile, visible, c.split_m, c.split_n,
+                                                            false, "block sparse, " + describe(c.band)});
+      }
+    }
+  }
+}
+
+TEST(BlockSparsePolicy, PackedSequencesShorterThanTheLayout) {
+  // One layout of 6 x 6 blocks of 16 serves sequences of every length up to 96.
+  Layout layout{6, 6, {}};
+  Rng rng(4);
+  for (int b = 0; b < 36; ++b) layout.kind.push_back(between(rng, 0, 2));
+  const std::vector<Layout> layouts{layout};
+  const Csr row_full(layouts, 1, false), row_partial(layouts, 2, false);
+  const Csr col_full(layouts, 1, true), col_partial(layouts, 2, true);
+  MaskParam mask;
+  mask.band.right = 0;
+  mask.block_q = mask.block_k = 16;
+  mask.row_full = row_full.param(0, 0, 6);
+  mask.row_partial = row_partial.param(0, 0, 6);
+  mask.col_full = col_full.param(0, 0, 6);
+  mask.col_partial = col_partial.param(0, 0, 6);
+  for (int seqlen_q = 0; seqlen_q <= 96; seqlen_q += 7) {
+    for (int seqlen_k = 0; seqlen_k <= 96; seqlen_k += 5) {
+      auto visible = [&](int i, int j) {
+        const int kind = layout.at(i / 16, j / 16);
+        return kind == 1 || (kind == 2 && band_sees(mask.band, seqlen_q, seqlen_k, i, j));
+      };
+      const BlockSparsePolicy policy(mask, sequence(seqlen_q, seqlen_k), 0, 0);
+      // count() cannot know how many listed blocks lie past a short sequence.
+      check_policy(policy,
+                   PolicyCheck<decltype(visible)>{seqlen_q, seqlen_k, {8, 16}, visible, 97, 97, false, "packed"});
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashsdk::testing

@@ -1,0 +1,97 @@
+// TileWalk alone: three runs, or two lists merged.
+#include "common/tile_walk.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <utility>
+#include <vector>
+
+namespace flashsdk {
+namespace {
+
+using Visit = std::pair<int, bool>;  // tile, partial
+
+std::vector<Visit> visits(TileWalk walk) {
+  std::vector<Visit> result;
+  for (TileRef tile{}; walk.next(tile);) result.emplace_back(tile.index, tile.partial);
+  return result;
+}
+
+TileWalk lists(const std::vector<int>& partial, const std::vector<int>& full, int split, int end) {
+  return TileWalk::lists(partial.data(), static_cast<int>(partial.size()), full.data(), static_cast<int>(full.size()),
+                         split, end);
+}
+
+TEST(TileWalkRuns, PartialFullPartial) {
+  EXPECT_EQ(visits(TileWalk::runs(2, 4, 6, 7)),
+            (std::vector<Visit>{{2, true}, {3, true}, {4, false}, {5, false}, {6, true}}));
+}
+
+TEST(TileWalkRuns, EachRunMayBeEmpty) {
+  EXPECT_EQ(visits(TileWalk::runs(0, 0, 0, 0)), std::vector<Visit>{});
+  EXPECT_EQ(visits(TileWalk::runs(3, 3, 3, 3)), std::vector<Visit>{});
+  EXPECT_EQ(visits(TileWalk::runs(0, 0, 2, 2)), (std::vector<Visit>{{0, false}, {1, false}}));
+  EXPECT_EQ(visits(TileWalk::runs(1, 1, 1, 3)), (std::vector<Visit>{{1, true}, {2, true}}));
+  EXPECT_EQ(visits(TileWalk::runs(1, 2, 2, 2)), (std::vector<Visit>{{1, true}}));
+}
+
+TEST(TileWalkRuns, CountIsExact) {
+  TileWalk walk = TileWalk::runs(5, 6, 8, 9);
+  TileRef tile{};
+  for (int left = 4; left > 0; --left) {
+    EXPECT_EQ(walk.count(), left);
+    EXPECT_TRUE(walk.next(tile));
+  }
+  EXPECT_EQ(walk.count(), 0);
+  EXPECT_FALSE(walk.next(tile));
+  EXPECT_FALSE(walk.next(tile));
+}
+
+TEST(TileWalkLists, MergesInAscendingOrder) {
+  EXPECT_EQ(visits(lists({1, 4}, {0, 2, 7}, 1, 8)),
+            (std::vector<Visit>{{0, false}, {1, true}, {2, false}, {4, true}, {7, false}}));
+}
+
+TEST(TileWalkLists, EitherListMayBeEmpty) {
+  EXPECT_EQ(visits(lists({}, {}, 2, 8)), std::vector<Visit>{});
+  EXPECT_EQ(visits(lists({3}, {}, 1, 8)), (std::vector<Visit>{{3, true}}));
+  EXPECT_EQ(visits(lists({}, {3}, 1, 8)), (std::vector<Visit>{{3, false}}));
+}
+
+TEST(TileWalkLists, CutsLayoutBlocksIntoTiles) {
+  EXPECT_EQ(visits(lists({2}, {0}, 3, 9)),
+            (std::vector<Visit>{{0, false}, {1, false}, {2, false}, {6, true}, {7, true}, {8, true}}));
+}
+
+TEST(TileWalkLists, StopsAtTheSequenceEnd) {
+  EXPECT_EQ(visits(lists({2}, {0}, 3, 7)), (std::vector<Visit>{{0, false}, {1, false}, {2, false}, {6, true}}));
+  // A layout longer than the sequence, as short packed sequences see it.
+  EXPECT_EQ(visits(lists({1, 3}, {0, 2}, 2, 3)), (std::vector<Visit>{{0, false}, {1, false}, {2, true}}));
+}
+
+TEST(TileWalkLists, RandomListsMatchASortedUnion) {
+  std::mt19937 rng(1);
+  for (int round = 0; round < 2000; ++round) {
+    const int blocks = static_cast<int>(rng() % 12), split = 1 + static_cast<int>(rng() % 4);
+    const int end = blocks == 0 ? 0 : blocks * split - static_cast<int>(rng() % split);
+    std::vector<int> partial, full;
+    std::vector<Visit> expected;
+    for (int block = 0; block < blocks; ++block) {
+      const int kind = static_cast<int>(rng() % 3);
+      if (kind == 0) continue;
+      (kind == 1 ? partial : full).push_back(block);
+      for (int tile = block * split; tile < std::min((block + 1) * split, end); ++tile) {
+        expected.emplace_back(tile, kind == 1);
+      }
+    }
+    ASSERT_EQ(visits(lists(partial, full, split, end)), expected);
+    const int excess = lists(partial, full, split, end).count() - static_cast<int>(expected.size());
+    ASSERT_GE(excess, 0);
+    ASSERT_LT(excess, split);
+  }
+}
+
+}  // namespace
+}  // namespace flashsdk
