@@ -1,0 +1,162 @@
+"""Block layouts in their two forms, boolean matrices and lists, and the checks on both."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ._errors import Error, integer
+
+BlockSize: TypeAlias = int | tuple[int, int]
+Bools: TypeAlias = NDArray[np.bool_]
+Int32s: TypeAlias = NDArray[np.int32]
+
+INT32_MAX = 2**31 - 1  # longer than any sequence, so than any distance between a query and a key
+
+
+class Csr(NamedTuple):
+    """Lists of blocks in compressed sparse row form.
+
+    Line r of batch b, head h holds ``indices[offsets[b, h, r] : offsets[b, h, r + 1]]``, ascending.
+    Offsets are absolute in the one indices array. Both are int32, contiguous and read-only.
+    """
+
+    offsets: Int32s  # (batch | 1, num_heads | 1, lines + 1)
+    indices: Int32s  # (blocks,)
+
+
+def check_block_size(block_size: BlockSize | tuple[int, ...]) -> tuple[int, int]:
+    """(block_q, block_k) from a pair or from one number; both must be multiples of 16."""
+    pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    try:
+        if len(pair) == 2:
+            block_q, block_k = (integer("block_size", n, 16) for n in pair)
+            if block_q % 16 == 0 and block_k % 16 == 0:
+                return block_q, block_k
+    except Error:
+        pass
+    raise Error(f"block_size: {block_size!r}; one or two positive multiples of 16")
+
+
+def block_bounds(seqlen: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First and last token of each block of a sequence, cut at its end."""
+    first = np.arange(0, seqlen, block)
+    return first, np.minimum(first + block, seqlen) - 1
+
+
+def check_length(name: str, seqlen: int | None, blocks: int, block: int) -> int:
+    if seqlen is None:
+        return blocks * block
+    if -(-integer(name, seqlen, 1) // block) != blocks:
+        raise Error(
+            f"{name}: {seqlen}; {(blocks - 1) * block + 1} to {blocks * block}, "
+            f"which {blocks} blocks of {block} hold"
+        )
+    return int(seqlen)
+
+
+def as_blocks(name: str, blocks: ArrayLike) -> Bools:
+    array = np.asarray(blocks)
+    if array.dtype != np.bool_:
+        raise Error(f"{name}: dtype {array.dtype}; bool")
+    if not 2 <= array.ndim <= 4 or array.size == 0:
+        raise Error(
+            f"{name}: shape {array.shape}; (rows, cols), (num_heads, rows, cols) or "
+            "(batch, num_heads, rows, cols), none of them 0"
+        )
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def as_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu" and array.size:  # an empty list is float64
+        raise Error(f"{name}: dtype {array.dtype}; integers")
+    return array.astype(np.int64)
+
+
+def fits(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Same rows and cols; batch and num_heads equal or 1."""
+    heads = zip(shape[:2], other[:2], strict=True)
+    return shape[2:] == other[2:] and all(a == b or 1 in (a, b) for a, b in heads)
+
+
+def check_csr(offsets: ArrayLike, indices: ArrayLike, cols: int) -> Csr:
+    """A user's lists as int64, offsets (batch | 1, num_heads | 1, rows + 1), with nothing amiss."""
+    ends, listed = as_integers("offsets", offsets), as_integers("indices", indices)
+    if not 1 <= ends.ndim <= 3 or ends.size == 0 or ends.shape[-1] < 2:
+        raise Error(
+            f"offsets: shape {ends.shape}; (rows + 1), (num_heads, rows + 1) or "
+            "(batch, num_heads, rows + 1)"
+        )
+    if listed.ndim != 1:
+        raise Error(f"indices: shape {listed.shape}; (blocks,)")
+    lines = ends.reshape(-1, ends.shape[-1])  # (batch * num_heads, rows + 1)
+    ascending = (np.diff(lines) >= 0).all() and (lines[1:, 0] == lines[:-1, -1]).all()
+    if lines[0, 0] != 0 or lines[-1, -1] != listed.size or not ascending:
+        given = np.array2string(ends.ravel(), threshold=8, edgeitems=3, max_line_width=1000)
+        raise Error(
+            f"offsets: {given}; 0 first, ascending, each head from where the one before it ends, "
+            f"len(indices) = {listed.size} last"
+        )
+    outside = (listed < 0) | (listed >= cols)
+    if outside.any():
+        raise Error(f"indices: {listed[outside][0]}; block columns 0 to {cols - 1}")
+    line = np.repeat(np.arange(lines[:, 1:].size), np.diff(lines).ravel())
+    blocks, times = np.unique(line * cols + listed, return_counts=True)
+    if (times > 1).any():
+        row, col = divmod(int(blocks[times > 1][0]), cols)
+        row %= lines.shape[1] - 1
+        raise Error(f"indices: block ({row}, {col}) is listed twice; each block once")
+    return Csr(ends.reshape((1,) * (3 - ends.ndim) + ends.shape), listed)  # type: ignore[arg-type]
+
+
+def to_csr(blocks: Bools) -> Csr:
+    """The lists of a matrix: bool (batch, num_heads, lines, others) to the True others per line."""
+    batch, heads, lines, others = blocks.shape
+    blocks = np.ascontiguousarray(blocks)  # columns come as a transposed view
+    per_line = np.count_nonzero(blocks, axis=3)
+    ends = np.zeros(per_line.size + 1, np.int64)
+    np.cumsum(per_line, out=ends[1:])
+    if ends[-1] > INT32_MAX:
+        raise Error(f"blocks: {ends[-1]} visited; at most {INT32_MAX}", code="unsupported")
+    # A head's last end is the next head's first: lines + 1 offsets from each lines-th entry on.
+    first = np.arange(batch * heads)[:, None] * lines
+    offsets = ends[first + np.arange(lines + 1)].reshape(batch, heads, lines + 1)
+    numbers = np.broadcast_to(np.arange(others, dtype=np.int32), blocks.shape)
+    return Csr(offsets.astype(np.int32), numbers[blocks])
+
+
+def from_csr(lists: Csr, others: int) -> Bools:
+    """The matrix of lists: bool (batch, num_heads, lines, others). The inverse of ``to_csr``."""
+    batch, heads, ends = lists.offsets.shape
+    blocks = np.zeros((batch, heads, ends - 1, others), bool)
+    per_line = np.diff(lists.offsets).ravel()
+    line = np.repeat(np.arange(per_line.size), per_line)
+    blocks.reshape(-1, others)[line, lists.indices] = True
+    return blocks
+
+
+def from_flex(block_mask: Any, kind: str, cols: int) -> Bools:
+    """FlexAttention's padded lists to a matrix: the first num_blocks indices of a row count."""
+    count = _field(block_mask, f"{kind}_num_blocks")  # (batch, num_heads, rows)
+    indices = _field(block_mask, f"{kind}_indices")  # (batch, num_heads, rows, width)
+    if count.ndim != 3 or indices.shape[:-1] != count.shape:
+        raise Error(
+            f"{kind}_indices: shape {indices.shape}; that of {kind}_num_blocks, {count.shape} "
+            "(batch, num_heads, rows), and one dimension more"
+        )
+    line = np.nonzero(np.arange(indices.shape[3]) < count[..., None])
+    listed = indices[line]
+    if listed.size and not 0 <= listed.min() <= listed.max() < cols:
+        raise Error(f"{kind}_indices: {listed.min()} to {listed.max()}; 0 to {cols - 1}")
+    blocks = np.zeros((*count.shape, cols), bool)
+    batch, head, row, _ = line
+    blocks[batch, head, row, listed] = True
+    return blocks
+
+
+def _field(block_mask: Any, name: str) -> NDArray[np.int64]:
+    value = getattr(block_mask, name)
+    return as_integers(name, value.cpu() if hasattr(value, "cpu") else value)

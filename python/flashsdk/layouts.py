@@ -1,0 +1,395 @@
+"""Block-sparse layouts of the literature, each a function that returns a ``BlockMask``.
+
+Every layout takes ``(seqlen_q, seqlen_k, block_size=128)``: lengths in tokens, block_size one
+number or (block_q, block_k), multiples of 16. Parameters that end in ``_blocks`` count key blocks;
+``left`` and ``right`` count tokens. ``band`` limits what is visible inside the visited blocks
+(``Causal()``, ``SlidingWindow(...)``) and None shows them whole; blocks that it hides are dropped.
+
+The papers define their patterns for queries and keys of one sequence. Here a query stands at the
+key that the band's alignment gives it (bottom-right without a band, that is, the last query at the
+last key), and a block of queries follows the pattern of each key block that it stands in. So the
+layout of the last queries of a sequence is the last rows of the whole sequence's layout, and
+block_q != block_k works. Queries that stand before the first key or after the last follow those.
+
+Bad arguments raise ``flashsdk.Error``: one line with the argument, what was given, what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ._block_lists import BlockSize, Bools, as_blocks, block_bounds, check_block_size
+from ._errors import Error, integer
+from .masks import Alignment, Band, BlockMask, Causal, SlidingWindow
+
+__all__ = [
+    "bigbird",
+    "butterfly",
+    "causal",
+    "dense",
+    "fixed",
+    "from_matrix",
+    "longformer",
+    "random",
+    "sliding_window",
+    "stack_heads",
+    "strided",
+]
+
+_CAUSAL = Causal()
+
+# Key block where the query stands (n, 1), key block (n,) -> visited (n, n) or (num_heads, n, n).
+Pattern = Callable[[NDArray[np.int64], NDArray[np.int64]], Bools]
+
+
+def dense(seqlen_q: int, seqlen_k: int, block_size: BlockSize = 128) -> BlockMask:
+    """Every block, full."""
+    return _everywhere(seqlen_q, seqlen_k, block_size, None)
+
+
+def causal(
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: BlockSize = 128,
+    *,
+    alignment: Alignment = "bottom_right",
+) -> BlockMask:
+    """``Causal(alignment)`` as blocks: full below the diagonal, partial on it."""
+    return _everywhere(seqlen_q, seqlen_k, block_size, Causal(alignment))
+
+
+def sliding_window(
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: BlockSize = 128,
+    *,
+    left: int | None,
+    right: int | None,
+    alignment: Alignment = "bottom_right",
+) -> BlockMask:
+    """``SlidingWindow(left, right, alignment)`` as blocks; left and right in tokens."""
+    return _everywhere(seqlen_q, seqlen_k, block_size, SlidingWindow(left, right, alignment))
+
+
+def strided(
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: BlockSize = 128,
+    *,
+    stride_blocks: int,
+    band: Band | None = _CAUSAL,
+) -> BlockMask:
+    """Sparse Transformers' strided attention (arXiv 1904.10509, section 4.3), both heads in one.
+
+    A query block visits the nearest ``stride_blocks`` key blocks, its own among them, and every
+    ``stride_blocks``-th one from there.
+    """
+    stride = integer("stride_blocks", stride_blocks, 1)
+
+    def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
+        distance = np.abs(own - key)
+        visited: Bools = (distance < stride) | (distance % stride == 0)
+        return visited
+
+    return _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, band)
+
+
+def fixed(
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: BlockSize = 128,
+    *,
+    stride_blocks: int,
+    summary_blocks: int = 1,
+    band: Band | None = _CAUSAL,
+) -> BlockMask:
+    """Sparse Transformers' fixed attention (arXiv 1904.10509, section 4.3), both heads in one.
+
+    The keys fall into groups of ``stride_blocks``. A query block visits its own group and the last
+    ``summary_blocks`` (the paper's c) of every group.
+    """
+    stride = integer("stride_blocks", stride_blocks, 1)
+    if not 1 <= integer("summary_blocks", summary_blocks) <= stride:
+        raise Error(f"summary_blocks: {summary_blocks}; 1 to stride_blocks = {stride}")
+
+    def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
+        visited: Bools = own // stride == key // stride
+        return visited | (key % stride >= stride - summary_blocks)
+
+    return _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, band)
+
+
+def butterfly(
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: BlockSize = 128,
+    *,
+    max_stride_blocks: int | None = None,
+    global_blocks: int = 0,
+    band: Band | None = None,
+) -> BlockMask:
+    """Flat block butterfly (Pixelated Butterfly, arXiv 2112.00029, section 3.2).
+
+    The fixed pattern of block-sparse FlashAttention (arXiv 2205.14135, section 3.3). A query block
+    at key block b visits b and b with one bit flipped: the union of the butterfly factors of
+    strides 2, 4, … ``max_stride_blocks`` (a power of two; None is all of them), at most
+    1 + log2(max_stride_blocks) blocks. ``global_blocks`` is the paper's low-rank term: that many
+    first blocks are visited by all and visit all.
+    """
+    if max_stride_blocks is None:
+        stride = 1 << 62
+    else:
+        stride = integer("max_stride_blocks", max_stride_blocks)
+        if stride < 1 or stride & (stride - 1):
+            raise Error(f"max_stride_blocks: {max_stride_blocks}; a power of two or None")
+    integer("global_blocks", global_blocks, 0)
+
+    def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
+        flipped = own ^ key
+        one_bit_at_most: Bools = flipped & (flipped - 1) == 0
+        return (one_bit_at_most & (flipped < stride)) | _global(own, key, global_blocks)
+
+    return _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, band)
+
+
+def longformer(
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: BlockSize = 128,
+    *,
+    left: int,
+    right: int,
+    global_blocks: int = 1,
+    alignment: Alignment = "bottom_right",
+) -> BlockMask:
+    """Longformer's window and global attention (arXiv 2004.05150, section 3.1).
+
+    A query sees ``left`` keys before its place and ``right`` after (the paper's window w is w/2 and
+    w/2), exactly. The first ``global_blocks`` are seen whole by all queries, and see all keys. With
+    right <= 0, the autoregressive form, global blocks too end at the diagonal: those that it
+    crosses keep the window alone.
+    """
+    window = SlidingWindow(integer("left", left), integer("right", right), alignment)
+    integer("global_blocks", global_blocks, 0)
+    block_size = check_block_size(block_size)
+
+    def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
+        return _global(own, key, global_blocks)
+
+    # Only its layout is used: which blocks are global.
+    anywhere = Band(alignment=alignment)
+    whole = _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, anywhere)
+    full = whole.to_dense(block_level=True)
+    if right <= 0:
+        full &= Band(None, right, alignment).blocks(seqlen_q, seqlen_k, block_size)[1]
+    return BlockMask.from_dense(
+        np.ones_like(full),
+        block_size,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        band=window,
+        full=full,
+    )
+
+
+def bigbird(
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: BlockSize = 128,
+    *,
+    window_blocks: int = 3,
+    global_blocks: int = 2,
+    random_blocks: int = 3,
+    num_heads: int = 1,
+    seed: int = 0,
+    band: Band | None = None,
+) -> BlockMask:
+    """BigBird's window, global and random blocks (arXiv 2007.14062, section 2 and appendix D).
+
+    A query block visits the ``window_blocks`` (odd) around its own, half on either side, the first
+    ``global_blocks``, which in turn visit all, and ``random_blocks`` others, drawn for each of
+    ``num_heads`` anew from those that the band shows. The defaults are the paper's. The same
+    ``seed`` gives the same layout.
+    """
+    if integer("window_blocks", window_blocks, 1) % 2 == 0:
+        raise Error(f"window_blocks: {window_blocks}; an odd number")
+    integer("global_blocks", global_blocks, 0)
+    integer("random_blocks", random_blocks, 0)
+    integer("num_heads", num_heads, 1)
+    integer("seed", seed, 0)
+    block_k = check_block_size(block_size)[1]
+
+    def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
+        chosen = (np.abs(own - key) <= window_blocks // 2) | _global(own, key, global_blocks)
+        shown = (band or Band()).blocks(seqlen_k, seqlen_k, (block_k, block_k))[0]
+        heads = range(num_heads if random_blocks else 1)
+        picks = (_pick(shown & ~chosen, random_blocks, (seed, head)) for head in heads)
+        return np.stack([chosen | pick for pick in picks])
+
+    return _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, band)
+
+
+def random(
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: BlockSize = 128,
+    *,
+    density: float,
+    num_heads: int = 1,
+    seed: int = 0,
+    band: Band | None = None,
+) -> BlockMask:
+    """Blocks drawn at random, for each of ``num_heads`` anew; for tests and measurements.
+
+    Visits the nearest whole number to ``density`` (0 to 1) times the blocks that the band shows
+    (all of them without one). The blocks on the diagonal are among them and stay even if they are
+    more, so that no query is left without keys.
+    """
+    if not isinstance(density, int | float) or not 0 <= density <= 1:
+        raise Error(f"density: {density!r}; a number from 0 to 1")
+    integer("num_heads", num_heads, 1)
+    integer("seed", seed, 0)
+
+    diagonal = _along_diagonal(np.equal, seqlen_q, seqlen_k, block_size, band)
+    kept = diagonal.to_dense(block_level=True)[0, 0]
+    shown = (band or Band()).blocks(seqlen_q, seqlen_k, diagonal.block_size)[0]
+    count = max(round(density * np.count_nonzero(shown)) - np.count_nonzero(kept), 0)
+    candidates = (shown & ~kept).reshape(1, -1)
+    picks = (_pick(candidates, count, (seed, head)) for head in range(num_heads))
+    blocks = np.stack([kept | pick.reshape(kept.shape) for pick in picks])
+    return BlockMask.from_dense(
+        blocks, diagonal.block_size, seqlen_q=seqlen_q, seqlen_k=seqlen_k, band=band
+    )
+
+
+def stack_heads(masks: Sequence[BlockMask]) -> BlockMask:
+    """One mask whose heads are those of ``masks`` in turn: another layout for every head.
+
+    All must have the same lengths and block size, a batch that is equal or 1, and, where they have
+    partial blocks, the same band.
+    """
+    if not masks or not all(isinstance(mask, BlockMask) for mask in masks):
+        kinds = [type(mask).__name__ for mask in masks]
+        raise Error(f"masks: {kinds}; one or more BlockMasks")
+    first = masks[0]
+    for mask in masks:
+        for name in ("seqlen_q", "seqlen_k", "block_size"):
+            if getattr(mask, name) != getattr(first, name):
+                given = [getattr(each, name) for each in masks]
+                raise Error(f"masks: {name} {given}; one {name} for all")
+    bands = {mask.band for mask in masks} - {None}
+    if len(bands) > 1:
+        raise Error(f"masks: {len(bands)} bands, {sorted(map(str, bands))}; one band for all heads")
+    batches = sorted({mask.batch for mask in masks} - {1})
+    if len(batches) > 1:
+        raise Error(f"masks: batch {batches}; one batch for all, or 1")
+    batch = batches[0] if batches else 1
+
+    matrices = [mask.block_matrices() for mask in masks]
+    partial, full = (
+        np.concatenate([np.broadcast_to(m, (batch, *m.shape[1:])) for m in kind], axis=1)
+        for kind in zip(*matrices, strict=True)
+    )
+    return BlockMask.from_dense(
+        partial,
+        first.block_size,
+        seqlen_q=first.seqlen_q,
+        seqlen_k=first.seqlen_k,
+        band=next(iter(bands), None),
+        full=full,
+    )
+
+
+def from_matrix(
+    matrix: ArrayLike, block_size: BlockSize = 128, *, band: Band | None = None
+) -> BlockMask:
+    """From the matrix of single elements that are visible; ``to_dense()`` gives it back.
+
+    ``matrix`` is bool (seqlen_q, seqlen_k), (num_heads, seqlen_q, seqlen_k) or (batch, num_heads,
+    seqlen_q, seqlen_k). Each of its blocks must be all False (skipped), all True (full), or equal
+    to the band there (partial). Raises Error with the first block that is none of these.
+    """
+    block_q, block_k = check_block_size(block_size)
+    visible = as_blocks("matrix", matrix)
+    seqlen_q, seqlen_k = visible.shape[2:]
+
+    def over_blocks(reduce: np.ufunc, elements: Bools) -> Bools:
+        by_row = reduce.reduceat(elements, np.arange(0, seqlen_q, block_q), axis=2)
+        whole: Bools = reduce.reduceat(by_row, np.arange(0, seqlen_k, block_k), axis=3)
+        return whole
+
+    some = over_blocks(np.logical_or, visible)
+    full = over_blocks(np.logical_and, visible)
+    mixed = some & ~full
+    if mixed.any():
+        odd = mixed
+        if band is not None:
+            odd = mixed & over_blocks(np.logical_or, visible != band.to_dense(seqlen_q, seqlen_k))
+        if odd.any():
+            batch, head, row, col = (int(index[0]) for index in np.nonzero(odd))
+            uniform = "one value throughout" + (f", or that of {band}" if band else "")
+            raise Error(
+                f"matrix: block ({row}, {col}) of batch {batch}, head {head} is mixed; {uniform}"
+            )
+    return BlockMask.from_dense(
+        mixed, (block_q, block_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k, band=band, full=full
+    )
+
+
+def _everywhere(
+    seqlen_q: int, seqlen_k: int, block_size: BlockSize, band: Band | None
+) -> BlockMask:
+    rows, cols, size = _grid(seqlen_q, seqlen_k, block_size)
+    blocks = np.ones((rows, cols), bool)
+    return BlockMask.from_dense(blocks, size, seqlen_q=seqlen_q, seqlen_k=seqlen_k, band=band)
+
+
+def _along_diagonal(
+    pattern: Pattern,
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: BlockSize,
+    band: Band | None,
+) -> BlockMask:
+    """The mask whose query blocks follow ``pattern`` at each key block that they stand in."""
+    _, cols, (block_q, block_k) = _grid(seqlen_q, seqlen_k, block_size)
+    blocks = np.arange(cols)
+    square = pattern(blocks[:, None], blocks)
+    at = (band or Band()).shift(seqlen_q, seqlen_k)
+    first, last = (
+        np.clip((query + at) // block_k, 0, cols - 1) for query in block_bounds(seqlen_q, block_q)
+    )
+    listed = square[..., first, :]
+    for step in range(1, int((last - first).max()) + 1):
+        listed |= square[..., np.minimum(first + step, last), :]
+    return BlockMask.from_dense(
+        listed, (block_q, block_k), seqlen_q=seqlen_q, seqlen_k=seqlen_k, band=band
+    )
+
+
+def _grid(seqlen_q: int, seqlen_k: int, block_size: BlockSize) -> tuple[int, int, tuple[int, int]]:
+    """Block rows, block columns, (block_q, block_k)."""
+    block_q, block_k = check_block_size(block_size)
+    rows = -(-integer("seqlen_q", seqlen_q, 1) // block_q)
+    cols = -(-integer("seqlen_k", seqlen_k, 1) // block_k)
+    return rows, cols, (block_q, block_k)
+
+
+def _global(own: NDArray[np.int64], key: NDArray[np.int64], count: int) -> Bools:
+    """The first ``count`` blocks, as queries and as keys."""
+    return (own < count) | (key < count)
+
+
+def _pick(candidates: Bools, count: int, seed: tuple[int, int]) -> Bools:
+    """``count`` random candidates (lines, n) in every line, all of them where there are fewer."""
+    count = min(count, candidates.shape[1])
+    picked = np.zeros(candidates.shape, bool)
+    if count > 0:
+        draw = np.random.default_rng(seed).random(candidates.shape, np.float32)
+        draw[~candidates] = 1.0  # behind all candidates, which are below 1
+        nearest = np.argpartition(draw, count - 1, axis=1)[:, :count]
+        np.put_along_axis(picked, nearest, True, axis=1)
+    return picked & candidates

@@ -1,0 +1,446 @@
+"""Which keys a query sees: ``Dense``, ``Band`` (causal, sliding window) and ``BlockMask``.
+
+A mask is an immutable description, independent of any array or framework. Query i of ``seqlen_q``
+and key j of ``seqlen_k`` are element (i, j). ``to_dense()`` is each mask's definition.
+
+Block lists follow FlashAttention's block-sparse section (arXiv 2205.14135, section 3.3): blocks
+that are not listed are skipped, so time and traffic fall with ``density``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from . import _block_lists as lists
+from ._block_lists import INT32_MAX, BlockSize, Bools, Csr, Int32s
+from ._errors import Error, integer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Band", "BlockMask", "Causal", "Csr", "Dense", "Mask", "SlidingWindow"]
+
+Alignment: TypeAlias = Literal["bottom_right", "top_left"]
+
+_NONE = np.zeros((1, 1, 1, 1), bool)  # no block, of any layout
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Every query sees every key."""
+
+    def to_dense(self, seqlen_q: int, seqlen_k: int) -> Bools:
+        """The element matrix, bool (seqlen_q, seqlen_k), all True."""
+        return Band().to_dense(seqlen_q, seqlen_k)
+
+    def density(self, seqlen_q: int, seqlen_k: int) -> float:
+        """Visible elements / all elements: 1.0, or 0.0 where there are none."""
+        return Band().density(seqlen_q, seqlen_k)
+
+    def plot(
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        ax: Axes | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> Figure:
+        """Draws the mask; as ``Band.plot``."""
+        return Band().plot(seqlen_q, seqlen_k, ax, path)
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Query i sees key j iff ``-left <= j - (i + shift) <= right``.
+
+    left, right
+        Keys before and after the diagonal, in tokens; None is unlimited. Any integer is allowed,
+        negative ones too: ``Band(left=None, right=-1)`` is causal without the diagonal.
+    alignment
+        Where the diagonal lies when seqlen_q != seqlen_k: "bottom_right" (shift = seqlen_k -
+        seqlen_q, the last query stands at the last key) or "top_left" (shift = 0).
+
+    A limit of 2^31 - 1 or more is the same as None and becomes it; fields always fit an int32.
+    Raises Error for anything but None and integers, and for another alignment.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    alignment: Alignment = "bottom_right"
+
+    def __post_init__(self) -> None:
+        for name, given in (("left", self.left), ("right", self.right)):
+            # Most calls make a mask anew, so the common case stops here.
+            if given is None or (type(given) is int and abs(given) < INT32_MAX):
+                continue
+            limit = max(integer(name, given), -INT32_MAX)
+            object.__setattr__(self, name, limit if limit < INT32_MAX else None)
+        if self.alignment not in ("bottom_right", "top_left"):
+            raise Error(f'alignment: {self.alignment!r}; "bottom_right" or "top_left"')
+
+    def shift(self, seqlen_q: int, seqlen_k: int) -> int:
+        """The key at which query 0 stands."""
+        return seqlen_k - seqlen_q if self.alignment == "bottom_right" else 0
+
+    def to_dense(self, seqlen_q: int, seqlen_k: int) -> Bools:
+        """The element matrix, bool (seqlen_q, seqlen_k): True where query i sees key j."""
+        query = np.arange(integer("seqlen_q", seqlen_q, 0))[:, None]
+        key = np.arange(integer("seqlen_k", seqlen_k, 0))[None, :]
+        distance = key - (query + self.shift(seqlen_q, seqlen_k))
+        visible = np.ones(distance.shape, bool)
+        if self.left is not None:
+            visible &= -self.left <= distance
+        if self.right is not None:
+            visible &= distance <= self.right
+        return visible
+
+    def density(self, seqlen_q: int, seqlen_k: int) -> float:
+        """Visible elements / all elements; 0.0 where there are none. Costs O(seqlen_q)."""
+        query = np.arange(integer("seqlen_q", seqlen_q, 0))
+        low, high = self._limits
+        at = query + self.shift(seqlen_q, integer("seqlen_k", seqlen_k, 0))
+        begin = np.clip(at + low, 0, seqlen_k)
+        end = np.clip(at + high + 1, 0, seqlen_k)
+        return float(np.maximum(end - begin, 0).sum()) / max(seqlen_q * seqlen_k, 1)
+
+    def blocks(
+        self, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int]
+    ) -> tuple[Bools, Bools]:
+        """(touched, inside), both bool (block rows, block columns).
+
+        A block is touched if the band shows any of its elements and inside if it shows all of
+        them. Blocks at the ends count the elements that exist. Makes no element matrix.
+        """
+        first_query, last_query = lists.block_bounds(seqlen_q, block_size[0])
+        first_key, last_key = lists.block_bounds(seqlen_k, block_size[1])
+        at = self.shift(seqlen_q, seqlen_k)
+        low, high = self._limits
+        # A block holds every distance j - (i + shift) from that of its bottom-left element to that
+        # of its top-right one, so the two corners tell.
+        top, bottom = (query[:, None] + at for query in (first_query, last_query))
+        touched = (last_key >= top + low) & (first_key <= bottom + high) & (low <= high)
+        inside = (first_key >= bottom + low) & (last_key <= top + high)
+        return touched, inside
+
+    def plot(
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        ax: Axes | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> Figure:
+        """Draws the mask in cells of up to 256 x 256, on ``ax`` or a new figure, and saves it.
+
+        ``path`` is where to save (.png, .svg, .pdf). Raises Error if matplotlib is missing.
+        """
+        from . import _plot
+
+        cell = -(-max(integer("seqlen_q", seqlen_q, 1), integer("seqlen_k", seqlen_k, 1)) // 256)
+        touched, inside = self.blocks(seqlen_q, seqlen_k, (cell, cell))
+        panel = _plot.Panel("", touched & ~inside, inside)
+        return _plot.draw([panel], (seqlen_q, seqlen_k), (cell, cell), ax, path)
+
+    @property
+    def _limits(self) -> tuple[int, int]:
+        """The least and greatest visible j - (i + shift)."""
+        low = -INT32_MAX if self.left is None else -self.left
+        return low, INT32_MAX if self.right is None else self.right
+
+
+def Causal(alignment: Alignment = "bottom_right") -> Band:
+    """Query i sees the keys up to its own place: ``Band(None, 0, alignment)``.
+
+    FlexAttention's ``q_idx >= kv_idx`` and torch's ``is_causal`` are ``Causal("top_left")``.
+    """
+    return Band(None, 0, alignment)
+
+
+def SlidingWindow(
+    left: int | None, right: int | None, alignment: Alignment = "bottom_right"
+) -> Band:
+    """Query i sees ``left`` keys before its place, its own, and ``right`` after: a ``Band``."""
+    return Band(left, right, alignment)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """The scores in blocks of block_q x block_k, of which only the listed ones are visited.
+
+    Block (r, c) holds queries [r * block_q, (r + 1) * block_q) and keys [c * block_k, (c + 1) *
+    block_k), cut at the sequence ends. A full block is visible throughout, a partial one where
+    ``band`` allows, any other nowhere. Rows list block columns and serve the forward and dq;
+    columns, the transpose, list block rows and serve dk and dv. A block is in one list at most,
+    and ``band`` is None exactly if no block is partial.
+
+    Build one with ``from_dense``, ``from_csr``, ``from_flex`` or ``flashsdk.layouts``, which check
+    their input; the constructor takes the finished lists as they are. Masks are immutable, equal
+    if all their fields are, hashable, and can be pickled.
+    """
+
+    block_size: tuple[int, int]  # queries, keys; multiples of 16
+    seqlen_q: int
+    seqlen_k: int
+    band: Band | None
+    row_partial: Csr
+    row_full: Csr
+    col_partial: Csr
+    col_full: Csr
+
+    def __post_init__(self) -> None:
+        for name in ("row_partial", "row_full", "col_partial", "col_full"):
+            csr = Csr(*(np.ascontiguousarray(array, np.int32) for array in getattr(self, name)))
+            for array in csr:
+                array.setflags(write=False)
+            object.__setattr__(self, name, csr)
+
+    # ---- construction
+
+    @classmethod
+    def from_dense(
+        cls,
+        blocks: ArrayLike,
+        block_size: BlockSize,
+        *,
+        seqlen_q: int | None = None,
+        seqlen_k: int | None = None,
+        band: Band | None = None,
+        full: ArrayLike | None = None,
+    ) -> BlockMask:
+        """From a boolean matrix with one entry per block.
+
+        blocks
+            bool (rows, cols), (num_heads, rows, cols) or (batch, num_heads, rows, cols), batch and
+            num_heads each 1 to share the layout: True where the block is visited.
+        block_size
+            Queries and keys of a block, (block_q, block_k) or one number; multiples of 16.
+        seqlen_q, seqlen_k
+            In tokens; default rows * block_q and cols * block_k. The last blocks may be cut.
+        band
+            What is visible inside the blocks. Blocks wholly inside it become full, blocks wholly
+            outside are dropped, the rest are partial. None: all blocks are full.
+        full
+            As ``blocks``: more blocks to visit, visible throughout whatever the band says (a
+            prefix that all see under a causal band, say).
+
+        Raises Error if an argument has the wrong type or shape.
+        """
+        block_q, block_k = lists.check_block_size(block_size)
+        listed = lists.as_blocks("blocks", blocks)
+        always = _NONE if full is None else lists.as_blocks("full", full)
+        rows, cols = listed.shape[2:]
+        if full is not None and not lists.fits(always.shape, listed.shape):
+            raise Error(
+                f"full: shape {np.shape(full)}; that of blocks, {np.shape(blocks)}, "
+                "up to a batch or num_heads of 1"
+            )
+        return cls._build(
+            listed,
+            always,
+            (block_q, block_k),
+            lists.check_length("seqlen_q", seqlen_q, rows, block_q),
+            lists.check_length("seqlen_k", seqlen_k, cols, block_k),
+            band,
+        )
+
+    @classmethod
+    def from_csr(
+        cls,
+        offsets: ArrayLike,
+        indices: ArrayLike,
+        block_size: BlockSize,
+        *,
+        seqlen_k: int,
+        seqlen_q: int | None = None,
+        band: Band | None = None,
+    ) -> BlockMask:
+        """From the lists of the visited block columns of each block row.
+
+        offsets
+            int (rows + 1,), (num_heads, rows + 1) or (batch, num_heads, rows + 1), absolute in
+            ``indices``: the first is 0, the last len(indices), and a head begins where the one
+            before it ends.
+        indices
+            int (blocks,), in any order inside a row, each block once.
+        seqlen_k, seqlen_q
+            In tokens. seqlen_q defaults to rows * block_q.
+        block_size, band
+            As in ``from_dense``.
+
+        Raises Error if an argument has the wrong type or shape, or a block does not exist.
+        """
+        block_q, block_k = lists.check_block_size(block_size)
+        seqlen_k = integer("seqlen_k", seqlen_k, 1)
+        cols = -(-seqlen_k // block_k)
+        blocks = lists.from_csr(lists.check_csr(offsets, indices, cols), cols)
+        seqlen_q = lists.check_length("seqlen_q", seqlen_q, blocks.shape[2], block_q)
+        return cls._build(blocks, _NONE, (block_q, block_k), seqlen_q, seqlen_k, band)
+
+    @classmethod
+    def from_flex(cls, block_mask: Any, *, band: Band | None = None) -> BlockMask:
+        """From ``torch.nn.attention.flex_attention.BlockMask``, or what has the same fields.
+
+        Reads BLOCK_SIZE, seq_lengths, kv_num_blocks, kv_indices and, where they are not None,
+        full_kv_num_blocks and full_kv_indices. Full blocks stay full. Partial blocks are visible
+        where ``mask_mod`` allows, which is a program and not data: say the same as ``band``
+        (``Causal("top_left")`` for ``q_idx >= kv_idx``; ``Band()`` if blocks are partial only
+        because the sequence ends inside them). It is up to the caller that the two agree.
+
+        Raises Error if there are partial blocks and no band, or if a field does not fit.
+        """
+        block_q, block_k = lists.check_block_size(tuple(block_mask.BLOCK_SIZE))
+        seqlen_q, seqlen_k = (integer("seq_lengths", n, 1) for n in block_mask.seq_lengths)
+        cols = -(-seqlen_k // block_k)
+        partial = lists.from_flex(block_mask, "kv", cols)
+        has_full = block_mask.full_kv_num_blocks is not None
+        full = lists.from_flex(block_mask, "full_kv", cols) if has_full else _NONE
+        if band is None and partial.any():
+            raise Error(
+                f"band: None; the Band that mask_mod stands for, as "
+                f"{np.count_nonzero(partial)} blocks of block_mask are partial"
+            )
+        seqlen_q = lists.check_length("seq_lengths[0]", seqlen_q, partial.shape[2], block_q)
+        return cls._build(partial, full, (block_q, block_k), seqlen_q, seqlen_k, band)
+
+    @classmethod
+    def _build(
+        cls,
+        listed: Bools,  # (batch | 1, num_heads | 1, rows, cols), visible where band allows
+        full: Bools,  # the same or all ones, visible throughout
+        block_size: tuple[int, int],
+        seqlen_q: int,
+        seqlen_k: int,
+        band: Band | None,
+    ) -> BlockMask:
+        if not isinstance(band, Band | None):
+            raise Error(f"band: {type(band).__name__}; a Band, Causal(), SlidingWindow() or None")
+        touched, inside = (band or Band()).blocks(seqlen_q, seqlen_k, block_size)
+        full = full | (listed & inside)
+        partial = listed & touched & ~full
+        return cls(
+            block_size=block_size,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            band=band if partial.any() else None,
+            row_partial=lists.to_csr(partial),
+            row_full=lists.to_csr(full),
+            col_partial=lists.to_csr(partial.swapaxes(2, 3)),
+            col_full=lists.to_csr(full.swapaxes(2, 3)),
+        )
+
+    # ---- what it is
+
+    @property
+    def batch(self) -> int:
+        """Layouts along the batch; 1 is shared by all."""
+        return int(self.row_full.offsets.shape[0])
+
+    @property
+    def num_heads(self) -> int:
+        """Layouts along the query heads; 1 is shared by all."""
+        return int(self.row_full.offsets.shape[1])
+
+    @cached_property
+    def density(self) -> float:
+        """Visited blocks / all blocks, the mean over batch and heads."""
+        rows, cols = self.row_full.offsets.shape[2] - 1, self.col_full.offsets.shape[2] - 1
+        visited = self.row_full.indices.size + self.row_partial.indices.size
+        return float(visited / (self.batch * self.num_heads * rows * cols))
+
+    def to_dense(self, *, block_level: bool = False) -> Bools:
+        """The element matrix, bool (batch | 1, num_heads | 1, seqlen_q, seqlen_k).
+
+        With ``block_level``, bool (batch | 1, num_heads | 1, rows, cols): True where a block is
+        visited.
+        """
+        partial, full = self.block_matrices()
+        if block_level:
+            return partial | full
+        row = np.arange(self.seqlen_q)[:, None] // self.block_size[0]
+        col = np.arange(self.seqlen_k)[None, :] // self.block_size[1]
+        visible = (self.band or Band()).to_dense(self.seqlen_q, self.seqlen_k)
+        dense: Bools = full[:, :, row, col] | (partial[:, :, row, col] & visible)
+        return dense
+
+    def block_matrices(self) -> tuple[Bools, Bools]:
+        """(partial, full), both bool (batch | 1, num_heads | 1, rows, cols), from the row lists."""
+        cols = self.col_full.offsets.shape[2] - 1
+        return lists.from_csr(self.row_partial, cols), lists.from_csr(self.row_full, cols)
+
+    def plot(
+        self,
+        ax: Axes | None = None,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        batch: int = 0,
+        head: int | None = None,
+    ) -> Figure:
+        """Draws the layout: full, partial and skipped blocks, the axes in tokens.
+
+        A panel per head (the first 16), or ``head`` alone; on ``ax`` there is room for one head, 0
+        unless told. ``path`` is where to save (.png, .svg, .pdf). Returns the figure. Raises
+        Error if matplotlib is missing or there is no such batch or head.
+        """
+        from . import _plot
+
+        if not 0 <= integer("batch", batch) < self.batch:
+            raise Error(f"batch: {batch}; 0 to {self.batch - 1}")
+        if head is not None and not 0 <= integer("head", head) < self.num_heads:
+            raise Error(f"head: {head}; 0 to {self.num_heads - 1}")
+        partial, full = self.block_matrices()
+        if head is None:
+            heads = range(1 if ax is not None else min(self.num_heads, 16))
+        else:
+            heads = range(head, head + 1)
+        name = "head {}" if self.num_heads > 1 else ""
+        panels = [_plot.Panel(name.format(h), partial[batch, h], full[batch, h]) for h in heads]
+        return _plot.draw(panels, (self.seqlen_q, self.seqlen_k), self.block_size, ax, path)
+
+    # ---- identity
+
+    @cached_property
+    def _arrays(self) -> tuple[Int32s, ...]:
+        """The eight arrays as the bindings take them, offsets then indices of row_partial,
+        row_full, col_partial and col_full: contiguous int32, so that a call converts nothing."""
+        return (*self.row_partial, *self.row_full, *self.col_partial, *self.col_full)
+
+    @property
+    def _shape(self) -> tuple[tuple[int, int], int, int, Band | None]:
+        return self.block_size, self.seqlen_q, self.seqlen_k, self.band
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self._shape, *(array.tobytes() for array in self._arrays[:4])))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        if self is other:
+            return True
+        # The columns are the rows transposed: comparing rows is enough.
+        return self._shape == other._shape and all(
+            map(np.array_equal, self._arrays[:4], other._arrays[:4])
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Through the constructor, as NumPy forgets that an array was read-only.
+        csrs = (self.row_partial, self.row_full, self.col_partial, self.col_full)
+        return BlockMask, (*self._shape, *csrs)
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockMask(seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}, "
+            f"block_size={self.block_size}, batch={self.batch}, num_heads={self.num_heads}, "
+            f"density={self.density:.4g}, band={self.band})"
+        )
+
+
+Mask: TypeAlias = Dense | Band | BlockMask
