@@ -1,8 +1,8 @@
 # The table of CPU kernels. Each is compiled for every instruction set; a file holds those of one dtype and operation.
 set(FLASHSDK_CPU_ALL_DTYPES fp32 bf16 fp16)
 set(FLASHSDK_CPU_TYPE_fp32 float)
-set(FLASHSDK_CPU_TYPE_bf16 Bf16)
-set(FLASHSDK_CPU_TYPE_fp16 Fp16)
+set(FLASHSDK_CPU_TYPE_bf16 cpu::Bf16)
+set(FLASHSDK_CPU_TYPE_fp16 cpu::Fp16)
 
 set(FLASHSDK_CPU_OPS forward backward)
 set(FLASHSDK_CPU_ALL_HEAD_DIMS 64 128 192 256)
