@@ -1,0 +1,295 @@
+"""Runs random problems and holds the results against the float64 reference.
+
+problem = generate(seed, backend)
+report = check(problem, backend)      # report.failures is empty, or says what is wrong
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from . import _naive, _reference, _tolerance
+from ._problems import Placed, Problem, inputs, mask_of, numpy_dtype, place
+from ._reference import Array, sequences
+
+OUTPUTS = ("out", "lse", "dq", "dk", "dv")
+
+
+def repeat_command(seed: int, backend: str) -> str:
+    isa = os.environ.get("FLASHSDK_CPU_ISA")
+    prefix = f"FLASHSDK_CPU_ISA={isa} " if isa and backend == "cpu" else ""
+    return f"{prefix}python -m flashsdk verify --seed {seed} --backend {backend}"
+
+
+@dataclass
+class Results:
+    """What a backend gave back, and what it did that it must not do."""
+
+    arrays: dict[str, Array]  # out, lse, dq, dk, dv
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Expected:
+    """Of every output the reference, how far standard attention is off, each element's bound."""
+
+    exact: dict[str, Array]
+    naive_error: dict[str, float]
+    inherent_error: dict[
+        str, float
+    ]  # of exact arithmetic on the rounded out and lse that the backward reads
+    unit_roundoff: float
+    bound: dict[str, Array]
+
+    def limit(self, name: str) -> float:
+        """Twice the largest error of standard attention, or what no backward can avoid."""
+        rounding = self.unit_roundoff * _largest(self.exact[name])
+        return 2 * max(self.naive_error[name], self.inherent_error.get(name, 0.0), rounding) + 1e-5
+
+
+@dataclass
+class Report:
+    problem: Problem
+    backend: str
+    failures: list[str]
+    errors: dict[str, tuple[float, float]]  # output: largest error, and the largest it may be
+    refused: str = ""  # why the backend does not take this problem
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem}", *self.failures]
+        if self.failures:
+            lines.append(f"repeat: {repeat_command(self.problem.seed, self.backend)}")
+        return "\n  ".join(lines)
+
+
+def check(problem: Problem, backend: str = "cpu", framework: str | None = None) -> Report:
+    """Runs one problem forward and backward on `backend` and compares with the reference."""
+    placed = inputs(problem)
+    try:
+        results = run(problem, placed, backend, framework)
+    except ValueError as e:
+        if backend != "cpu" and getattr(e, "code", "") == "unsupported":
+            return Report(problem, backend, [], {}, refused=str(e))
+        raise
+    return compare(problem, backend, results, expected(problem, placed))
+
+
+def run(
+    problem: Problem, placed: dict[str, Placed], backend: str, framework: str | None = None
+) -> Results:
+    """Forward and backward into outputs that hold NaN, in the strides the problem asks for."""
+    import flashsdk as fs
+
+    framework = framework or ("numpy" if backend == "cpu" else "torch")
+    given = _Given(framework, "cpu" if backend == "cpu" else "cuda")
+    rng = np.random.default_rng([problem.seed, 2]) if problem.strides else None
+    x = {name: p.view for name, p in placed.items()}
+    dtype = numpy_dtype(problem.dtype)
+    shapes = {
+        "out": ((*x["q"].shape[:-1], problem.head_dim_v), dtype),
+        "lse": (_lse_shape(problem, x["q"]), np.dtype(np.float32)),
+        **{f"d{name}": (x[name].shape, dtype) for name in "qkv"},
+    }
+    outputs = {
+        name: place(np.full(shape, np.nan, of), rng, negative=problem.negative_strides)
+        for name, (shape, of) in shapes.items()
+    }
+    t = {name: given.take(name, p) for name, p in (placed | outputs).items()}
+    before = {name: given.memory(name).copy() for name in placed}
+
+    call = {
+        "mask": mask_of(problem),
+        "softcap": problem.softcap,
+        "backend": backend,
+        **problem.options,
+    }
+    call |= {name: t[name] for name in ("bias", "alibi_slopes") if name in t}
+    call |= {"softmax_scale": problem.softmax_scale, "dropout_p": problem.dropout_p}
+    call |= {"seed": problem.dropout_seed, "offset": problem.dropout_offset}
+    packed = (t["cu_seqlens_q"], t["cu_seqlens_k"], *problem.max_seqlen) if problem.packed else ()
+    forward, backward = (
+        (fs.mha_varlen_fwd, fs.mha_varlen_bwd) if problem.packed else (fs.mha_fwd, fs.mha_bwd)
+    )
+    qkv = (t["q"], t["k"], t["v"])
+    returned = forward(*qkv, *packed, out=t["out"], lse=t["lse"], **call)
+    grads = {name: t[name] for name in ("dq", "dk", "dv")}
+    if problem.dlse:
+        grads["dlse"] = t["dlse"]
+    returned += backward(t["dout"], *qkv, t["out"], t["lse"], *packed, **grads, **call)
+
+    faults = []
+    arrays = {}
+    for name, r in zip(OUTPUTS, returned, strict=True):
+        if r is not t[name]:
+            faults.append(f"{name}: the array given as {name}= was not the one returned")
+        arrays[name] = given.read(name, outputs[name])
+        if not given.only_wrote_inside(name, outputs[name]):
+            faults.append(f"{name}: memory outside of the array was written")
+    faults += [
+        f"{n}: an input was changed"
+        for n, m in before.items()
+        if not _same_bits(given.memory(n), m)
+    ]
+    return Results(arrays, faults)
+
+
+def _lse_shape(p: Problem, q: Array) -> tuple[int, ...]:
+    return (p.num_heads, q.shape[0]) if p.packed else (p.batch, p.num_heads, q.shape[1])
+
+
+def _same_bits(a: Array, b: Array) -> bool:
+    return bool(np.array_equal(a.view(np.uint8), b.view(np.uint8)))
+
+
+class _Given:
+    """The arrays of one call as the framework sees them, and their memory afterwards."""
+
+    def __init__(self, framework: str, device: str):
+        self.framework, self.device = framework, device
+        self.buffers: dict[str, Any] = {}
+
+    def take(self, name: str, p: Placed) -> Any:
+        if self.framework == "numpy":
+            self.buffers[name] = p.buffer
+            return p.view
+        import torch
+
+        # torch cannot take bfloat16 from NumPy: the bits travel as integers.
+        bits = p.buffer.view(np.int16) if p.buffer.dtype.itemsize == 2 else p.buffer
+        of = getattr(torch, "bool" if p.buffer.dtype == bool else p.buffer.dtype.name)
+        buffer = torch.from_numpy(bits).to(self.device, copy=True).view(of)
+        self.buffers[name] = buffer
+        size = p.buffer.itemsize
+        start = (
+            p.view.__array_interface__["data"][0] - p.buffer.__array_interface__["data"][0]
+        ) // size
+        return torch.as_strided(buffer, p.view.shape, [s // size for s in p.view.strides], start)
+
+    def memory(self, name: str) -> Array:
+        buffer = self.buffers[name]
+        if self.framework == "numpy":
+            return np.asarray(buffer)
+        import torch
+
+        return np.asarray(buffer.view(torch.uint8).cpu().numpy())
+
+    def read(self, name: str, p: Placed) -> Array:
+        if self.framework != "numpy":
+            p.buffer.view(np.uint8)[...] = self.memory(name)
+        return p.view.copy()
+
+    def only_wrote_inside(self, name: str, p: Placed) -> bool:
+        """After read(): what is not the array still holds NaN."""
+        p.view[...] = np.nan
+        return bool(np.isnan(p.buffer.astype(np.float32)).all())
+
+
+def _parts(problem: Problem, x: dict[str, Array]) -> list[tuple[int | None, dict[str, Any]]]:
+    """(sequence, indices by name) of a batched problem, or of every sequence of a packed one."""
+    if not problem.packed:
+        return [(None, dict.fromkeys(("q", "k", "v", "dout", "dlse", *OUTPUTS), np.s_[:]))]
+    parts: list[tuple[int | None, dict[str, Any]]] = []
+    for s, q, k in sequences(x["cu_seqlens_q"], x["cu_seqlens_k"]):
+        of_lse = (None, slice(None), q)
+        rows: dict[str, Any] = {"lse": of_lse, "dlse": of_lse}
+        rows |= {n: (None, q) for n in ("q", "dout", "out", "dq")} | {
+            n: (None, k) for n in ("k", "v", "dk", "dv")
+        }
+        parts.append((s, rows))
+    return parts
+
+
+def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
+    x = {name: p.view for name, p in placed.items()}
+    features = {
+        "softmax_scale": problem.softmax_scale,
+        "mask": problem.mask,
+        "softcap": problem.softcap,
+        "dropout_p": problem.dropout_p,
+        "seed": problem.dropout_seed,
+        "offset": problem.dropout_offset,
+        "bias": x.get("bias"),
+        "alibi_slopes": x.get("alibi_slopes"),
+    }
+    shapes = {"out": (*x["q"].shape[:-1], problem.head_dim_v), "lse": _lse_shape(problem, x["q"])}
+    shapes |= {f"d{name}": x[name].shape for name in "qkv"}
+    exact, naive, inherent, bound = (
+        {n: np.zeros(shape) for n, shape in shapes.items()} for _ in range(4)
+    )
+    for sequence, at in _parts(problem, x):
+        qkv = [x[name][at[name]] for name in ("q", "k", "v")]
+        dout = x["dout"][at["dout"]]
+        dlse = x["dlse"][at["dlse"]] if problem.dlse else None
+        f: dict[str, Any] = {"sequence": sequence, **features}
+        out, lse = _reference.forward(*qkv, **f)
+        grads = _reference.backward(dout, *qkv, dlse=dlse, **f)
+        for name, value in zip(OUTPUTS, (out, lse, *grads), strict=True):
+            exact[name][at[name]] = value
+        values = (_naive.forward(*qkv, **f), *_naive.backward(dout, *qkv, dlse=dlse, **f))
+        for name, value in zip(("out", "dq", "dk", "dv"), values, strict=True):
+            naive[name][at[name]] = value
+        values = _naive.backward_of_rounded(dout, *qkv, dlse=dlse, **f)
+        for name, value in zip(("dq", "dk", "dv"), values, strict=True):
+            inherent[name][at[name]] = value
+        for name, value in _tolerance.bounds(dout, *qkv, dlse=dlse, **f).items():
+            bound[name][at[name]] = value
+    naive_error = {n: _largest(naive[n] - exact[n]) for n in ("out", "dq", "dk", "dv")}
+    inherent_error = {n: _largest(inherent[n] - exact[n]) for n in ("dq", "dk", "dv")}
+    return Expected(
+        exact, naive_error, inherent_error, _tolerance.UNIT_ROUNDOFF[problem.dtype], bound
+    )
+
+
+def _largest(x: Array) -> float:
+    return float(np.abs(x).max(initial=0))
+
+
+def compare(problem: Problem, backend: str, results: Results, want: Expected) -> Report:
+    failures = list(results.faults)
+    errors = {}
+    for name in OUTPUTS:
+        ours, exact, bound = (
+            results.arrays[name].astype(np.float64),
+            want.exact[name],
+            want.bound[name],
+        )
+
+        def fail(
+            what: str, where: Array, name: str = name, ours: Array = ours, exact: Array = exact
+        ) -> None:
+            if where.any():
+                i = tuple(int(n) for n in np.argwhere(where)[0])
+                value = f"{ours[i]:.9g} where {exact[i]:.9g} is right"
+                failures.append(
+                    f"{name}: {what} at {where.sum()} of {where.size} places, first {i}: {value}"
+                )
+
+        fail("NaN", np.isnan(ours))
+        if name == "lse":
+            fail("-inf on one side only", np.isneginf(ours) != np.isneginf(exact))
+            seen = np.isfinite(exact)
+            error = np.abs(np.where(seen, ours, 0) - np.where(seen, exact, 0))
+            limit = _largest(bound)
+        else:
+            error = np.abs(ours - exact)
+            limit = want.limit(name)
+        errors[name] = (_largest(error), limit)
+        if errors[name][0] > limit:
+            failures.append(f"{name}: largest error {errors[name][0]:.3g}, above {limit:.3g}")
+        # Rows that see no key, keys that no row sees.
+        fail("not 0", (exact == 0) & (bound <= _tolerance.UNDERFLOW[problem.dtype]) & (ours != 0))
+        over = error > bound
+        if over.any():
+            i = np.unravel_index(
+                int(np.argmax(np.where(over, error / np.maximum(bound, 1e-300), 0))), over.shape
+            )
+            fail(f"error {error[i]:.3g} above its bound {bound[i]:.3g}", over)
+    return Report(problem, backend, failures, errors)
