@@ -1,0 +1,156 @@
+#include "peak.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace flashsdk {
+namespace {
+
+// Each loop keeps enough independent sums in registers to cover the latency of two units: 4 to 5 cycles each. The
+// factors come from outside, so that the compiler cannot compute the result; the sums stay normal numbers.
+struct Loop {
+  double flops;  // of one step
+  float (*run)(std::int64_t steps, float factor, float term);
+};
+
+#if defined(__x86_64__)
+
+constexpr int kSumsAvx2 = 12;  // of 16 registers
+__attribute__((target("avx2,fma"))) float loop_avx2(std::int64_t steps, float factor, float term) {
+  const __m256 b = _mm256_set1_ps(factor), c = _mm256_set1_ps(term);
+  __m256 sums[kSumsAvx2];
+  for (auto& s : sums) s = b;
+  for (std::int64_t i = 0; i < steps; ++i) {
+#pragma GCC unroll 16
+    for (int j = 0; j < kSumsAvx2; ++j) sums[j] = _mm256_fmadd_ps(sums[j], b, c);
+  }
+  for (int j = 1; j < kSumsAvx2; ++j) sums[0] += sums[j];
+  return sums[0][0];
+}
+
+constexpr int kSumsAvx512 = 16;  // of 32 registers
+__attribute__((target("avx512f"))) float loop_avx512(std::int64_t steps, float factor, float term) {
+  const __m512 b = _mm512_set1_ps(factor), c = _mm512_set1_ps(term);
+  __m512 sums[kSumsAvx512];
+  for (auto& s : sums) s = b;
+  for (std::int64_t i = 0; i < steps; ++i) {
+#pragma GCC unroll 16
+    for (int j = 0; j < kSumsAvx512; ++j) sums[j] = _mm512_fmadd_ps(sums[j], b, c);
+  }
+  for (int j = 1; j < kSumsAvx512; ++j) sums[0] += sums[j];
+  return sums[0][0];
+}
+
+__attribute__((target("avx512f,avx512bf16"))) float loop_avx512_bf16(std::int64_t steps, float factor, float term) {
+  const __m512bh b = _mm512_cvtne2ps_pbh(_mm512_set1_ps(factor), _mm512_set1_ps(-factor));
+  const __m512bh c = _mm512_cvtne2ps_pbh(_mm512_set1_ps(term), _mm512_set1_ps(term));
+  __m512 sums[kSumsAvx512];
+  for (auto& s : sums) s = _mm512_set1_ps(factor);
+  for (std::int64_t i = 0; i < steps; ++i) {
+#pragma GCC unroll 16
+    for (int j = 0; j < kSumsAvx512; ++j) sums[j] = _mm512_dpbf16_ps(sums[j], b, c);
+  }
+  for (int j = 1; j < kSumsAvx512; ++j) sums[0] += sums[j];
+  return sums[0][0];
+}
+
+// The x86-64 baseline has no fused multiply-add.
+constexpr int kSumsPortable = 12;
+float loop_portable(std::int64_t steps, float factor, float term) {
+  const __m128 b = _mm_set1_ps(factor), c = _mm_set1_ps(term);
+  __m128 sums[kSumsPortable];
+  for (auto& s : sums) s = b;
+  for (std::int64_t i = 0; i < steps; ++i) {
+#pragma GCC unroll 16
+    for (int j = 0; j < kSumsPortable; ++j) sums[j] = _mm_add_ps(_mm_mul_ps(sums[j], b), c);
+  }
+  for (int j = 1; j < kSumsPortable; ++j) sums[0] += sums[j];
+  return sums[0][0];
+}
+
+#elif defined(__aarch64__)
+
+constexpr int kSumsPortable = 20;  // of 32 registers
+float loop_portable(std::int64_t steps, float factor, float term) {
+  const float32x4_t b = vdupq_n_f32(factor), c = vdupq_n_f32(term);
+  float32x4_t sums[kSumsPortable];
+  for (auto& s : sums) s = b;
+  for (std::int64_t i = 0; i < steps; ++i) {
+#pragma GCC unroll 20
+    for (int j = 0; j < kSumsPortable; ++j) sums[j] = vfmaq_f32(sums[j], b, c);
+  }
+  for (int j = 1; j < kSumsPortable; ++j) sums[0] += sums[j];
+  return sums[0][0];
+}
+
+#else
+
+constexpr int kSumsPortable = 8;
+float loop_portable(std::int64_t steps, float factor, float term) {
+  float sums[kSumsPortable][4];
+  for (auto& s : sums)
+    for (float& x : s) x = factor;
+  for (std::int64_t i = 0; i < steps; ++i) {
+    for (auto& s : sums)
+      for (float& x : s) x = x * factor + term;
+  }
+  float total = 0.f;
+  for (const auto& s : sums)
+    for (float x : s) total += x;
+  return total;
+}
+
+#endif
+
+Loop loop_of(PeakKind kind, const std::string& isa) {
+#if defined(__x86_64__)
+  if (isa == "avx512_bf16" && kind == PeakKind::kBf16Dot) return {kSumsAvx512 * 32 * 2., loop_avx512_bf16};
+  if (isa == "avx512_bf16" || isa == "avx512") return {kSumsAvx512 * 16 * 2., loop_avx512};
+  if (isa == "avx2") return {kSumsAvx2 * 8 * 2., loop_avx2};
+#endif
+  (void)kind, (void)isa;
+  return {kSumsPortable * 4 * 2., loop_portable};
+}
+
+}  // namespace
+
+double measure_peak(PeakKind kind, const std::string& isa, int num_threads, double seconds) {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::int64_t kSteps = 4096;  // some ten microseconds between two looks at the clock
+  const Loop loop = loop_of(kind, isa);
+  std::atomic<int> waiting{num_threads};
+  std::atomic<float> sink{0.f};
+  std::vector<double> rates(static_cast<std::size_t>(num_threads));
+  auto work = [&](int slot) {
+    volatile float factor = 0.5f, term = 1.f;
+    waiting.fetch_sub(1);
+    while (waiting.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
+    const auto start = Clock::now();
+    double elapsed = 0.;
+    std::int64_t rounds = 0;
+    while (elapsed < seconds) {
+      sink.store(loop.run(kSteps, factor, term), std::memory_order_relaxed);
+      ++rounds;
+      elapsed = std::chrono::duration<double>(Clock::now() - start).count();
+    }
+    rates[static_cast<std::size_t>(slot)] = static_cast<double>(rounds * kSteps) * loop.flops / elapsed;
+  };
+  std::vector<std::thread> others;
+  for (int slot = 1; slot < num_threads; ++slot) others.emplace_back(work, slot);
+  work(0);
+  for (auto& thread : others) thread.join();
+  double total = 0.;
+  for (double rate : rates) total += rate;
+  return total / 1e9;
+}
+
+}  // namespace flashsdk
