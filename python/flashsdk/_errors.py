@@ -22,9 +22,12 @@ class Error(ValueError):
         self.code = code
 
 
-def integer(name: str, value: object, minimum: int | None = None) -> int:
+def integer(
+    name: str, value: object, minimum: int | None = None, *, allowed: str = "an integer"
+) -> int:
     """``value`` as an int. NumPy's too; no bool, no float, none below ``minimum``."""
-    allowed = "an integer" if minimum is None else f"an integer >= {minimum}"
+    if minimum is not None:
+        allowed += f" >= {minimum}"
     if not isinstance(value, bool):
         try:
             number = operator.index(value)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ._block_lists import BlockSize, Bools, as_blocks, block_bounds, check_block_size
 from ._errors import Error, integer
-from .masks import Alignment, Band, BlockMask, Causal, SlidingWindow
+from .masks import Alignment, Band, BlockMask, Causal, SlidingWindow, band_or_all
 
 __all__ = [
     "bigbird",
@@ -224,7 +224,7 @@ def bigbird(
 
     def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
         chosen = (np.abs(own - key) <= window_blocks // 2) | _global(own, key, global_blocks)
-        shown = (band or Band()).blocks(seqlen_k, seqlen_k, (block_k, block_k))[0]
+        shown = band_or_all(band).blocks(seqlen_k, seqlen_k, (block_k, block_k))[0]
         heads = range(num_heads if random_blocks else 1)
         picks = (_pick(shown & ~chosen, random_blocks, (seed, head)) for head in heads)
         return np.stack([chosen | pick for pick in picks])
@@ -255,7 +255,7 @@ def random(
 
     diagonal = _along_diagonal(np.equal, seqlen_q, seqlen_k, block_size, band)
     kept = diagonal.to_dense(block_level=True)[0, 0]
-    shown = (band or Band()).blocks(seqlen_q, seqlen_k, diagonal.block_size)[0]
+    shown = band_or_all(band).blocks(seqlen_q, seqlen_k, diagonal.block_size)[0]
     count = max(round(density * np.count_nonzero(shown)) - np.count_nonzero(kept), 0)
     candidates = (shown & ~kept).reshape(1, -1)
     picks = (_pick(candidates, count, (seed, head)) for head in range(num_heads))
@@ -358,7 +358,7 @@ def _along_diagonal(
     _, cols, (block_q, block_k) = _grid(seqlen_q, seqlen_k, block_size)
     blocks = np.arange(cols)
     square = pattern(blocks[:, None], blocks)
-    at = (band or Band()).shift(seqlen_q, seqlen_k)
+    at = band_or_all(band).shift(seqlen_q, seqlen_k)
     first, last = (
         np.clip((query + at) // block_k, 0, cols - 1) for query in block_bounds(seqlen_q, block_q)
     )

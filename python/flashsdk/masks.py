@@ -79,7 +79,7 @@ class Band:
             # Most calls make a mask anew, so the common case stops here.
             if given is None or (type(given) is int and abs(given) < INT32_MAX):
                 continue
-            limit = max(integer(name, given), -INT32_MAX)
+            limit = max(integer(name, given, allowed="None or an integer"), -INT32_MAX)
             object.__setattr__(self, name, limit if limit < INT32_MAX else None)
         if self.alignment not in ("bottom_right", "top_left"):
             raise Error(f'alignment: {self.alignment!r}; "bottom_right" or "top_left"')
@@ -166,6 +166,15 @@ def SlidingWindow(
 ) -> Band:
     """Query i sees ``left`` keys before its place, its own, and ``right`` after: a ``Band``."""
     return Band(left, right, alignment)
+
+
+def band_or_all(band: Band | None) -> Band:
+    """``band``, and for None the one that hides nothing. Raises Error for anything else."""
+    if isinstance(band, Band):
+        return band
+    if band is None:
+        return Band()
+    raise Error(f"band: {type(band).__name__}; a Band, Causal(), SlidingWindow() or None")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -317,9 +326,7 @@ class BlockMask:
         seqlen_k: int,
         band: Band | None,
     ) -> BlockMask:
-        if not isinstance(band, Band | None):
-            raise Error(f"band: {type(band).__name__}; a Band, Causal(), SlidingWindow() or None")
-        touched, inside = (band or Band()).blocks(seqlen_q, seqlen_k, block_size)
+        touched, inside = band_or_all(band).blocks(seqlen_q, seqlen_k, block_size)
         full = full | (listed & inside)
         partial = listed & touched & ~full
         return cls(
@@ -363,7 +370,7 @@ class BlockMask:
             return partial | full
         row = np.arange(self.seqlen_q)[:, None] // self.block_size[0]
         col = np.arange(self.seqlen_k)[None, :] // self.block_size[1]
-        visible = (self.band or Band()).to_dense(self.seqlen_q, self.seqlen_k)
+        visible = band_or_all(self.band).to_dense(self.seqlen_q, self.seqlen_k)
         dense: Bools = full[:, :, row, col] | (partial[:, :, row, col] & visible)
         return dense
 

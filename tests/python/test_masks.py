@@ -1,0 +1,449 @@
+"""Masks against their definitions, element by element, in plain loops."""
+
+import copy
+import dataclasses
+import functools
+import pickle
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+from flashsdk._errors import Error
+from flashsdk.masks import Band, BlockMask, Causal, Csr, Dense, SlidingWindow
+
+BANDS = [
+    Band(),
+    Causal(),
+    Causal("top_left"),
+    SlidingWindow(20, 0),
+    SlidingWindow(37, 5, "top_left"),
+    SlidingWindow(-3, 40),
+    SlidingWindow(None, -18),
+    SlidingWindow(60, -30),
+    SlidingWindow(-7, 2, "top_left"),  # sees nothing
+    SlidingWindow(0, 0),
+    SlidingWindow(11, None, "top_left"),
+]
+LENGTHS = [(64, 64), (1, 1), (1, 90), (90, 1), (33, 97), (97, 33), (80, 79), (16, 128)]
+
+
+def sees(band, i, j, seqlen_q, seqlen_k):
+    at = i + (seqlen_k - seqlen_q if band.alignment == "bottom_right" else 0)
+    after_left = band.left is None or j >= at - band.left
+    return after_left and (band.right is None or j <= at + band.right)
+
+
+@functools.cache
+def elements(band, seqlen_q, seqlen_k):
+    """bool (seqlen_q, seqlen_k), by the definition."""
+    rows = [
+        [sees(band, i, j, seqlen_q, seqlen_k) for j in range(seqlen_k)] for i in range(seqlen_q)
+    ]
+    return np.array(rows, bool).reshape(seqlen_q, seqlen_k)
+
+
+def pairs(lists: Csr):
+    """The (batch, head, line, other) of every listed block, in the order of the list."""
+    offsets, indices = lists
+    found = []
+    for b, h, line in np.ndindex(*offsets.shape[:2], offsets.shape[2] - 1):
+        others = indices[offsets[b, h, line] : offsets[b, h, line + 1]].tolist()
+        assert others == sorted(set(others)), "ascending, each once"
+        found += [(b, h, line, other) for other in others]
+    assert len(found) == indices.size
+    return found
+
+
+def transposed(blocks):
+    return sorted((b, h, col, row) for b, h, row, col in blocks)
+
+
+def random_mask(seed):
+    """A layout with odd sizes, its visited and always-full blocks, and its band."""
+    rng = np.random.default_rng(seed)
+    size = tuple(int(n) for n in rng.choice([16, 32, 48], 2))
+    seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, 130, 2))
+    shape = (
+        rng.integers(1, 3),
+        rng.integers(1, 3),
+        -(-seqlen_q // size[0]),
+        -(-seqlen_k // size[1]),
+    )
+    blocks = rng.random(shape) < rng.choice([0.0, 0.3, 0.7, 1.0])
+    full = rng.random(shape) < rng.choice([0.0, 0.2])
+    band = None if seed % 7 == 0 else BANDS[seed % len(BANDS)]
+    mask = BlockMask.from_dense(
+        blocks, size, seqlen_q=seqlen_q, seqlen_k=seqlen_k, band=band, full=full
+    )
+    return mask, blocks, full, band
+
+
+# ---- Dense and Band
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_band_is_its_definition(band, lengths):
+    want = elements(band, *lengths)
+    assert np.array_equal(band.to_dense(*lengths), want)
+    assert band.density(*lengths) == pytest.approx(want.mean(), abs=1e-12)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (16, 48), (32, 16), (1, 1), (7, 3)])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_band_blocks_are_classified_exactly(band, lengths, size):
+    visible = elements(band, *lengths)
+    touched, inside = band.blocks(*lengths, size)
+    assert touched.shape == tuple(-(-n // block) for n, block in zip(lengths, size, strict=True))
+    for r, c in np.ndindex(touched.shape):
+        block = visible[r * size[0] : (r + 1) * size[0], c * size[1] : (c + 1) * size[1]]
+        assert touched[r, c] == block.any()
+        assert inside[r, c] == block.all()
+
+
+def test_dense_sees_all():
+    assert Dense().to_dense(3, 5).all() and Dense().to_dense(3, 5).shape == (3, 5)
+    assert Dense().density(3, 5) == 1
+    assert Dense() == Dense() and hash(Dense()) == hash(Dense())
+
+
+def test_empty_sequences_have_empty_matrices():
+    for mask in (Dense(), Causal()):
+        assert mask.to_dense(0, 7).shape == (0, 7)
+        assert mask.to_dense(7, 0).shape == (7, 0)
+        assert mask.density(0, 7) == mask.density(7, 0) == 0
+
+
+def test_causal_and_sliding_window_are_bands():
+    assert Causal() == Band(None, 0) == SlidingWindow(None, 0)
+    assert Causal("top_left") == Band(None, 0, "top_left") != Causal()
+    assert hash(Causal()) == hash(Band(None, 0))
+    assert Causal().to_dense(2, 4).tolist() == [[True, True, True, False], [True] * 4]
+    assert Causal("top_left").to_dense(2, 4).tolist() == [
+        [True, False, False, False],
+        [True, True, False, False],
+    ]
+
+
+def test_far_limits_are_kept_within_int32():
+    assert Band(sys.maxsize, 10**30) == Band()
+    assert not Band(-(10**30), None).to_dense(9, 9).any()
+    assert not Band(None, -sys.maxsize).to_dense(9, 9).any()
+    assert Band(-(10**30), None).left == -(2**31) + 1
+    assert Band(np.int64(3), np.uint8(0)) == Band(3, 0)
+    assert type(Band(np.int64(2**40), np.int64(-(2**40))).right) is int
+
+
+def test_bands_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Causal().right = 3
+    assert pickle.loads(pickle.dumps(Causal("top_left"))) == Causal("top_left")
+
+
+# ---- BlockMask
+
+
+@pytest.mark.parametrize("seed", range(77))
+def test_lists_and_matrix_agree_with_loops(seed):
+    mask, blocks, always, band = random_mask(seed)
+    (block_q, block_k), seqlen_q, seqlen_k = mask.block_size, mask.seqlen_q, mask.seqlen_k
+    visible = elements(band or Band(), seqlen_q, seqlen_k)
+
+    want = np.zeros((*blocks.shape[:2], seqlen_q, seqlen_k), bool)
+    full, partial = [], []
+    for b, h, r, c in np.ndindex(blocks.shape):
+        at = (slice(r * block_q, (r + 1) * block_q), slice(c * block_k, (c + 1) * block_k))
+        if always[b, h, r, c] or (blocks[b, h, r, c] and visible[at].all()):
+            full.append((b, h, r, c))
+            want[b, h][at] = True
+        elif blocks[b, h, r, c] and visible[at].any():
+            partial.append((b, h, r, c))
+            want[b, h][at] = visible[at]
+
+    assert pairs(mask.row_full) == full
+    assert pairs(mask.row_partial) == partial
+    assert pairs(mask.col_full) == transposed(full)
+    assert pairs(mask.col_partial) == transposed(partial)
+    assert mask.band == (band if partial else None)
+    assert mask.density == pytest.approx((len(full) + len(partial)) / blocks.size)
+    assert np.array_equal(mask.to_dense(), want)
+    visited = mask.to_dense(block_level=True)
+    assert visited.shape == blocks.shape
+    assert list(zip(*(i.tolist() for i in np.nonzero(visited)), strict=True)) == sorted(
+        full + partial
+    )
+
+
+@pytest.mark.parametrize("seed", range(0, 77, 5))
+def test_csr_round_trip(seed):
+    mask, blocks, _, band = random_mask(seed)
+    lengths = {"seqlen_q": mask.seqlen_q, "seqlen_k": mask.seqlen_k}
+    plain = BlockMask.from_dense(blocks, mask.block_size, **lengths)
+    offsets, indices = plain.row_full
+    again = BlockMask.from_csr(offsets, indices, mask.block_size, **lengths, band=band)
+    assert again == BlockMask.from_dense(blocks, mask.block_size, **lengths, band=band)
+
+
+def test_csr_by_hand():
+    mask = BlockMask.from_csr([0, 2, 2, 3], [2, 0, 1], (16, 32), seqlen_k=96)
+    assert (mask.seqlen_q, mask.seqlen_k) == (48, 96)
+    assert mask.row_full.offsets.tolist() == [[[0, 2, 2, 3]]]
+    assert mask.row_full.indices.tolist() == [0, 2, 1]
+    assert mask.col_full.offsets.tolist() == [[[0, 1, 2, 3]]]
+    assert mask.col_full.indices.tolist() == [0, 2, 0]
+    assert mask.density == 3 / 9
+    heads = BlockMask.from_csr([[0, 1, 1], [1, 1, 3]], [0, 0, 1], 16, seqlen_k=32)
+    assert (heads.batch, heads.num_heads) == (1, 2)
+    assert heads.row_full.offsets.tolist() == [[[0, 1, 1], [1, 1, 3]]]
+    empty = BlockMask.from_csr([0, 0], [], 16, seqlen_k=32)
+    assert empty.density == 0 and not empty.to_dense().any()
+
+
+def test_shapes_share_layouts():
+    blocks = np.ones((3, 2), bool)
+    assert (BlockMask.from_dense(blocks, 16).batch, BlockMask.from_dense(blocks, 16).num_heads) == (
+        1,
+        1,
+    )
+    many = BlockMask.from_dense(np.ones((4, 5, 3, 2), bool), (32, 16))
+    assert (many.batch, many.num_heads, many.seqlen_q, many.seqlen_k) == (4, 5, 96, 32)
+    shared = BlockMask.from_dense(np.zeros((5, 3, 2), bool), 16, full=np.ones((4, 1, 3, 2), bool))
+    assert (shared.batch, shared.num_heads, shared.density) == (4, 5, 1)
+
+
+def test_prefix_under_a_causal_band():
+    full = np.zeros((4, 4), bool)
+    full[:, :2] = True
+    mask = BlockMask.from_dense(np.ones((4, 4), bool), 16, band=Causal(), full=full)
+    i, j = np.indices((64, 64))
+    assert np.array_equal(mask.to_dense()[0, 0], (j <= i) | (j < 32))
+
+
+def test_arrays_are_ready_for_the_bindings():
+    mask, *_ = random_mask(3)
+    arrays = mask._arrays
+    assert arrays is mask._arrays
+    lists = (mask.row_partial, mask.row_full, mask.col_partial, mask.col_full)
+    assert all(a is b for a, b in zip(arrays, (a for pair in lists for a in pair), strict=True))
+    for array in arrays:
+        assert array.dtype == np.int32 and array.flags.c_contiguous and array.flags.aligned
+        assert not array.flags.writeable
+
+
+def test_masks_cannot_be_changed():
+    mask, blocks, *_ = random_mask(3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mask.seqlen_q = 3
+    with pytest.raises(ValueError, match="read-only"):
+        mask.row_full.offsets[...] = 0
+    before = mask.to_dense()
+    blocks[...] = ~blocks
+    assert np.array_equal(mask.to_dense(), before)
+
+
+def test_csr_arrays_given_stay_the_callers():
+    offsets, indices = np.array([0, 1], np.int32), np.array([0], np.int32)
+    BlockMask.from_csr(offsets, indices, 16, seqlen_k=16)
+    offsets[0] = indices[0] = 5  # still writable
+
+
+def test_equality_and_hash():
+    make = lambda **kw: BlockMask.from_dense(np.ones((2, 2), bool), 16, **kw)  # noqa: E731
+    mask = make(band=Causal())
+    assert mask == make(band=Causal()) and hash(mask) == hash(make(band=Causal()))
+    assert len({mask, make(band=Causal()), make(), make(seqlen_k=30)}) == 3
+    assert mask != make() != make(seqlen_k=30)
+    assert mask != make(band=SlidingWindow(25, 0))
+    assert make() == make(band=Band()), "a band that hides nothing is none"
+    assert mask != Causal() and mask != "mask"
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_copies_are_equal_and_read_only(again):
+    mask, *_ = random_mask(12)
+    other = again(mask)
+    assert other == mask and hash(other) == hash(mask)
+    assert not any(array.flags.writeable for array in other._arrays)
+
+
+def test_repr_is_one_line():
+    text = repr(BlockMask.from_dense(np.eye(4, dtype=bool), (16, 32)))
+    assert text == (
+        "BlockMask(seqlen_q=64, seqlen_k=128, block_size=(16, 32), batch=1, num_heads=1, "
+        "density=0.25, band=None)"
+    )
+
+
+def test_a_long_layout_never_makes_elements():
+    blocks = np.ones((2, 512, 512), bool)
+    tracemalloc.start()
+    mask = BlockMask.from_dense(blocks, 128, band=Causal())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert mask.density == pytest.approx(0.5 + 0.5 / 512)
+    assert peak < 40 << 20  # the elements would be 8 GiB
+
+
+# ---- FlexAttention
+
+
+def flex_blocks(mask_mod, batch, heads, seqlen_q, seqlen_k, size):
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    return flex.create_block_mask(
+        mask_mod, batch, heads, seqlen_q, seqlen_k, device="cpu", BLOCK_SIZE=size
+    )
+
+
+@pytest.mark.parametrize("lengths", [(256, 256), (96, 224), (200, 70), (50, 100)])
+@pytest.mark.parametrize("size", [(32, 32), (16, 64), (64, 32)])
+@pytest.mark.parametrize(
+    "band", [Band(), Causal("top_left"), SlidingWindow(40, 9, "top_left")], ids=str
+)
+def test_from_flex_is_the_same_mask(band, size, lengths):
+    low = -(10**6) if band.left is None else -band.left
+    high = 10**6 if band.right is None else band.right
+
+    def mask_mod(b, h, q, k):
+        return (k - q >= low) & (k - q <= high)
+
+    theirs = flex_blocks(mask_mod, None, None, *lengths, size)
+    mask = BlockMask.from_flex(theirs, band=band)
+    assert (mask.seqlen_q, mask.seqlen_k) == lengths and mask.block_size == size
+    assert np.array_equal(mask.to_dense()[0, 0], elements(band, *lengths))
+    assert np.array_equal(mask.to_dense(block_level=True), theirs.to_dense().numpy() != 0)
+
+
+def test_from_flex_per_batch_and_head():
+    torch = pytest.importorskip("torch")
+    blocks = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)) < 0.4
+
+    def listed(b, h, q, k):
+        return blocks[b, h, q // 16, k // 16]
+
+    def listed_causal(b, h, q, k):
+        return listed(b, h, q, k) & (q >= k)
+
+    mask = BlockMask.from_flex(flex_blocks(listed, 2, 3, 128, 128, 16))
+    assert mask == BlockMask.from_dense(blocks.numpy(), 16)
+    theirs = flex_blocks(listed_causal, 2, 3, 128, 128, 16)
+    mask = BlockMask.from_flex(theirs, band=Causal("top_left"))
+    assert mask == BlockMask.from_dense(blocks.numpy(), 16, band=Causal("top_left"))
+    with pytest.raises(Error, match=r"^band: None; the Band that mask_mod stands for"):
+        BlockMask.from_flex(theirs)
+
+
+def test_from_flex_reads_fields_only():
+    class Fields:
+        BLOCK_SIZE = (16, 16)
+        seq_lengths = (32, 48)
+        kv_num_blocks = np.array([[[1, 0]]])
+        kv_indices = np.array([[[[2, 7, 7], [7, 7, 7]]]])  # what is past the count is padding
+        full_kv_num_blocks = None
+        full_kv_indices = None
+
+    mask = BlockMask.from_flex(Fields, band=Band())
+    assert pairs(mask.row_full) == [(0, 0, 0, 2)]
+    Fields.kv_num_blocks = np.array([[[2, 0]]])
+    with pytest.raises(Error, match=r"^kv_indices: 2 to 7; 0 to 2$"):
+        BlockMask.from_flex(Fields, band=Band())
+
+
+# ---- errors
+
+
+def from_csr(offsets, indices, **kw):
+    return BlockMask.from_csr(offsets, indices, 16, **{"seqlen_k": 32, **kw})
+
+
+def from_dense(blocks=np.ones((2, 3), bool), size=16, **kw):  # noqa: B008 - never changed
+    return BlockMask.from_dense(blocks, size, **kw)
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (lambda: Band("a"), "left: 'a'; None or an integer"),
+        (lambda: Band(0, 1.5), "right: 1.5; None or an integer"),
+        (lambda: Band(True), "left: True; None or an integer"),
+        (lambda: Causal("centre"), """alignment: 'centre'; "bottom_right" or "top_left\""""),
+        (lambda: Causal().to_dense(-1, 2), "seqlen_q: -1; an integer >= 0"),
+        (lambda: Causal().density(1, 2.0), "seqlen_k: 2.0; an integer >= 0"),
+        (lambda: from_dense(size=24), "block_size: 24; one or two positive multiples of 16"),
+        (lambda: from_dense(size=(16, 0)), "block_size: (16, 0); one or two positive"),
+        (lambda: from_dense(size=(16, 16, 16)), "block_size: (16, 16, 16); one or two"),
+        (lambda: from_dense(size="16"), "block_size: '16'; one or two"),
+        (lambda: from_dense(np.ones((2, 3))), "blocks: dtype float64; bool"),
+        (lambda: from_dense(np.ones(3, bool)), "blocks: shape (3,); (rows, cols), (num_heads,"),
+        (lambda: from_dense(np.ones((0, 3), bool)), "blocks: shape (0, 3); (rows, cols), (num_h"),
+        (lambda: from_dense(seqlen_q=33), "seqlen_q: 33; 17 to 32, which 2 blocks of 16 hold"),
+        (lambda: from_dense(seqlen_k=32), "seqlen_k: 32; 33 to 48, which 3 blocks of 16 hold"),
+        (lambda: from_dense(seqlen_k=0), "seqlen_k: 0; an integer >= 1"),
+        (lambda: from_dense(band="causal"), "band: str; a Band, Causal(), SlidingWindow() or None"),
+        (lambda: from_dense(full=np.ones((3, 2), bool)), "full: shape (3, 2); that of blocks, (2,"),
+        (lambda: from_csr([1, 2], [0, 1]), "offsets: [1 2]; 0 first, ascending, each head from"),
+        (lambda: from_csr([0, 2, 1], [0]), "offsets: [0 2 1]; 0 first, ascending"),
+        (lambda: from_csr([0, 1], [0, 1]), "offsets: [0 1]; 0 first, ascending, each head from "),
+        (lambda: from_csr([[0, 1], [0, 1]], [0]), "offsets: [0 1 0 1]; 0 first, ascending, each "),
+        (lambda: from_csr([0], []), "offsets: shape (1,); (rows + 1), (num_heads, rows + 1) or"),
+        (lambda: from_csr([0.0, 1.0], [0]), "offsets: dtype float64; integers"),
+        (lambda: from_csr([0, 1], [[0]]), "indices: shape (1, 1); (blocks,)"),
+        (lambda: from_csr([0, 1], [2]), "indices: 2; block columns 0 to 1"),
+        (lambda: from_csr([0, 1], [-1]), "indices: -1; block columns 0 to 1"),
+        (
+            lambda: from_csr([0, 0, 2], [1, 1]),
+            "indices: block (1, 1) is listed twice; each block o",
+        ),
+        (lambda: from_csr([0, 1], [0], seqlen_q=17), "seqlen_q: 17; 1 to 16, which 1 blocks of"),
+        (lambda: from_dense().plot(head=1), "head: 1; 0 to 0"),
+        (lambda: from_dense().plot(batch=-1), "batch: -1; 0 to 0"),
+    ],
+)
+def test_bad_input_is_one_line(call, line):
+    with pytest.raises(Error) as caught:
+        call()
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+    assert caught.value.code == "invalid_argument"
+    assert isinstance(caught.value, ValueError)
+
+
+# ---- pictures
+
+
+def test_plots_are_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    heads = BlockMask.from_dense(np.tri(6, dtype=bool)[None].repeat(5, 0), 16, band=Causal())
+    draws = {
+        "block": lambda path: from_dense().plot(path=path),
+        "heads": lambda path: heads.plot(path=path),
+        "head": lambda path: heads.plot(path=path, head=3),
+        "band": lambda path: Causal().plot(1000, 700, path=path),
+        "dense": lambda path: Dense().plot(3, 900, path=path),
+    }
+    for name, draw in draws.items():
+        path = tmp_path / f"{name}.png"
+        figure = draw(path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert len([ax for ax in figure.axes if ax.images]) == (5 if name == "heads" else 1)
+
+
+def test_plot_shows_the_kinds_of_blocks():
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    ax = matplotlib.Figure().subplots()
+    blocks = np.array([[True, True, False], [False, True, True]])
+    mask = BlockMask.from_dense(blocks, (16, 32), seqlen_q=30, seqlen_k=90, band=Causal("top_left"))
+    assert mask.plot(ax) is ax.figure
+    assert ax.images[0].get_array().tolist() == [[1, 0, 0], [0, 0, 0]]
+    assert (ax.get_xlim(), ax.get_ylim()) == ((0, 90), (30, 0))
+
+
+def test_plot_without_matplotlib_names_the_extra(monkeypatch):
+    for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib"] + ["matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(Error, match=r"pip install 'flashsdk\[plot\]'") as caught:
+        from_dense().plot()
+    assert caught.value.code == "unsupported"
