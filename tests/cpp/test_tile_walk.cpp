@@ -65,6 +65,17 @@ TEST(TileWalkLists, CutsLayoutBlocksIntoTiles) {
             (std::vector<Visit>{{0, false}, {1, false}, {2, false}, {6, true}, {7, true}, {8, true}}));
 }
 
+TEST(TileWalkLists, CountIsExactInsideABlock) {
+  const std::vector<int> partial{2}, full{0};
+  TileWalk walk = lists(partial, full, 3, 9);
+  TileRef tile{};
+  for (int left = 6; left > 0; --left) {
+    EXPECT_EQ(walk.count(), left);
+    EXPECT_TRUE(walk.next(tile));
+  }
+  EXPECT_EQ(walk.count(), 0);
+}
+
 TEST(TileWalkLists, StopsAtTheSequenceEnd) {
   EXPECT_EQ(visits(lists({2}, {0}, 3, 7)), (std::vector<Visit>{{0, false}, {1, false}, {2, false}, {6, true}}));
   // A layout longer than the sequence, as short packed sequences see it.

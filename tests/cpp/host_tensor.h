@@ -1,0 +1,161 @@
+// A tensor on the host that owns its memory, in any dtype and any layout the library takes, and notices stray writes.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "flashsdk/tensor.h"
+
+namespace flashsdk::testing {
+
+// 16-bit floats, spelt out with ldexp and nearbyint: slow, and independent of the kernels' conversions.
+struct HalfFormat {
+  int mantissa_bits, exponent_bits;
+  int bias() const { return (1 << (exponent_bits - 1)) - 1; }
+
+  double decode(std::uint16_t bits) const {
+    const double sign = bits >> 15 != 0 ? -1 : 1;
+    const int exponent = (bits >> mantissa_bits) & ((1 << exponent_bits) - 1);
+    const int mantissa = bits & ((1 << mantissa_bits) - 1);
+    if (exponent == (1 << exponent_bits) - 1) return mantissa != 0 ? NAN : sign * INFINITY;
+    if (exponent == 0) return sign * std::ldexp(mantissa, 1 - bias() - mantissa_bits);
+    return sign * std::ldexp(mantissa + (1 << mantissa_bits), exponent - bias() - mantissa_bits);
+  }
+  // To the nearest, ties to even.
+  std::uint16_t encode(double x) const {
+    const std::uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+    const std::uint16_t infinity = static_cast<std::uint16_t>(((1 << exponent_bits) - 1) << mantissa_bits);
+    if (std::isnan(x)) return sign | infinity | (1 << (mantissa_bits - 1));
+    if (std::isinf(x)) return sign | infinity;
+    int exponent = 0;
+    std::frexp(x, &exponent);
+    const int ulp = std::max(exponent - 1, 1 - bias()) - mantissa_bits;  // of the result's binade
+    const double steps = std::nearbyint(std::ldexp(std::fabs(x), -ulp));
+    // Counting steps from the start of the subnormals carries into the exponent by itself.
+    const double bits = steps + std::ldexp(ulp - (1 - bias() - mantissa_bits), mantissa_bits);
+    return sign | static_cast<std::uint16_t>(std::min<double>(bits, infinity));
+  }
+};
+inline constexpr HalfFormat kFp16{10, 5}, kBf16{7, 8};
+
+// The address of one element.
+inline char* address(const TensorView& t, const std::vector<std::int64_t>& index) {
+  std::int64_t at = 0;
+  for (std::size_t d = 0; d < index.size(); ++d) at += index[d] * t.stride[d];
+  return static_cast<char*>(t.data) + at * size_of(t.dtype);
+}
+
+template <class T>
+T read_as(const char* p) {
+  T x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+inline double load(const TensorView& t, const std::vector<std::int64_t>& index) {
+  const char* p = address(t, index);
+  switch (t.dtype) {
+    case DType::kFloat32: return read_as<float>(p);
+    case DType::kFloat16: return kFp16.decode(read_as<std::uint16_t>(p));
+    case DType::kBFloat16: return kBf16.decode(read_as<std::uint16_t>(p));
+    case DType::kInt32: return read_as<std::int32_t>(p);
+    case DType::kBool: return read_as<std::uint8_t>(p) != 0 ? 1 : 0;
+  }
+  return NAN;
+}
+
+inline void store(const TensorView& t, const std::vector<std::int64_t>& index, double x) {
+  char* p = address(t, index);
+  auto put = [p](auto value) { std::memcpy(p, &value, sizeof value); };
+  switch (t.dtype) {
+    case DType::kFloat32: return put(static_cast<float>(x));
+    case DType::kFloat16: return put(kFp16.encode(x));
+    case DType::kBFloat16: return put(kBf16.encode(x));
+    case DType::kInt32: return put(static_cast<std::int32_t>(x));
+    case DType::kBool: return put(static_cast<std::uint8_t>(x != 0));
+  }
+}
+
+// Calls fn(index) for every element, in row-major order.
+template <class F>
+void for_each_index(const TensorView& t, F fn) {
+  std::vector<std::int64_t> index(t.rank, 0);
+  for (std::int64_t n = t.numel(); n > 0; --n) {
+    fn(index);
+    for (int d = t.rank - 1; d >= 0 && ++index[d] == t.shape[d]; --d) index[d] = 0;
+  }
+}
+
+enum class Layout {
+  kContiguous,
+  kPadded,      // gaps after every row and every slice; rows start at odd elements
+  kHeadsFirst,  // the last two but one dimensions swapped in memory: (batch, num_heads, seqlen, head_dim)
+  kReversed,    // the sequence runs backwards in memory: a negative stride
+};
+
+class HostTensor {
+ public:
+  HostTensor() = default;
+  HostTensor(DType dtype, std::vector<std::int64_t> shape, Layout layout = Layout::kContiguous) {
+    const int rank = static_cast<int>(shape.size());
+    view_.dtype = dtype;
+    view_.rank = rank;
+    std::vector<int> order(rank);  // dimensions from the outermost in memory
+    for (int d = 0; d < rank; ++d) order[d] = d;
+    if (layout == Layout::kHeadsFirst && rank >= 3) std::swap(order[rank - 3], order[rank - 2]);
+    std::int64_t step = 1;
+    for (int n = rank - 1; n >= 0; --n) {
+      const int d = order[n];
+      view_.shape[d] = shape[d];
+      view_.stride[d] = step;
+      step *= std::max<std::int64_t>(shape[d], 1);
+      if (layout == Layout::kPadded) step += n + 1;
+    }
+    bytes_.assign((step + 1) * size_of(dtype), kUntouched);
+    std::int64_t first = layout == Layout::kPadded ? 1 : 0;
+    if (layout == Layout::kReversed && rank >= 3 && shape[rank - 3] > 0) {
+      first = view_.stride[rank - 3] * (shape[rank - 3] - 1);
+      view_.stride[rank - 3] *= -1;
+    }
+    offset_ = first * size_of(dtype);
+  }
+
+  TensorView view() const {
+    TensorView v = view_;
+    if (v.given()) v.data = const_cast<unsigned char*>(bytes_.data()) + offset_;
+    return v;
+  }
+  // The bytes between the elements as they were made.
+  bool gaps_untouched() const {
+    HostTensor copy = *this;
+    const TensorView v = copy.view();
+    for_each_index(v, [&](const auto& index) { std::memset(address(v, index), kUntouched, size_of(v.dtype)); });
+    return std::all_of(copy.bytes_.begin(), copy.bytes_.end(), [](unsigned char b) { return b == kUntouched; });
+  }
+  const std::vector<unsigned char>& bytes() const { return bytes_; }
+
+  HostTensor& fill(double x) {
+    const TensorView v = view();
+    for_each_index(v, [&](const auto& index) { store(v, index, x); });
+    return *this;
+  }
+  HostTensor& fill_normal(std::mt19937& rng, double deviation = 1) {
+    std::normal_distribution<double> normal(0, deviation);
+    const TensorView v = view();
+    for_each_index(v, [&](const auto& index) { store(v, index, normal(rng)); });
+    return *this;
+  }
+
+ private:
+  static constexpr unsigned char kUntouched = 0xA5;
+  TensorView view_;
+  std::vector<unsigned char> bytes_;
+  std::int64_t offset_ = 0;
+};
+
+}  // namespace flashsdk::testing
