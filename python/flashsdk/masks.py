@@ -10,7 +10,7 @@ that are not listed are skipped, so time and traffic fall with ``density``.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -29,6 +29,7 @@ __all__ = ["Band", "BlockMask", "Causal", "Csr", "Dense", "Mask", "SlidingWindow
 
 Alignment: TypeAlias = Literal["bottom_right", "top_left"]
 
+_LISTS = ("row_partial", "row_full", "col_partial", "col_full")
 _NONE = np.zeros((1, 1, 1, 1), bool)  # no block, of any layout
 
 
@@ -200,13 +201,19 @@ class BlockMask:
     row_full: Csr
     col_partial: Csr
     col_full: Csr
+    _flat: Int32s = field(init=False)  # offsets and indices of the four lists, one after another
 
     def __post_init__(self) -> None:
-        for name in ("row_partial", "row_full", "col_partial", "col_full"):
-            csr = Csr(*(np.ascontiguousarray(array, np.int32) for array in getattr(self, name)))
-            for array in csr:
-                array.setflags(write=False)
-            object.__setattr__(self, name, csr)
+        given = [np.asarray(array, np.int32) for name in _LISTS for array in getattr(self, name)]
+        # The lists are views of one array: to move a mask to a device is to move that.
+        flat = np.concatenate([array.reshape(-1) for array in given])
+        object.__setattr__(self, "_flat", flat)
+        parts = np.split(flat, np.cumsum([array.size for array in given[:-1]]))
+        views = [part.reshape(array.shape) for part, array in zip(parts, given, strict=True)]
+        for view in views:
+            view.setflags(write=False)
+        for name, offsets, indices in zip(_LISTS, views[::2], views[1::2], strict=True):
+            object.__setattr__(self, name, Csr(offsets, indices))
 
     # ---- construction
 
