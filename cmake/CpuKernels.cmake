@@ -58,6 +58,18 @@ function(flashsdk_generate template output)
   configure_file(${PROJECT_SOURCE_DIR}/cpp/kernels/instantiate/${template} ${PROJECT_BINARY_DIR}/generated/${output} @ONLY)
 endfunction()
 
+# An object library of kernel code for one instruction set.
+function(flashsdk_add_isa_objects target isa)
+  # NaN and infinity must work, so not -ffast-math.
+  set(optimise -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast)
+  if(FLASHSDK_SANITIZE OR CMAKE_BUILD_TYPE STREQUAL "Debug")
+    set(optimise -O1 -ffp-contract=fast)
+  endif()
+  add_library(${target} OBJECT ${ARGN})
+  target_link_libraries(${target} PRIVATE flashsdk_kernels flashsdk_warnings)
+  target_compile_options(${target} PRIVATE ${optimise} ${FLASHSDK_CPU_FLAGS_${isa}})
+endfunction()
+
 # The lines of one generated file: smallest head dimension first, and without score features before with them.
 function(flashsdk_cpu_entries op type)
   set(entries "")
@@ -76,11 +88,6 @@ endfunction()
 
 function(flashsdk_add_cpu_kernels)
   flashsdk_usable_isas(isas)
-  # NaN and infinity must work, so not -ffast-math.
-  set(optimise -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast)
-  if(FLASHSDK_SANITIZE OR CMAKE_BUILD_TYPE STREQUAL "Debug")
-    set(optimise -O1 -ffp-contract=fast)
-  endif()
 
   set(objects "")
   set(DECLARATIONS "")
@@ -98,9 +105,7 @@ function(flashsdk_add_cpu_kernels)
         string(APPEND CALLS "  for (const KernelEntry& entry : ${NAME}) table.add(entry);\n")
       endforeach()
     endforeach()
-    add_library(flashsdk_cpu_${ISA} OBJECT ${sources})
-    target_link_libraries(flashsdk_cpu_${ISA} PRIVATE flashsdk_kernels flashsdk_warnings)
-    target_compile_options(flashsdk_cpu_${ISA} PRIVATE ${optimise} ${FLASHSDK_CPU_FLAGS_${ISA}})
+    flashsdk_add_isa_objects(flashsdk_cpu_${ISA} ${ISA} ${sources})
     list(APPEND objects $<TARGET_OBJECTS:flashsdk_cpu_${ISA}>)
   endforeach()
   flashsdk_generate(kernel_table.cpp.in kernel_table.cpp)
