@@ -59,7 +59,8 @@ struct LaunchOptions {
   void* stream = nullptr;  // cudaStream_t; unused on a CPU
 };
 
-// Bytes of workspace the call needs. Validates like the call itself.
+// Bytes of workspace the call needs. Validates like the call itself; outputs, and what a backward gets from the
+// forward, may still be missing.
 FLASHSDK_API std::size_t workspace_size(const ForwardArgs& args);
 FLASHSDK_API std::size_t workspace_size(const BackwardArgs& args);
 
@@ -69,11 +70,13 @@ FLASHSDK_API void mha_fwd(const ForwardArgs& args, const LaunchOptions& options 
 // Writes args.dq, args.dk and args.dv; recomputes the probabilities from q, k and lse.
 FLASHSDK_API void mha_bwd(const BackwardArgs& args, const LaunchOptions& options = {});
 
-// The same for packed sequences: args.cu_seqlens_q/k and args.max_seqlen_q/k are required.
+// The same for packed sequences: args.cu_seqlens_q/k and args.max_seqlen_q/k are required. Rows past the last sequence
+// are those of queries that see no key: out and gradients 0, lse -inf.
 FLASHSDK_API void mha_varlen_fwd(const ForwardArgs& args, const LaunchOptions& options = {});
 FLASHSDK_API void mha_varlen_bwd(const BackwardArgs& args, const LaunchOptions& options = {});
 
-// Threads a CPU call may use, the caller's included. Default: FLASHSDK_NUM_THREADS, else the processors this process may run on.
+// Threads a CPU call may use, the caller's included. Default: FLASHSDK_NUM_THREADS, else OMP_NUM_THREADS, else the
+// processors this process may run on.
 FLASHSDK_API void set_num_threads(int n);
 FLASHSDK_API int get_num_threads();
 

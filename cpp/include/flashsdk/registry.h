@@ -29,9 +29,10 @@ struct Explanation {
     std::string kernel;
     std::string reason;
   };
-  std::vector<Refusal> refused;  // the ones that come before it, in priority order
+  std::vector<Refusal> refused;  // those for this dtype, head_dim and mask that come before it, in priority order
 };
 
+// Validates like workspace_size().
 FLASHSDK_API Explanation explain(const ForwardArgs& args);
 FLASHSDK_API Explanation explain(const BackwardArgs& args);
 

@@ -54,7 +54,7 @@ struct TensorView {
   // A view of any struct laid out like DLPack's DLTensor, whichever dlpack.h it came from; honours byte_offset.
   template <class DLTensorLike, class = decltype(DLTensorLike::byte_offset)>
   explicit TensorView(const DLTensorLike& t)
-      : data(static_cast<char*>(t.data) + t.byte_offset),
+      : data(reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset)),
         dtype(dtype_from_dlpack(t.dtype.code, t.dtype.bits, t.dtype.lanes)),
         device(device_from_dlpack(static_cast<int>(t.device.device_type), t.device.device_id)),
         rank(checked_rank(t.ndim)) {
@@ -68,10 +68,10 @@ struct TensorView {
   template <class DLTensorLike, class = decltype(DLTensorLike::byte_offset)>
   explicit TensorView(const DLTensorLike* t) : TensorView(*t) {}
 
-  bool given() const noexcept { return rank > 0; }
+  bool given() const noexcept { return rank != 0; }
   std::int64_t numel() const noexcept {
     std::int64_t n = 1;
-    for (int d = 0; d < rank; ++d) n *= shape[d];
+    for (int d = 0; d < rank; ++d) n = wrapping_product(n, shape[d]);
     return n;
   }
 
@@ -87,8 +87,12 @@ struct TensorView {
     std::int64_t step = 1;
     for (int d = rank - 1; d >= 0; --d) {
       stride[d] = step;
-      step *= shape[d];
+      step = wrapping_product(step, shape[d]);
     }
+  }
+  // Sizes beyond 64 bits are for the checks of a call to refuse, not for a descriptor to fail on.
+  static std::int64_t wrapping_product(std::int64_t a, std::int64_t b) noexcept {
+    return static_cast<std::int64_t>(static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b));
   }
 };
 

@@ -1,0 +1,85 @@
+// Validate, select, launch.
+#include "flashsdk/attention.h"
+
+#include "check.h"
+#include "kernel_registry.h"
+#include "packed_tail.h"
+#include "plan.h"
+#include "processors.h"
+#include "thread_pool.h"
+#include "validate.h"
+
+namespace flashsdk {
+namespace {
+
+constexpr std::size_t kWorkspaceAlignment = 256;
+
+void check_call(const AttentionArgs& args, bool packed) {
+  const bool given = args.cu_seqlens_q.given() || args.cu_seqlens_k.given();
+  if (given && !packed)
+    fail("cu_seqlens_q", "given", "none; packed sequences are for mha_varlen_fwd and mha_varlen_bwd");
+  if (!given && packed) fail("cu_seqlens_q", "not given", "a tensor; batches are for mha_fwd and mha_bwd");
+}
+
+template <class Args>
+auto plan_as(Op op, const Args& args, Completeness completeness) {
+  Plan<decltype(validate(args))> result{validate(args, completeness), nullptr, 0, 0};
+  const ForwardParams& p = result.params;
+  result.entry = &KernelRegistry::instance().select(op, p, forced_backend(args));
+  result.num_threads = p.device.type == DeviceType::kCPU ? num_threads() : 1;
+  result.workspace_size = result.entry->workspace_size(p, result.num_threads);
+  return result;
+}
+
+void check_workspace(const Workspace& given, std::size_t needed) {
+  if (given.size < needed)
+    fail("workspace", std::to_string(given.size) + " bytes", "at least workspace_size(), " + std::to_string(needed));
+  if (needed == 0) return;
+  if (given.data == nullptr) fail("workspace", "a null pointer", std::to_string(needed) + " bytes");
+  if (reinterpret_cast<std::uintptr_t>(given.data) % kWorkspaceAlignment != 0)
+    fail("workspace", "its address is not a multiple of 256", "256-byte aligned");
+}
+
+}  // namespace
+
+template <class Params>
+void Plan<Params>::launch(const LaunchOptions& options) const {
+  const bool on_cpu = params.device.type == DeviceType::kCPU;
+  if (on_cpu && options.stream != nullptr) fail("stream", "given", "none, as q is on cpu");
+  check_workspace(options.workspace, workspace_size);
+  entry->launch(params, {options.workspace.data, options.stream, parallel_runner(num_threads)});
+  if (on_cpu) write_packed_tail(params);
+}
+
+template struct Plan<ForwardParams>;
+template struct Plan<BackwardParams>;
+
+Plan<ForwardParams> plan(const ForwardArgs& args, bool packed) {
+  check_call(args, packed);
+  return plan_as(Op::kForward, args, Completeness::kLaunch);
+}
+
+Plan<BackwardParams> plan(const BackwardArgs& args, bool packed) {
+  check_call(args, packed);
+  return plan_as(Op::kBackward, args, Completeness::kLaunch);
+}
+
+std::size_t workspace_size(const ForwardArgs& args) {
+  return plan_as(Op::kForward, args, Completeness::kQuery).workspace_size;
+}
+std::size_t workspace_size(const BackwardArgs& args) {
+  return plan_as(Op::kBackward, args, Completeness::kQuery).workspace_size;
+}
+
+void mha_fwd(const ForwardArgs& args, const LaunchOptions& options) { plan(args, false).launch(options); }
+void mha_bwd(const BackwardArgs& args, const LaunchOptions& options) { plan(args, false).launch(options); }
+void mha_varlen_fwd(const ForwardArgs& args, const LaunchOptions& options) { plan(args, true).launch(options); }
+void mha_varlen_bwd(const BackwardArgs& args, const LaunchOptions& options) { plan(args, true).launch(options); }
+
+void set_num_threads(int n) {
+  if (n < 1 || n > kMaxThreads) fail("n", std::to_string(n), "1 to " + std::to_string(kMaxThreads));
+  set_pool_threads(n);
+}
+int get_num_threads() { return num_threads(); }
+
+}  // namespace flashsdk

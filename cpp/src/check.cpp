@@ -1,0 +1,156 @@
+#include "check.h"
+
+#include <cstdio>
+#include <limits>
+
+namespace flashsdk {
+
+void fail(const std::string& argument, const std::string& given, const std::string& allowed, ErrorCode code) {
+  throw Error(code, argument + ": " + given + "; " + allowed);
+}
+
+std::string number(double x) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.9g", x);
+  return text;
+}
+
+namespace {
+
+std::string tuple_of(const std::int64_t* values, int count) {
+  std::string text = "(";
+  for (int d = 0; d < count; ++d) text += (d > 0 ? ", " : "") + std::to_string(values[d]);
+  return text + (count == 1 ? ",)" : ")");
+}
+
+std::string strides_of(const TensorView& t) { return "strides " + tuple_of(t.stride.data(), t.rank); }
+
+// "(batch 2, seqlen_k, num_heads_kv, head_dim 64)"
+std::string describe(std::initializer_list<Dim> dims) {
+  std::string text;
+  for (const Dim& dim : dims) {
+    if (!text.empty()) text += ", ";
+    if (dim.or_one) text += "1 or ";
+    text += dim.name;
+    if (dim.extent != Dim::kAny) text += ' ' + std::to_string(dim.extent);
+  }
+  return '(' + text + ')';
+}
+
+}  // namespace
+
+std::string shape_of(const TensorView& t) {
+  if (t.rank < 0 || t.rank > kMaxTensorRank) return "rank " + std::to_string(t.rank);
+  return "shape " + tuple_of(t.shape.data(), t.rank);
+}
+
+void check_given(const char* name, const TensorView& t) {
+  if (!t.given()) fail(name, "not given", "a tensor");
+}
+
+void check_dtype(const char* name, const TensorView& t, DType expected, const char* whose) {
+  if (t.dtype != expected)
+    fail(name, std::string("dtype ") + to_string(t.dtype), std::string(to_string(expected)) + whose);
+}
+
+void check_device(const char* name, const TensorView& t, Device expected, const char* whose) {
+  if (t.device != expected) fail(name, "on " + to_string(t.device), to_string(expected) + whose);
+}
+
+void check_shape(const char* name, const TensorView& t, std::initializer_list<Dim> dims) {
+  bool fits = t.rank == static_cast<int>(dims.size());
+  int d = 0;
+  for (const Dim& dim : dims) {
+    if (!fits) break;
+    const std::int64_t extent = t.shape[d++];
+    fits = extent >= 0 && (dim.extent == Dim::kAny || extent == dim.extent || (dim.or_one && extent == 1));
+  }
+  if (!fits) fail(name, shape_of(t), describe(dims));
+}
+
+void check_last_dim_contiguous(const char* name, const TensorView& t) {
+  if (t.shape[t.rank - 1] > 1 && t.stride[t.rank - 1] != 1)
+    fail(name, strides_of(t), "the last dimension contiguous (stride 1)");
+}
+
+void check_row_major(const char* name, const TensorView& t) {
+  std::int64_t step = 1;
+  for (int d = t.rank - 1; d >= 0; --d) {
+    if (t.shape[d] > 1 && t.stride[d] != step) fail(name, strides_of(t), "contiguous");
+    if (__builtin_mul_overflow(step, t.shape[d], &step)) step = 0;
+  }
+}
+
+void check_extent(const char* name, const char* dim, std::int64_t extent, std::int64_t min, std::int64_t max) {
+  if (extent >= min && extent <= max) return;
+  // A size that is too large is a fair problem, only not one for these kernels.
+  fail(name, (*dim ? std::string(dim) + ' ' : "") + std::to_string(extent),
+       std::to_string(min) + " to " + std::to_string(max),
+       extent > max ? ErrorCode::kUnsupported : ErrorCode::kInvalidArgument);
+}
+
+void MemoryMap::add(const char* name, const TensorView& t, Access access) {
+  for (int d = 0; d < t.rank; ++d)
+    if (t.shape[d] == 0) return;  // no element: nothing is touched
+  // Bytes below and above the address of element (0, …, 0).
+  std::int64_t below = 0, above = size_of(t.dtype);
+  for (int d = 0; d < t.rank; ++d) {
+    std::int64_t reach;
+    const bool overflow = __builtin_mul_overflow(t.shape[d] - 1, stride_of(t, d), &reach) ||
+                          __builtin_mul_overflow(reach, std::int64_t{size_of(t.dtype)}, &reach) ||
+                          __builtin_add_overflow(reach < 0 ? below : above, reach, reach < 0 ? &below : &above);
+    constexpr std::int64_t kLimit = std::int64_t{1} << 60;
+    if (overflow || below < -kLimit || above > kLimit)
+      fail(name, shape_of(t) + ", " + strides_of(t), "a tensor that fits in memory");
+  }
+  if (t.data == nullptr) fail(name, "a null pointer", "the address of " + shape_of(t));
+  const auto address = reinterpret_cast<std::uintptr_t>(t.data);
+  if (address % static_cast<unsigned>(size_of(t.dtype)) != 0)
+    fail(name, "its address is not a multiple of " + std::to_string(size_of(t.dtype)),
+         std::string("aligned ") + to_string(t.dtype));
+  const auto low = static_cast<std::uintptr_t>(-below), high = static_cast<std::uintptr_t>(above);
+  if (low > address || high > std::numeric_limits<std::uintptr_t>::max() - address)
+    fail(name, shape_of(t) + ", " + strides_of(t), "a tensor that fits in memory");
+
+  const Region region{name, &t, address - low, address + high, access};
+  if (access == Access::kWrite) check_distinct_elements(region);
+  region_.at(static_cast<std::size_t>(size_++)) = region;
+}
+
+// Sorted by stride, each dimension must step over all that the smaller ones span.
+void MemoryMap::check_distinct_elements(const Region& r) const {
+  const TensorView& t = *r.view;
+  struct Step {
+    std::int64_t stride, count;
+  };
+  std::array<Step, kMaxTensorRank> step;
+  int steps = 0;
+  for (int d = 0; d < t.rank; ++d) {
+    if (t.shape[d] <= 1) continue;
+    const Step added{t.stride[d] < 0 ? -t.stride[d] : t.stride[d], t.shape[d] - 1};
+    int at = steps++;
+    for (; at > 0 && step[at - 1].stride > added.stride; --at) step[at] = step[at - 1];
+    step[at] = added;
+  }
+  std::int64_t span = 0;
+  for (int s = 0; s < steps; ++s) {
+    if (step[s].stride <= span)
+      fail(r.name, shape_of(t) + ", " + strides_of(t), "an output whose elements do not share memory");
+    span += step[s].stride * step[s].count;
+  }
+}
+
+void MemoryMap::check_overlap() const {
+  for (int i = 0; i < size_; ++i) {
+    const Region& out = region_[i];
+    if (out.access != Access::kWrite) continue;
+    for (int j = 0; j < size_; ++j) {
+      const Region& other = region_[j];
+      if (j == i || (other.access == Access::kWrite && j < i)) continue;  // two outputs meet once
+      if (out.begin < other.end && other.begin < out.end && share_memory(*out.view, *other.view))
+        fail(out.name, std::string("overlaps ") + other.name, "memory of its own");
+    }
+  }
+}
+
+}  // namespace flashsdk

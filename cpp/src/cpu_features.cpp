@@ -1,0 +1,74 @@
+#include "cpu_features.h"
+
+#include <cstdint>
+#include <initializer_list>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace flashsdk {
+
+#if defined(__x86_64__)
+namespace {
+
+struct Registers {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+// Zeros for a leaf that the processor does not have.
+Registers cpuid(unsigned leaf, unsigned subleaf = 0) {
+  Registers r;
+  if (!__get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx)) return {};
+  return r;
+}
+
+// The register states that the operating system saves for a thread (XCR0).
+std::uint64_t saved_states() {
+  std::uint32_t low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return std::uint64_t{high} << 32 | low;
+}
+
+constexpr bool has(std::uint64_t value, std::initializer_list<int> bits) {
+  for (int bit : bits)
+    if ((value >> bit & 1) == 0) return false;
+  return true;
+}
+
+struct Features {
+  bool v3 = false, v4 = false, bf16 = false;
+
+  Features() {
+    const Registers basic = cpuid(1), extended = cpuid(7), extended1 = cpuid(7, 1), amd = cpuid(0x80000001);
+    if (!has(basic.ecx, {27})) return;  // OSXSAVE: xgetbv exists
+    const std::uint64_t states = saved_states();
+    // x86-64-v3 beyond v2: FMA, MOVBE, AVX, F16C; BMI1, AVX2, BMI2; LZCNT; the ymm registers.
+    v3 = has(basic.ecx, {0, 9, 12, 13, 19, 20, 22, 23, 28, 29}) && has(extended.ebx, {3, 5, 8}) &&
+         has(amd.ecx, {0, 5}) && has(states, {1, 2});
+    // x86-64-v4: AVX512F, DQ, CD, BW, VL; the mask and zmm registers.
+    v4 = v3 && has(extended.ebx, {16, 17, 28, 30, 31}) && has(states, {5, 6, 7});
+    bf16 = v4 && has(extended1.eax, {5});
+  }
+};
+
+}  // namespace
+#endif
+
+const std::vector<std::string>& known_cpu_isas() {
+  static const std::vector<std::string> isas{"portable", "avx2", "avx512", "avx512_bf16"};
+  return isas;
+}
+
+bool cpu_supports(const std::string& isa) {
+  if (isa == "portable") return true;
+#if defined(__x86_64__)
+  static const Features features;
+  if (isa == "avx2") return features.v3;
+  if (isa == "avx512") return features.v4;
+  if (isa == "avx512_bf16") return features.bf16;
+#endif
+  return false;
+}
+
+}  // namespace flashsdk

@@ -1,0 +1,226 @@
+#include "kernel_registry.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <tuple>
+
+#include "check.h"
+#include "cpu_features.h"
+
+namespace flashsdk {
+namespace {
+
+const char* name_of(Op op) { return op == Op::kForward ? "fwd" : "bwd"; }
+
+const char* name_of(Backend backend) {
+  switch (backend) {
+    case Backend::kCpu:
+      return "cpu";
+    case Backend::kSm80:
+      return "sm80";
+    case Backend::kSm90:
+      return "sm90";
+  }
+  return "unknown";
+}
+
+const char* name_of(MaskKind mask) {
+  switch (mask) {
+    case MaskKind::kDense:
+      return "dense";
+    case MaskKind::kBand:
+      return "band";
+    case MaskKind::kBlockSparse:
+      return "block_sparse";
+  }
+  return "unknown";
+}
+
+const char* short_name_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return "fp32";
+    case DType::kFloat16:
+      return "fp16";
+    case DType::kBFloat16:
+      return "bf16";
+    default:
+      return to_string(dtype);
+  }
+}
+
+// "cpu_avx2_bf16_d128_band_fwd", "sm90_bf16_d128_band_features_fwd"
+std::string name_of(const KernelKey& key) {
+  std::string name = name_of(key.backend);
+  if (key.backend == Backend::kCpu) name += std::string("_") + key.arch;
+  name += std::string("_") + short_name_of(key.dtype) + "_d" + std::to_string(key.head_dim) + "_" + name_of(key.mask);
+  return name + (key.score_features ? "_features_" : "_") + name_of(key.op);
+}
+
+std::string machine_refusal(const KernelKey& key, const std::string& forced_isa) {
+  if (key.backend != Backend::kCpu) return {};
+  if (!forced_isa.empty() && forced_isa != key.arch) return "FLASHSDK_CPU_ISA=" + forced_isa;
+  return cpu_supports(key.arch) ? "" : std::string("this processor has no ") + key.arch;
+}
+
+bool same_device(Backend backend, Device device) {
+  return (backend == Backend::kCpu) == (device.type == DeviceType::kCPU);
+}
+
+std::string joined(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+// The forced one, or the fastest that was built and runs here.
+std::string isa_in_use(const std::vector<std::string>& built, const std::string& forced) {
+  std::vector<std::string> usable;
+  std::copy_if(built.begin(), built.end(), std::back_inserter(usable), cpu_supports);
+  if (forced.empty()) return usable.empty() ? "" : usable.back();
+  if (!contains(known_cpu_isas(), forced)) fail("FLASHSDK_CPU_ISA", forced, joined(known_cpu_isas()));
+  if (!contains(built, forced))
+    fail("FLASHSDK_CPU_ISA", forced + " is not in this build", joined(usable), ErrorCode::kUnsupported);
+  if (!contains(usable, forced))
+    fail("FLASHSDK_CPU_ISA", "this processor has no " + forced, joined(usable), ErrorCode::kUnsupported);
+  return forced;
+}
+
+}  // namespace
+
+KernelRegistry::KernelRegistry(const std::vector<KernelEntry>& entries, const std::string& forced_isa) {
+  std::vector<std::string> archs;  // in order of appearance
+  for (const KernelEntry& entry : entries) {
+    const auto arch = std::find(archs.begin(), archs.end(), entry.key.arch);
+    const auto rank = static_cast<int>(arch - archs.begin());
+    if (arch == archs.end()) archs.emplace_back(entry.key.arch);
+    rows_.push_back({entry, rank, name_of(entry.key), machine_refusal(entry.key, forced_isa)});
+  }
+  // The smallest head_dim that fits is the fastest, and what is not asked for is better not compiled in.
+  std::stable_sort(rows_.begin(), rows_.end(), [](const Row& a, const Row& b) {
+    auto order = [](const Row& row) {
+      const KernelKey& key = row.entry.key;
+      return std::tuple(-static_cast<int>(key.backend), row.arch_rank, key.head_dim, key.score_features);
+    };
+    return order(a) < order(b);
+  });
+  try {
+    cpu_isa_ = isa_in_use(cpu_isas(), forced_isa);
+  } catch (const Error& e) {
+    isa_error_ = e;
+  }
+  for (const Row& row : rows_) {
+    const KernelKey& key = row.entry.key;
+    bucket(key.op, key.dtype, key.mask, false).push_back(&row);
+    if (key.score_features) bucket(key.op, key.dtype, key.mask, true).push_back(&row);
+  }
+}
+
+const KernelRegistry& KernelRegistry::instance() {
+  static const KernelRegistry registry = [] {
+    struct Collector final : KernelTable {
+      std::vector<KernelEntry> entries;
+      void add(const KernelEntry& entry) override { entries.push_back(entry); }
+    } collector;
+    add_all_kernels(collector);
+    const char* forced = std::getenv("FLASHSDK_CPU_ISA");
+    return KernelRegistry(collector.entries, forced != nullptr ? forced : "");
+  }();
+  return registry;
+}
+
+KernelRegistry::Bucket& KernelRegistry::bucket(Op op, DType dtype, MaskKind mask, bool score_features) {
+  auto index = static_cast<std::size_t>(op);
+  index = index * kDTypes + static_cast<std::size_t>(dtype);
+  index = index * kMasks + static_cast<std::size_t>(mask);
+  return bucket_[index * 2 + (score_features ? 1 : 0)];
+}
+
+const KernelRegistry::Bucket& KernelRegistry::bucket(Op op, DType dtype, MaskKind mask, bool score_features) const {
+  return const_cast<KernelRegistry*>(this)->bucket(op, dtype, mask, score_features);
+}
+
+template <class Refuse>
+const KernelRegistry::Row* KernelRegistry::search(Op op, const ForwardParams& p, std::optional<Backend> forced,
+                                                  Refuse refuse) const {
+  const int head_dim = std::max(p.head_dim, p.head_dim_v);
+  int refused_arch = -1;
+  for (const Row* row : bucket(op, p.dtype, p.mask.kind, p.score.any_feature())) {
+    const KernelKey& key = row->entry.key;
+    if (!same_device(key.backend, p.device) || key.head_dim < head_dim) continue;
+    if (!row->available() || (forced && *forced != key.backend)) {
+      // The first of an architecture speaks for all: it is the one that would have been taken.
+      if (row->arch_rank == refused_arch) continue;
+      refused_arch = row->arch_rank;
+      refuse(*row, row->available() ? "the call asks for another backend" : row->machine_refusal.c_str());
+      continue;
+    }
+    const char* reason = row->entry.can_implement != nullptr ? row->entry.can_implement(p) : nullptr;
+    if (reason == nullptr) return row;
+    refuse(*row, reason);
+  }
+  return nullptr;
+}
+
+void KernelRegistry::check_isa(Device device) const {
+  if (isa_error_ && device.type == DeviceType::kCPU) throw *isa_error_;
+}
+
+const KernelEntry& KernelRegistry::select(Op op, const ForwardParams& p, std::optional<Backend> forced) const {
+  check_isa(p.device);
+  if (const Row* row = search(op, p, forced, [](const Row&, const char*) {})) return row->entry;
+  const Explanation why = explain(op, p, forced);
+  std::string problem = std::string(to_string(p.dtype)) + ", head_dim " +
+                        std::to_string(std::max(p.head_dim, p.head_dim_v)) + ", " + name_of(p.mask.kind) + " mask" +
+                        (p.score.any_feature() ? ", score features" : "") + " on " + to_string(p.device);
+  std::string allowed = "what flashsdk.kernels() lists";
+  if (!why.refused.empty()) allowed += " (" + why.refused.back().kernel + ": " + why.refused.back().reason + ")";
+  fail(op == Op::kForward ? "mha_fwd" : "mha_bwd", "no kernel for " + problem, allowed, ErrorCode::kUnsupported);
+}
+
+Explanation KernelRegistry::explain(Op op, const ForwardParams& p, std::optional<Backend> forced) const {
+  check_isa(p.device);
+  Explanation result;
+  const Row* row = search(
+      op, p, forced, [&](const Row& refused, const char* reason) { result.refused.push_back({refused.name, reason}); });
+  if (row != nullptr) result.kernel = row->name;
+  return result;
+}
+
+std::vector<KernelInfo> KernelRegistry::list() const {
+  std::vector<KernelInfo> kernels;
+  for (const Row& row : rows_) {
+    const KernelKey& key = row.entry.key;
+    kernels.push_back({row.name, name_of(key.op), name_of(key.backend), key.arch, to_string(key.dtype), key.head_dim,
+                       name_of(key.mask), key.score_features, row.entry.tile.m, row.entry.tile.n, row.available()});
+  }
+  return kernels;
+}
+
+std::vector<std::string> KernelRegistry::cpu_isas() const {
+  std::vector<std::string> isas;
+  for (const std::string& isa : known_cpu_isas())
+    if (std::any_of(rows_.begin(), rows_.end(), [&](const Row& row) { return row.entry.key.arch == isa; }))
+      isas.push_back(isa);
+  return isas;
+}
+
+std::string KernelRegistry::cpu_isa() const {
+  if (isa_error_) throw *isa_error_;
+  return cpu_isa_;
+}
+
+std::vector<std::string> KernelRegistry::cuda_archs() const {
+  std::vector<std::string> archs;
+  for (const Row& row : rows_)
+    if (row.entry.key.backend != Backend::kCpu &&
+        std::find(archs.begin(), archs.end(), row.entry.key.arch) == archs.end())
+      archs.emplace_back(row.entry.key.arch);
+  return archs;
+}
+
+}  // namespace flashsdk

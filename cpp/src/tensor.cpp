@@ -1,0 +1,97 @@
+#include "flashsdk/tensor.h"
+
+namespace flashsdk {
+
+Error::Error(ErrorCode code, const std::string& message) : std::runtime_error(message), code_(code) {}
+Error::~Error() = default;
+
+const char* to_string(ErrorCode code) noexcept {
+  switch (code) {
+    case ErrorCode::kInvalidArgument:
+      return "invalid_argument";
+    case ErrorCode::kUnsupported:
+      return "unsupported";
+    case ErrorCode::kRuntime:
+      return "runtime";
+  }
+  return "unknown";
+}
+
+const char* to_string(DType dtype) noexcept {
+  switch (dtype) {
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kInt32:
+      return "int32";
+    case DType::kBool:
+      return "bool";
+  }
+  return "unknown";
+}
+
+std::string to_string(Device device) {
+  if (device.type == DeviceType::kCPU) return "cpu";
+  const char* name = device.type == DeviceType::kCUDA ? "cuda:" : "unknown:";
+  return name + std::to_string(device.index);
+}
+
+int size_of(DType dtype) noexcept {
+  switch (dtype) {
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kBool:
+      return 1;
+  }
+  return 0;
+}
+
+namespace {
+
+// DLPack's type codes.
+enum : int { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBoolean = 6 };
+
+std::string name_of_dlpack_dtype(int code, int bits, int lanes) {
+  const char* kind = code == kInt       ? "int"
+                     : code == kUInt    ? "uint"
+                     : code == kFloat   ? "float"
+                     : code == kBfloat  ? "bfloat"
+                     : code == kComplex ? "complex"
+                     : code == kBoolean ? "bool"
+                                        : nullptr;
+  std::string name = kind != nullptr ? kind : "DLPack type " + std::to_string(code) + " of bits ";
+  name += std::to_string(bits);
+  return lanes == 1 ? name : name + "x" + std::to_string(lanes);
+}
+
+}  // namespace
+
+DType dtype_from_dlpack(int code, int bits, int lanes) {
+  if (lanes == 1) {
+    if (code == kFloat && bits == 32) return DType::kFloat32;
+    if (code == kFloat && bits == 16) return DType::kFloat16;
+    if (code == kBfloat && bits == 16) return DType::kBFloat16;
+    if (code == kInt && bits == 32) return DType::kInt32;
+    if (code == kBoolean && bits == 8) return DType::kBool;
+  }
+  throw Error(ErrorCode::kInvalidArgument, "tensor: dtype " + name_of_dlpack_dtype(code, bits, lanes) +
+                                               "; float32, float16, bfloat16, int32 or bool");
+}
+
+Device device_from_dlpack(int device_type, int device_id) {
+  constexpr int kCudaManaged = 13;  // reachable from the GPU as any other memory of it
+  if (device_type == static_cast<int>(DeviceType::kCPU)) return {DeviceType::kCPU, 0};
+  if (device_type == static_cast<int>(DeviceType::kCUDA) || device_type == kCudaManaged)
+    return {DeviceType::kCUDA, device_id};
+  throw Error(ErrorCode::kInvalidArgument,
+              "tensor: on DLPack device type " + std::to_string(device_type) + "; the CPU (1) or CUDA (2, 13)");
+}
+
+}  // namespace flashsdk

@@ -1,0 +1,304 @@
+#include "validate.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "check.h"
+#include "validate_mask.h"
+
+namespace flashsdk {
+namespace {
+
+constexpr auto kRead = MemoryMap::Access::kRead;
+constexpr auto kWrite = MemoryMap::Access::kWrite;
+constexpr const char* kOfQ = ", the dtype of q";
+constexpr const char* kWhereQ = ", where q is";
+
+bool is_packed(const AttentionArgs& args) { return args.cu_seqlens_q.given() || args.cu_seqlens_k.given(); }
+
+void check_float_dtype(const char* name, const TensorView& t, bool or_bool) {
+  if (t.dtype == DType::kFloat32 || t.dtype == DType::kFloat16 || t.dtype == DType::kBFloat16) return;
+  if (or_bool && t.dtype == DType::kBool) return;
+  fail(name, std::string("dtype ") + to_string(t.dtype),
+       or_bool ? "float32, float16, bfloat16 or bool" : "float32, float16 or bfloat16");
+}
+
+void check_device_of_q(const TensorView& q) {
+  if (q.device.type == DeviceType::kCPU) return;
+  if (q.device.type != DeviceType::kCUDA) fail("q", "on device type " + to_string(q.device), "cpu or cuda");
+#if !FLASHSDK_HAVE_CUDA
+  fail("q", "on " + to_string(q.device),
+       "cpu, as this build has no CUDA kernels (build flashsdk with FLASHSDK_CUDA=ON)", ErrorCode::kUnsupported);
+#endif
+}
+
+// ---- shapes
+
+// The extents that q, k and v say; the tensors are checked against them afterwards.
+void read_sizes(const AttentionArgs& args, bool packed, ForwardParams& p) {
+  check_given("q", args.q);
+  check_given("k", args.k);
+  check_given("v", args.v);
+  if (packed) {
+    check_shape("q", args.q, {{"total_q"}, {"num_heads"}, {"head_dim"}});
+    check_shape("k", args.k, {{"total_k"}, {"num_heads_kv"}, {"head_dim"}});
+    check_shape("v", args.v, {{"total_k"}, {"num_heads_kv"}, {"head_dim_v"}});
+  } else {
+    check_shape("q", args.q, {{"batch"}, {"seqlen_q"}, {"num_heads"}, {"head_dim"}});
+    check_shape("k", args.k, {{"batch"}, {"seqlen_k"}, {"num_heads_kv"}, {"head_dim"}});
+    check_shape("v", args.v, {{"batch"}, {"seqlen_k"}, {"num_heads_kv"}, {"head_dim_v"}});
+  }
+
+  const int row = packed ? 0 : 1;
+  const std::int64_t num_heads = args.q.shape[row + 1], num_heads_kv = args.k.shape[row + 1];
+  check_extent("q", packed ? "total_q" : "seqlen_q", args.q.shape[row], 0, kMaxRows);
+  check_extent("k", packed ? "total_k" : "seqlen_k", args.k.shape[row], 0, kMaxRows);
+  check_extent("q", "num_heads", num_heads, 1, kMaxRows);
+  check_extent("k", "num_heads_kv", num_heads_kv, 1, kMaxRows);
+  check_extent("q", "head_dim", args.q.shape[row + 2], 1, kMaxHeadDim);
+  check_extent("v", "head_dim_v", args.v.shape[row + 2], 1, kMaxHeadDim);
+  if (num_heads % num_heads_kv != 0)
+    fail("k", "num_heads_kv " + std::to_string(num_heads_kv),
+         "a divisor of num_heads, which is " + std::to_string(num_heads));
+  p.num_heads = static_cast<int>(num_heads);
+  p.num_heads_kv = static_cast<int>(num_heads_kv);
+  p.head_dim = static_cast<int>(args.q.shape[row + 2]);
+  p.head_dim_v = static_cast<int>(args.v.shape[row + 2]);
+
+  if (packed) {
+    check_given("cu_seqlens_q", args.cu_seqlens_q);
+    check_given("cu_seqlens_k", args.cu_seqlens_k);
+    check_shape("cu_seqlens_q", args.cu_seqlens_q, {{"batch + 1"}});
+    check_extent("cu_seqlens_q", "batch + 1 =", args.cu_seqlens_q.shape[0], 1, kMaxRows);
+    check_shape("cu_seqlens_k", args.cu_seqlens_k, {{"batch + 1", args.cu_seqlens_q.shape[0]}});
+    check_extent("max_seqlen_q", "", args.max_seqlen_q, 0, kMaxRows);
+    check_extent("max_seqlen_k", "", args.max_seqlen_k, 0, kMaxRows);
+    p.batch = static_cast<int>(args.cu_seqlens_q.shape[0] - 1);
+    p.total_q = static_cast<int>(args.q.shape[0]);
+    p.total_k = static_cast<int>(args.k.shape[0]);
+    p.seqlen_q = static_cast<int>(args.max_seqlen_q);
+    p.seqlen_k = static_cast<int>(args.max_seqlen_k);
+  } else {
+    check_extent("q", "batch", args.q.shape[0], 0, kMaxRows);
+    p.batch = static_cast<int>(args.q.shape[0]);
+    p.seqlen_q = static_cast<int>(args.q.shape[1]);
+    p.seqlen_k = static_cast<int>(args.k.shape[1]);
+  }
+  // Heads of the whole batch are numbered in 32 bits (dropout).
+  check_extent("q", "batch * num_heads =", std::int64_t{p.batch} * num_heads, 0, kMaxRows);
+}
+
+enum class Side : std::uint8_t { kQuery, kKey };  // rows and heads as q has them, or as k and v
+enum class Width : std::uint8_t { kQk, kV };      // head_dim or head_dim_v
+
+// The tensors of one problem whose sizes are known.
+class Tensors {
+ public:
+  Tensors(const ForwardParams& p, bool packed, MemoryMap& memory) : p_(p), packed_(packed), memory_(memory) {}
+
+  // (batch, rows, heads, dim), packed (rows, heads, dim), of q's dtype.
+  TensorParam rows(const char* name, const TensorView& t, Side side, Width width, MemoryMap::Access access) {
+    const bool q = side == Side::kQuery;
+    const Dim heads = q ? Dim{"num_heads", p_.num_heads} : Dim{"num_heads_kv", p_.num_heads_kv};
+    const Dim dim = width == Width::kQk ? Dim{"head_dim", p_.head_dim} : Dim{"head_dim_v", p_.head_dim_v};
+    if (packed_) {
+      check_shape(name, t, {q ? Dim{"total_q", p_.total_q} : Dim{"total_k", p_.total_k}, heads, dim});
+    } else {
+      const Dim row = q ? Dim{"seqlen_q", p_.seqlen_q} : Dim{"seqlen_k", p_.seqlen_k};
+      check_shape(name, t, {{"batch", p_.batch}, row, heads, dim});
+    }
+    check_dtype(name, t, p_.dtype, kOfQ);
+    finish(name, t, access);
+    const int row = packed_ ? 0 : 1;
+    return {t.data, packed_ ? 0 : stride_of(t, 0), stride_of(t, row), stride_of(t, row + 1)};
+  }
+
+  // float32 (batch, num_heads, seqlen_q), packed (num_heads, total_q).
+  RowParam per_query(const char* name, const TensorView& t, MemoryMap::Access access) {
+    if (packed_) {
+      check_shape(name, t, {{"num_heads", p_.num_heads}, {"total_q", p_.total_q}});
+    } else {
+      check_shape(name, t, {{"batch", p_.batch}, {"num_heads", p_.num_heads}, {"seqlen_q", p_.seqlen_q}});
+    }
+    check_dtype(name, t, DType::kFloat32, "");
+    finish(name, t, access);
+    const int head = packed_ ? 0 : 1;
+    return {static_cast<float*>(t.data), packed_ ? 0 : stride_of(t, 0), stride_of(t, head), 1};
+  }
+
+  BiasParam bias(const TensorView& t) {
+    check_float_dtype("bias", t, true);
+    check_shape("bias", t,
+                {{"batch", p_.batch, true},
+                 {"num_heads", p_.num_heads, true},
+                 {packed_ ? "max_seqlen_q" : "seqlen_q", p_.seqlen_q, true},
+                 {packed_ ? "max_seqlen_k" : "seqlen_k", p_.seqlen_k, true}});
+    check_device("bias", t, p_.device, kWhereQ);
+    if (stride_of(t, 3) != 0) check_last_dim_contiguous("bias", t);  // stride 0 broadcasts
+    memory_.add("bias", t, kRead);
+    return {t.data, t.dtype, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2), stride_of(t, 3)};
+  }
+
+  void alibi_slopes(const TensorView& t, ScoreParam& score) {
+    check_dtype("alibi_slopes", t, DType::kFloat32, "");
+    if (t.rank == 1) {
+      check_shape("alibi_slopes", t, {{"num_heads", p_.num_heads}});
+    } else {
+      check_shape("alibi_slopes", t, {{"batch", p_.batch}, {"num_heads", p_.num_heads}});
+      score.alibi_batch = stride_of(t, 0);
+    }
+    finish("alibi_slopes", t, kRead);
+    score.alibi_slopes = static_cast<const float*>(t.data);
+  }
+
+  const std::int32_t* cu_seqlens(const char* name, const TensorView& t) {
+    check_dtype(name, t, DType::kInt32, "");
+    finish(name, t, kRead);
+    return static_cast<const std::int32_t*>(t.data);
+  }
+
+ private:
+  void finish(const char* name, const TensorView& t, MemoryMap::Access access) {
+    check_device(name, t, p_.device, kWhereQ);
+    check_last_dim_contiguous(name, t);
+    memory_.add(name, t, access);
+  }
+
+  const ForwardParams& p_;
+  const bool packed_;
+  MemoryMap& memory_;
+};
+
+// ---- values
+
+struct Lengths {
+  const char *name, *total_name, *max_name;
+};
+
+// Returns the longest length. Reads the values: CPU only.
+int check_lengths(const Lengths& of, const std::int32_t* cu, int batch, int total, int max_seqlen) {
+  if (cu[0] != 0) fail(of.name, "begins with " + std::to_string(cu[0]), "0");
+  int longest = 0;
+  for (int b = 0; b < batch; ++b) {
+    if (cu[b + 1] < cu[b]) fail(of.name, std::to_string(cu[b]) + " before " + std::to_string(cu[b + 1]), "ascending");
+    longest = std::max(longest, cu[b + 1] - cu[b]);
+  }
+  if (cu[batch] > total)
+    fail(of.name, "ends with " + std::to_string(cu[batch]),
+         "at most " + std::string(of.total_name) + ' ' + std::to_string(total));
+  if (longest > max_seqlen)
+    fail(of.max_name, std::to_string(max_seqlen), "at least the longest sequence, " + std::to_string(longest));
+  return longest;
+}
+
+ScoreParam read_scores(const AttentionArgs& args, int head_dim) {
+  ScoreParam score;
+  score.softmax_scale = args.softmax_scale.value_or(1.f / std::sqrt(static_cast<float>(head_dim)));
+  if (!std::isfinite(score.softmax_scale)) fail("softmax_scale", number(score.softmax_scale), "a finite number");
+  score.softcap = args.softcap;
+  if (!(std::isfinite(args.softcap) && args.softcap >= 0.f))
+    fail("softcap", number(args.softcap), "a finite number >= 0");
+  if (!(args.dropout_p >= 0.f && args.dropout_p < 1.f)) fail("dropout_p", number(args.dropout_p), "0 <= dropout_p < 1");
+  // To the nearest 1/256, to even in the middle; never all of it.
+  score.dropout.threshold = std::min(static_cast<int>(std::nearbyint(args.dropout_p * 256.f)), 255);
+  score.dropout.seed = args.seed;
+  score.dropout.offset = args.offset;
+  return score;
+}
+
+// All that forward and backward share.
+void validate_common(const AttentionArgs& args, bool packed, bool columns, ForwardParams& p, MemoryMap& memory) {
+  check_given("q", args.q);
+  p.device = args.q.device;
+  check_device_of_q(args.q);
+  forced_backend(args);
+  check_float_dtype("q", args.q, false);
+  p.dtype = args.q.dtype;
+  p.deterministic = args.deterministic;
+  read_sizes(args, packed, p);
+  p.score = read_scores(args, p.head_dim);
+
+  Tensors tensors(p, packed, memory);
+  p.q = tensors.rows("q", args.q, Side::kQuery, Width::kQk, kRead);
+  p.k = tensors.rows("k", args.k, Side::kKey, Width::kQk, kRead);
+  p.v = tensors.rows("v", args.v, Side::kKey, Width::kV, kRead);
+  if (packed) {
+    p.cu_seqlens_q = tensors.cu_seqlens("cu_seqlens_q", args.cu_seqlens_q);
+    p.cu_seqlens_k = tensors.cu_seqlens("cu_seqlens_k", args.cu_seqlens_k);
+  }
+  if (args.bias.given()) p.score.bias = tensors.bias(args.bias);
+  if (args.alibi_slopes.given()) tensors.alibi_slopes(args.alibi_slopes, p.score);
+  validate_mask(args.mask, columns, p, memory);
+}
+
+// The lengths themselves, last: a kernel's loops need no more than the longest.
+void check_packed_values(ForwardParams& p) {
+  if (p.cu_seqlens_q == nullptr || p.device.type != DeviceType::kCPU) return;
+  p.seqlen_q =
+      check_lengths({"cu_seqlens_q", "total_q", "max_seqlen_q"}, p.cu_seqlens_q, p.batch, p.total_q, p.seqlen_q);
+  p.seqlen_k =
+      check_lengths({"cu_seqlens_k", "total_k", "max_seqlen_k"}, p.cu_seqlens_k, p.batch, p.total_k, p.seqlen_k);
+}
+
+}  // namespace
+
+std::optional<Backend> forced_backend(const AttentionArgs& args) {
+  if (args.backend.empty()) return std::nullopt;
+  const bool on_cpu = args.q.device.type == DeviceType::kCPU;
+  Backend backend;
+  if (args.backend == "cpu") {
+    backend = Backend::kCpu;
+  } else if (args.backend == "sm80") {
+    backend = Backend::kSm80;
+  } else if (args.backend == "sm90") {
+    backend = Backend::kSm90;
+  } else {
+    fail("backend", args.backend, "cpu, sm80 or sm90; empty for the best that fits");
+  }
+  if (on_cpu != (backend == Backend::kCpu))
+    fail("backend", args.backend,
+         on_cpu ? "cpu, as q is on cpu" : "sm80 or sm90, as q is on " + to_string(args.q.device));
+  return backend;
+}
+
+ForwardParams validate(const ForwardArgs& args, Completeness completeness) {
+  ForwardParams p;
+  MemoryMap memory;
+  const bool packed = is_packed(args), launch = completeness == Completeness::kLaunch;
+  validate_common(args, packed, /*columns=*/false, p, memory);
+  Tensors tensors(p, packed, memory);
+  if (launch) {
+    check_given("out", args.out);
+    check_given("lse", args.lse);
+  }
+  if (args.out.given()) p.out = tensors.rows("out", args.out, Side::kQuery, Width::kV, kWrite);
+  if (args.lse.given()) p.lse = tensors.per_query("lse", args.lse, kWrite);
+  memory.check_overlap();
+  check_packed_values(p);
+  return p;
+}
+
+BackwardParams validate(const BackwardArgs& args, Completeness completeness) {
+  BackwardParams p;
+  MemoryMap memory;
+  const bool packed = is_packed(args), launch = completeness == Completeness::kLaunch;
+  validate_common(args, packed, /*columns=*/true, p, memory);
+  Tensors tensors(p, packed, memory);
+  auto rows = [&](const char* name, const TensorView& t, Side side, Width width, MemoryMap::Access access) {
+    if (launch) check_given(name, t);
+    return t.given() ? tensors.rows(name, t, side, width, access) : TensorParam{};
+  };
+  p.dout = rows("dout", args.dout, Side::kQuery, Width::kV, kRead);
+  p.out = rows("out", args.out, Side::kQuery, Width::kV, kRead);
+  if (launch) check_given("lse", args.lse);
+  if (args.lse.given()) p.lse = tensors.per_query("lse", args.lse, kRead);
+  if (args.dlse.given()) p.dlse = tensors.per_query("dlse", args.dlse, kRead);
+  p.dq = rows("dq", args.dq, Side::kQuery, Width::kQk, kWrite);
+  p.dk = rows("dk", args.dk, Side::kKey, Width::kQk, kWrite);
+  p.dv = rows("dv", args.dv, Side::kKey, Width::kV, kWrite);
+  memory.check_overlap();
+  check_packed_values(p);
+  return p;
+}
+
+}  // namespace flashsdk

@@ -1,0 +1,25 @@
+// From what a caller says to what a kernel trusts. The one place where arguments are checked.
+#pragma once
+
+#include <optional>
+
+#include "common/kernel_entry.h"
+#include "flashsdk/attention.h"
+
+namespace flashsdk {
+
+// Whether tensors beyond q, k and v must be given: a launch needs them, a question about it does not.
+enum class Completeness : std::uint8_t { kLaunch, kQuery };
+
+// Throw Error on the first argument that is wrong. The mask is reduced to the simplest kind that says the same.
+ForwardParams validate(const ForwardArgs& args, Completeness completeness = Completeness::kLaunch);
+BackwardParams validate(const BackwardArgs& args, Completeness completeness = Completeness::kLaunch);
+
+// The backend the caller insists on, if any. Fits the device of the tensors.
+std::optional<Backend> forced_backend(const AttentionArgs& args);
+
+// Largest extents that kernels count in 32 bits with room to round up.
+inline constexpr std::int64_t kMaxRows = std::int64_t{1} << 30;
+inline constexpr std::int64_t kMaxHeadDim = 256;
+
+}  // namespace flashsdk

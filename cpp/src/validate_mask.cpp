@@ -1,0 +1,150 @@
+#include "validate_mask.h"
+
+#include <algorithm>
+
+namespace flashsdk {
+namespace {
+
+std::int64_t limit_of(std::optional<std::int64_t> limit) {
+  return std::clamp(limit.value_or(BandParam::kUnlimited), -BandParam::kUnlimited, BandParam::kUnlimited);
+}
+
+BandParam band_param(const Band& band) {
+  return {limit_of(band.left), limit_of(band.right), band.alignment == Alignment::kTopLeft};
+}
+
+// Whether every query of a batched problem sees every key.
+bool sees_all(const BandParam& band, const ForwardParams& p) {
+  if (band.left == BandParam::kUnlimited && band.right == BandParam::kUnlimited) return true;
+  if (p.cu_seqlens_q != nullptr) return false;
+  const std::int64_t shift = band.top_left ? 0 : std::int64_t{p.seqlen_k} - p.seqlen_q;
+  return p.seqlen_q - 1 + shift - band.left <= 0 && shift + band.right >= p.seqlen_k - 1;
+}
+
+// One kind of block, in rows or columns, as messages name it.
+struct ListName {
+  const char *offsets, *indices;
+};
+constexpr ListName kRowPartial{"mask.row_partial.offsets", "mask.row_partial.indices"};
+constexpr ListName kRowFull{"mask.row_full.offsets", "mask.row_full.indices"};
+constexpr ListName kColPartial{"mask.col_partial.offsets", "mask.col_partial.indices"};
+constexpr ListName kColFull{"mask.col_full.offsets", "mask.col_full.indices"};
+
+BlockListParam check_lists(const ListName& name, const BlockLists& lists, int lines, const ForwardParams& p,
+                           MemoryMap& memory) {
+  check_given(name.offsets, lists.offsets);
+  check_given(name.indices, lists.indices);
+  for (auto [argument, view] : {std::pair{name.offsets, &lists.offsets}, std::pair{name.indices, &lists.indices}}) {
+    check_dtype(argument, *view, DType::kInt32, "");
+    check_device(argument, *view, p.device, ", where q is");
+  }
+  check_shape(name.offsets, lists.offsets,
+              {{"batch", p.batch, true}, {"num_heads", p.num_heads, true}, {"blocks + 1", lines + 1}});
+  check_shape(name.indices, lists.indices, {{"blocks"}});
+  check_extent(name.indices, "blocks", lists.indices.shape[0], 0, INT32_MAX);
+  check_row_major(name.offsets, lists.offsets);
+  check_row_major(name.indices, lists.indices);
+  memory.add(name.offsets, lists.offsets, MemoryMap::Access::kRead);
+  memory.add(name.indices, lists.indices, MemoryMap::Access::kRead);
+  return {static_cast<const std::int32_t*>(lists.offsets.data), static_cast<const std::int32_t*>(lists.indices.data),
+          stride_of(lists.offsets, 0), stride_of(lists.offsets, 1)};
+}
+
+struct Line {
+  const std::int32_t *begin, *end;
+};
+
+Line line_of(const ListName& name, const BlockListParam& param, const BlockLists& lists, int batch, int head,
+             int line) {
+  const std::int32_t* offset = param.offsets + batch * param.batch + head * param.head + line;
+  if (offset[0] < 0 || offset[0] > offset[1] || offset[1] > lists.indices.shape[0])
+    fail(name.offsets,
+         std::to_string(offset[0]) + ", " + std::to_string(offset[1]) + " around line " + std::to_string(line),
+         "ascending from 0 to the " + std::to_string(lists.indices.shape[0]) + " indices");
+  return {param.indices + offset[0], param.indices + offset[1]};
+}
+
+void check_line(const char* name, Line line, int blocks) {
+  std::int64_t last = -1;
+  for (const std::int32_t* i = line.begin; i != line.end; ++i) {
+    if (*i < 0 || *i >= blocks) fail(name, std::to_string(*i), "0 to " + std::to_string(blocks - 1));
+    if (*i <= last)
+      fail(name, std::to_string(last) + " before " + std::to_string(*i), "ascending in each line, each block once");
+    last = *i;
+  }
+}
+
+// Both lines are ascending.
+void check_disjoint(const char* name, Line partial, Line full, const char* full_name) {
+  while (partial.begin != partial.end && full.begin != full.end) {
+    if (*partial.begin == *full.begin)
+      fail(name, "block " + std::to_string(*full.begin) + " is in " + full_name + " too", "each block once");
+    *partial.begin < *full.begin ? ++partial.begin : ++full.begin;
+  }
+}
+
+// Reads every offset and index once.
+void check_contents(const ListName& partial_name, const BlockLists& partial, const BlockListParam& partial_param,
+                    const ListName& full_name, const BlockLists& full, const BlockListParam& full_param, int lines,
+                    int blocks) {
+  const auto batches = static_cast<int>(std::max(partial.offsets.shape[0], full.offsets.shape[0]));
+  const auto heads = static_cast<int>(std::max(partial.offsets.shape[1], full.offsets.shape[1]));
+  for (int b = 0; b < batches; ++b)
+    for (int h = 0; h < heads; ++h)
+      for (int n = 0; n < lines; ++n) {
+        const Line p = line_of(partial_name, partial_param, partial, b, h, n);
+        const Line f = line_of(full_name, full_param, full, b, h, n);
+        check_line(partial_name.indices, p, blocks);
+        check_line(full_name.indices, f, blocks);
+        check_disjoint(partial_name.indices, p, f, full_name.indices);
+      }
+}
+
+int check_block(const char* name, int block) {
+  if (block <= 0 || block % 16 != 0 || block > (1 << 24))
+    fail(name, std::to_string(block), "a positive multiple of 16, at most 16777216");
+  return block;
+}
+
+// Without a batch or without queries or keys an offset of a line may not exist.
+bool empty(const BlockLists& a, const BlockLists& b) { return a.offsets.shape[0] == 0 || b.offsets.shape[0] == 0; }
+
+void validate_layout(const BlockMask& mask, bool columns, ForwardParams& p, MemoryMap& memory) {
+  MaskParam& m = p.mask;
+  m.kind = MaskKind::kBlockSparse;
+  m.block_q = check_block("mask.block_q", mask.block_q);
+  m.block_k = check_block("mask.block_k", mask.block_k);
+  if (mask.band) m.band = band_param(*mask.band);
+  const int rows = ceil_div(p.seqlen_q, m.block_q), cols = ceil_div(p.seqlen_k, m.block_k);
+  const bool readable = p.device.type == DeviceType::kCPU;
+
+  m.row_partial = check_lists(kRowPartial, mask.row_partial, rows, p, memory);
+  m.row_full = check_lists(kRowFull, mask.row_full, rows, p, memory);
+  if (readable && !empty(mask.row_partial, mask.row_full))
+    check_contents(kRowPartial, mask.row_partial, m.row_partial, kRowFull, mask.row_full, m.row_full, rows, cols);
+  if (!columns) return;
+
+  m.col_partial = check_lists(kColPartial, mask.col_partial, cols, p, memory);
+  m.col_full = check_lists(kColFull, mask.col_full, cols, p, memory);
+  if (readable && !empty(mask.col_partial, mask.col_full))
+    check_contents(kColPartial, mask.col_partial, m.col_partial, kColFull, mask.col_full, m.col_full, cols, rows);
+  for (auto [name, row, col] : {std::tuple{kColPartial.indices, &mask.row_partial, &mask.col_partial},
+                                std::tuple{kColFull.indices, &mask.row_full, &mask.col_full}})
+    if (row->indices.shape[0] != col->indices.shape[0])
+      fail(name, shape_of(col->indices), "the " + std::to_string(row->indices.shape[0]) + " blocks of the rows");
+}
+
+}  // namespace
+
+void validate_mask(const Mask& mask, bool columns, ForwardParams& p, MemoryMap& memory) {
+  if (const auto* band = std::get_if<Band>(&mask)) {
+    const BandParam param = band_param(*band);
+    if (sees_all(param, p)) return;  // a dense kernel is the fastest
+    p.mask.kind = MaskKind::kBand;
+    p.mask.band = param;
+  } else if (const auto* layout = std::get_if<BlockMask>(&mask)) {
+    validate_layout(*layout, columns, p, memory);
+  }
+}
+
+}  // namespace flashsdk
