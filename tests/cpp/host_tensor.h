@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -32,6 +33,7 @@ struct HalfFormat {
     const std::uint16_t infinity = static_cast<std::uint16_t>(((1 << exponent_bits) - 1) << mantissa_bits);
     if (std::isnan(x)) return sign | infinity | (1 << (mantissa_bits - 1));
     if (std::isinf(x)) return sign | infinity;
+    if (x == 0) return sign;
     int exponent = 0;
     std::frexp(x, &exponent);
     const int ulp = std::max(exponent - 1, 1 - bias()) - mantissa_bits;  // of the result's binade
@@ -43,10 +45,12 @@ struct HalfFormat {
 };
 inline constexpr HalfFormat kFp16{10, 5}, kBf16{7, 8};
 
+using Index = std::array<std::int64_t, kMaxTensorRank>;
+
 // The address of one element.
-inline char* address(const TensorView& t, const std::vector<std::int64_t>& index) {
+inline char* address(const TensorView& t, const Index& index) {
   std::int64_t at = 0;
-  for (std::size_t d = 0; d < index.size(); ++d) at += index[d] * t.stride[d];
+  for (int d = 0; d < t.rank; ++d) at += index[d] * t.stride[d];
   return static_cast<char*>(t.data) + at * size_of(t.dtype);
 }
 
@@ -57,38 +61,56 @@ T read_as(const char* p) {
   return x;
 }
 
-inline double load(const TensorView& t, const std::vector<std::int64_t>& index) {
+inline double load(const TensorView& t, const Index& index) {
   const char* p = address(t, index);
   switch (t.dtype) {
-    case DType::kFloat32: return read_as<float>(p);
-    case DType::kFloat16: return kFp16.decode(read_as<std::uint16_t>(p));
-    case DType::kBFloat16: return kBf16.decode(read_as<std::uint16_t>(p));
-    case DType::kInt32: return read_as<std::int32_t>(p);
-    case DType::kBool: return read_as<std::uint8_t>(p) != 0 ? 1 : 0;
+    case DType::kFloat32:
+      return read_as<float>(p);
+    case DType::kFloat16:
+      return kFp16.decode(read_as<std::uint16_t>(p));
+    case DType::kBFloat16:
+      return kBf16.decode(read_as<std::uint16_t>(p));
+    case DType::kInt32:
+      return read_as<std::int32_t>(p);
+    case DType::kBool:
+      return read_as<std::uint8_t>(p) != 0 ? 1 : 0;
   }
   return NAN;
 }
 
-inline void store(const TensorView& t, const std::vector<std::int64_t>& index, double x) {
+inline void store(const TensorView& t, const Index& index, double x) {
   char* p = address(t, index);
   auto put = [p](auto value) { std::memcpy(p, &value, sizeof value); };
   switch (t.dtype) {
-    case DType::kFloat32: return put(static_cast<float>(x));
-    case DType::kFloat16: return put(kFp16.encode(x));
-    case DType::kBFloat16: return put(kBf16.encode(x));
-    case DType::kInt32: return put(static_cast<std::int32_t>(x));
-    case DType::kBool: return put(static_cast<std::uint8_t>(x != 0));
+    case DType::kFloat32:
+      return put(static_cast<float>(x));
+    case DType::kFloat16:
+      return put(kFp16.encode(x));
+    case DType::kBFloat16:
+      return put(kBf16.encode(x));
+    case DType::kInt32:
+      return put(static_cast<std::int32_t>(x));
+    case DType::kBool:
+      return put(static_cast<std::uint8_t>(x != 0));
   }
 }
 
 // Calls fn(index) for every element, in row-major order.
 template <class F>
 void for_each_index(const TensorView& t, F fn) {
-  std::vector<std::int64_t> index(t.rank, 0);
+  Index index{};
   for (std::int64_t n = t.numel(); n > 0; --n) {
     fn(index);
     for (int d = t.rank - 1; d >= 0 && ++index[d] == t.shape[d]; --d) index[d] = 0;
   }
+}
+
+// The elements in row-major order.
+inline std::vector<double> dense(const TensorView& t) {
+  std::vector<double> values;
+  if (!t.given()) return values;
+  for_each_index(t, [&](const Index& index) { values.push_back(load(t, index)); });
+  return values;
 }
 
 enum class Layout {
@@ -134,20 +156,20 @@ class HostTensor {
   bool gaps_untouched() const {
     HostTensor copy = *this;
     const TensorView v = copy.view();
-    for_each_index(v, [&](const auto& index) { std::memset(address(v, index), kUntouched, size_of(v.dtype)); });
+    for_each_index(v, [&](const Index& index) { std::memset(address(v, index), kUntouched, size_of(v.dtype)); });
     return std::all_of(copy.bytes_.begin(), copy.bytes_.end(), [](unsigned char b) { return b == kUntouched; });
   }
   const std::vector<unsigned char>& bytes() const { return bytes_; }
 
   HostTensor& fill(double x) {
     const TensorView v = view();
-    for_each_index(v, [&](const auto& index) { store(v, index, x); });
+    for_each_index(v, [&](const Index& index) { store(v, index, x); });
     return *this;
   }
   HostTensor& fill_normal(std::mt19937& rng, double deviation = 1) {
     std::normal_distribution<double> normal(0, deviation);
     const TensorView v = view();
-    for_each_index(v, [&](const auto& index) { store(v, index, normal(rng)); });
+    for_each_index(v, [&](const Index& index) { store(v, index, normal(rng)); });
     return *this;
   }
 

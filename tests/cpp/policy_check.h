@@ -25,12 +25,14 @@ struct PolicyCheck {
   std::string describe;  // names the case in failures
 };
 
-// The tiles of one walk. Ascending order and count() are checked while walking.
+// The tiles of one walk. Ascending order, rank_of() and count() are checked while walking.
 inline std::vector<TileRef> collect(TileWalk walk, int slack, int end, const std::string& where) {
   std::vector<TileRef> tiles;
   std::vector<int> counts{walk.count()};
+  const TileWalk start = walk;
   TileRef ref{};
   while (walk.next(ref)) {
+    EXPECT_EQ(start.rank_of(ref.index), static_cast<int>(tiles.size())) << where << ": rank_of";
     EXPECT_GE(ref.index, tiles.empty() ? 0 : tiles.back().index + 1) << where << ": not ascending";
     EXPECT_LT(ref.index, end) << where << ": past the sequence";
     tiles.push_back(ref);

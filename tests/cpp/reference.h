@@ -18,14 +18,15 @@ inline bool band_sees(const Band& band, std::int64_t seqlen_q, std::int64_t seql
   return (!band.left || distance >= -*band.left) && (!band.right || distance <= *band.right);
 }
 
-inline bool lists_block(const BlockLists& lists, std::int64_t b, std::int64_t h, std::int64_t line, std::int64_t block) {
+inline bool lists_block(const BlockLists& lists, std::int64_t b, std::int64_t h, std::int64_t line,
+                        std::int64_t block) {
   if (!lists.offsets.given()) return false;
   if (lists.offsets.shape[0] == 1) b = 0;
   if (lists.offsets.shape[1] == 1) h = 0;
   const auto begin = static_cast<std::int64_t>(load(lists.offsets, {b, h, line}));
   const auto end = static_cast<std::int64_t>(load(lists.offsets, {b, h, line + 1}));
   for (std::int64_t n = begin; n < end; ++n) {
-    if (load(lists.indices, {n}) == block) return true;
+    if (load(lists.indices, Index{n}) == block) return true;
   }
   return false;
 }
@@ -36,8 +37,8 @@ inline bool mask_sees(const Mask& mask, std::int64_t b, std::int64_t h, std::int
   if (const auto* blocks = std::get_if<BlockMask>(&mask)) {
     const std::int64_t row = i / blocks->block_q, col = j / blocks->block_k;
     if (lists_block(blocks->row_full, b, h, row, col)) return true;
-    return lists_block(blocks->row_partial, b, h, row, col) && blocks->band &&
-           band_sees(*blocks->band, seqlen_q, seqlen_k, i, j);
+    return lists_block(blocks->row_partial, b, h, row, col) &&
+           (!blocks->band || band_sees(*blocks->band, seqlen_q, seqlen_k, i, j));
   }
   return true;
 }
@@ -48,9 +49,18 @@ class Reference {
   std::vector<double> out, lse, dq, dk, dv;
 
   explicit Reference(const AttentionArgs& args, TensorView dout = {}, TensorView dlse = {})
-      : a_(args), dout_(dout), dlse_(dlse), packed_(args.cu_seqlens_q.given()), heads_(a_.q.shape[a_.q.rank - 2]),
-        heads_kv_(a_.k.shape[a_.k.rank - 2]), d_(a_.q.shape[a_.q.rank - 1]), dv_(a_.v.shape[a_.v.rank - 1]),
-        scale_(a_.softmax_scale ? *a_.softmax_scale : 1 / std::sqrt(static_cast<double>(d_))) {
+      : a_(args),
+        dlse_(dlse),
+        packed_(args.cu_seqlens_q.given()),
+        heads_(a_.q.shape[a_.q.rank - 2]),
+        heads_kv_(a_.k.shape[a_.k.rank - 2]),
+        d_(a_.q.shape[a_.q.rank - 1]),
+        dv_(a_.v.shape[a_.v.rank - 1]),
+        scale_(a_.softmax_scale ? *a_.softmax_scale : 1 / std::sqrt(static_cast<double>(d_))),
+        q_(dense(a_.q)),
+        k_(dense(a_.k)),
+        v_(dense(a_.v)),
+        do_(dense(dout)) {
     out.assign(a_.q.numel() / std::max<std::int64_t>(d_, 1) * dv_, 0);
     lse.assign(a_.q.numel() / std::max<std::int64_t>(d_, 1), -INFINITY);
     dq.assign(a_.q.numel(), 0);
@@ -98,24 +108,25 @@ class Reference {
     for (std::int64_t j = 0; j < seqlen_k_; ++j) {
       if (!s[j].visible) continue;
       p[j] = std::exp(s[j].value - highest) / sum;
-      const bool keep = dropout_.threshold == 0 || rng.keep(static_cast<int>(i), static_cast<int>(j), dropout_.threshold);
+      const bool keep =
+          dropout_.threshold == 0 || rng.keep(static_cast<int>(i), static_cast<int>(j), dropout_.threshold);
       factor[j] = keep ? 256. / (256 - dropout_.threshold) : 0;
       for (std::int64_t c = 0; c < dv_; ++c) {
-        out[query_at(h, i, c, dv_)] += p[j] * factor[j] * value(a_.v, first_k_, j, g, c);
-        if (dout_.given()) dp[j] += factor[j] * value(dout_, first_q_, i, h, c) * value(a_.v, first_k_, j, g, c);
+        out[query_at(h, i, c, dv_)] += p[j] * factor[j] * v_[key_at(g, j, c, dv_)];
+        if (!do_.empty()) dp[j] += factor[j] * do_[query_at(h, i, c, dv_)] * v_[key_at(g, j, c, dv_)];
       }
       delta += p[j] * dp[j];
     }
-    if (!dout_.given()) return;
+    if (do_.empty()) return;
     if (dlse_.given()) delta -= packed_ ? load(dlse_, {h, first_q_ + i}) : load(dlse_, {b_, h, i});
     for (std::int64_t j = 0; j < seqlen_k_; ++j) {
       const double ds = p[j] * (dp[j] - delta) * s[j].slope * scale_;
       for (std::int64_t c = 0; c < d_; ++c) {
-        dq[query_at(h, i, c, d_)] += ds * value(a_.k, first_k_, j, g, c);
-        dk[key_at(g, j, c, d_)] += ds * value(a_.q, first_q_, i, h, c);
+        dq[query_at(h, i, c, d_)] += ds * k_[key_at(g, j, c, d_)];
+        dk[key_at(g, j, c, d_)] += ds * q_[query_at(h, i, c, d_)];
       }
       for (std::int64_t c = 0; c < dv_; ++c) {
-        dv[key_at(g, j, c, dv_)] += p[j] * factor[j] * value(dout_, first_q_, i, h, c);
+        dv[key_at(g, j, c, dv_)] += p[j] * factor[j] * do_[query_at(h, i, c, dv_)];
       }
     }
   }
@@ -123,7 +134,7 @@ class Reference {
   Score score(std::int64_t h, std::int64_t g, std::int64_t i, std::int64_t j) const {
     Score s{0, 1, mask_sees(a_.mask, b_, h, seqlen_q_, seqlen_k_, i, j)};
     if (!s.visible) return s;
-    for (std::int64_t c = 0; c < d_; ++c) s.value += value(a_.q, first_q_, i, h, c) * value(a_.k, first_k_, j, g, c);
+    for (std::int64_t c = 0; c < d_; ++c) s.value += q_[query_at(h, i, c, d_)] * k_[key_at(g, j, c, d_)];
     s.value *= scale_;
     if (a_.softcap > 0) {
       const double t = std::tanh(s.value / a_.softcap);
@@ -131,8 +142,8 @@ class Reference {
       s.slope = 1 - t * t;
     }
     if (a_.bias.given()) {
-      const double bias = load(a_.bias, {b_ % a_.bias.shape[0], h % a_.bias.shape[1], i % a_.bias.shape[2],
-                                         j % a_.bias.shape[3]});
+      const double bias =
+          load(a_.bias, {b_ % a_.bias.shape[0], h % a_.bias.shape[1], i % a_.bias.shape[2], j % a_.bias.shape[3]});
       if (a_.bias.dtype == DType::kBool) {
         s.visible = bias != 0;
       } else {
@@ -140,7 +151,7 @@ class Reference {
       }
     }
     if (a_.alibi_slopes.given()) {
-      const double slope = a_.alibi_slopes.rank == 1 ? load(a_.alibi_slopes, {h}) : load(a_.alibi_slopes, {b_, h});
+      const double slope = a_.alibi_slopes.rank == 1 ? load(a_.alibi_slopes, Index{h}) : load(a_.alibi_slopes, {b_, h});
       s.value -= slope * static_cast<double>(std::abs(i + seqlen_k_ - seqlen_q_ - j));
     }
     s.visible = s.visible && s.value != -INFINITY;
@@ -148,10 +159,7 @@ class Reference {
   }
 
   static std::int64_t cumulative(const TensorView& cu, std::int64_t n) {
-    return static_cast<std::int64_t>(load(cu, {n}));
-  }
-  double value(const TensorView& t, std::int64_t first, std::int64_t row, std::int64_t h, std::int64_t c) const {
-    return packed_ ? load(t, {first + row, h, c}) : load(t, {b_, row, h, c});
+    return static_cast<std::int64_t>(load(cu, Index{n}));
   }
   std::int64_t query_at(std::int64_t h, std::int64_t i, std::int64_t c, std::int64_t d) const {
     return (((packed_ ? first_q_ : b_ * seqlen_q_) + i) * heads_ + h) * d + c;
@@ -164,10 +172,11 @@ class Reference {
   }
 
   const AttentionArgs& a_;
-  TensorView dout_, dlse_;
+  TensorView dlse_;
   bool packed_;
   std::int64_t heads_, heads_kv_, d_, dv_;
   double scale_;
+  std::vector<double> q_, k_, v_, do_;  // row-major
   flashsdk::DropoutParam dropout_;
   std::int64_t b_ = 0, first_q_ = 0, first_k_ = 0, seqlen_q_ = 0, seqlen_k_ = 0;
 };

@@ -1,0 +1,106 @@
+// Compiled once per instruction set, with FLASHSDK_ISA_NS its name. No template of the standard library is
+// instantiated here: the linker could pick that copy for code that runs everywhere.
+#include "per_isa/cpu_probe.h"
+
+#include "cpu/pack.h"
+
+#define FLASHSDK_TEXT_(x) #x
+#define FLASHSDK_TEXT(x) FLASHSDK_TEXT_(x)
+#define FLASHSDK_JOIN_(a, b) a##b
+#define FLASHSDK_JOIN(a, b) FLASHSDK_JOIN_(a, b)
+
+namespace flashsdk::cpu::FLASHSDK_ISA_NS {
+namespace {
+
+template <int kDegree>
+void probe_exp2(const float* t, float* out, int n) {
+  for (int i = 0; i < n; i += kLanes) store(out + i, exp2<kDegree>(load(t + i)));
+}
+void probe_tanh(const float* x, float* out, int n) {
+  for (int i = 0; i < n; i += kLanes) store(out + i, tanh(load(x + i)));
+}
+template <class T>
+void probe_to(const float* x, std::uint16_t* out, int n) {
+  for (int i = 0; i < n; i += kLanes) store_as(reinterpret_cast<T*>(out) + i, load(x + i));
+}
+template <class T>
+void probe_from(const std::uint16_t* x, float* out, int n) {
+  for (int i = 0; i < n; i += kLanes) store(out + i, load_as_float(reinterpret_cast<const T*>(x) + i));
+}
+template <class T>
+void probe_scalar_to(const float* x, std::uint16_t* out, int n) {
+  for (int i = 0; i < n; ++i) out[i] = from_float<T>(x[i]).bits;
+}
+template <class T>
+void probe_scalar_from(const std::uint16_t* x, float* out, int n) {
+  for (int i = 0; i < n; ++i) out[i] = to_float(T{x[i]});
+}
+void probe_mask_keys(float* s, const std::int32_t* begin, const std::int32_t* end, int key) {
+  store(s, mask_keys(load(s), load_int(begin), load_int(end), key));
+}
+void probe_keep_at_least(float* x, const std::uint8_t* bytes, int threshold) {
+  store(x, keep_at_least(load(x), bytes, threshold));
+}
+void probe_finite_or_zero(float* x) { store(x, finite_or_zero(load(x))); }
+void probe_transpose(const float* src, std::int64_t src_stride, float* dst, std::int64_t dst_stride) {
+  transpose(src, src_stride, dst, dst_stride);
+}
+
+constexpr int kPanelLanes = kVecs * kLanes;
+
+template <class S, class Start>
+void run_product(const float* a, const float* b, int steps, float* c, int rows, Start start, float* maximum) {
+  Vec highest[kVecs];
+  if (maximum == nullptr) return product<DotF32, S>(a, b, steps, c, rows, start);
+  for (int v = 0; v < kVecs; ++v) highest[v] = load(maximum + v * kLanes);
+  product<DotF32, S>(a, b, steps, c, rows, start, highest);
+  for (int v = 0; v < kVecs; ++v) store(maximum + v * kLanes, highest[v]);
+}
+
+int probe_product(const float* a, bool a_transposed, const float* b, int steps, float* c, int rows, bool add,
+                  float* maximum) {
+  constexpr int kLd = flashsdk::testing::CpuProbe::kALd;
+  using ByRows = Strides<kLd, 1, kPanelLanes, kPanelLanes>;
+  using ByColumns = Strides<1, kLd, kPanelLanes, kPanelLanes>;
+  if (a_transposed) {
+    add ? run_product<ByColumns>(a, b, steps, c, rows, FromC{}, maximum)
+        : run_product<ByColumns>(a, b, steps, c, rows, FromZero{}, maximum);
+  } else {
+    add ? run_product<ByRows>(a, b, steps, c, rows, FromC{}, maximum)
+        : run_product<ByRows>(a, b, steps, c, rows, FromZero{}, maximum);
+  }
+  return padded_rows(rows);
+}
+
+}  // namespace
+}  // namespace flashsdk::cpu::FLASHSDK_ISA_NS
+
+namespace flashsdk::testing {
+
+using namespace flashsdk::cpu::FLASHSDK_ISA_NS;
+using flashsdk::cpu::Bf16;
+using flashsdk::cpu::Fp16;
+
+extern const CpuProbe FLASHSDK_JOIN(cpu_probe_, FLASHSDK_ISA_NS);
+constinit const CpuProbe FLASHSDK_JOIN(cpu_probe_, FLASHSDK_ISA_NS) = {
+    FLASHSDK_TEXT(FLASHSDK_ISA_NS),
+    kLanes,
+    kPanelLanes,
+    {probe_exp2<3>, probe_exp2<4>, probe_exp2<5>},
+    probe_tanh,
+    probe_to<Bf16>,
+    probe_to<Fp16>,
+    probe_from<Bf16>,
+    probe_from<Fp16>,
+    probe_scalar_to<Bf16>,
+    probe_scalar_to<Fp16>,
+    probe_scalar_from<Bf16>,
+    probe_scalar_from<Fp16>,
+    probe_mask_keys,
+    probe_keep_at_least,
+    probe_finite_or_zero,
+    probe_transpose,
+    probe_product,
+};
+
+}  // namespace flashsdk::testing

@@ -1,0 +1,39 @@
+// What the CPU kernels are made of, callable from a test. One probe per instruction set, in cpu_probe.cpp; data, so
+// that reading it runs no code of an instruction set the machine may lack.
+#pragma once
+
+#include <cstdint>
+
+namespace flashsdk::testing {
+
+struct CpuProbe {
+  const char* isa;
+  int lanes, panel;  // of a vector, and of a micro-kernel
+
+  // Element-wise on n floats, n a multiple of lanes.
+  void (*exp2[3])(const float* t, float* out, int n);  // polynomials of degree 3, 4 and 5
+  void (*tanh)(const float* x, float* out, int n);
+  void (*to_bf16)(const float* x, std::uint16_t* out, int n);
+  void (*to_fp16)(const float* x, std::uint16_t* out, int n);
+  void (*from_bf16)(const std::uint16_t* x, float* out, int n);
+  void (*from_fp16)(const std::uint16_t* x, float* out, int n);
+  // The scalar conversions of tails.
+  void (*scalar_to_bf16)(const float* x, std::uint16_t* out, int n);
+  void (*scalar_to_fp16)(const float* x, std::uint16_t* out, int n);
+  void (*scalar_from_bf16)(const std::uint16_t* x, float* out, int n);
+  void (*scalar_from_fp16)(const std::uint16_t* x, float* out, int n);
+  // lanes values: -inf where not begin <= key < end; 0 where the byte is below the threshold; 0 where -inf.
+  void (*mask_keys)(float* s, const std::int32_t* begin, const std::int32_t* end, int key);
+  void (*keep_at_least)(float* x, const std::uint8_t* bytes, int threshold);
+  void (*finite_or_zero)(float* x);
+  // lanes x lanes floats.
+  void (*transpose)(const float* src, std::int64_t src_stride, float* dst, std::int64_t dst_stride);
+
+  // C (padded rows, panel) = or += A (rows, steps) · B (steps, panel), A by rows of kALd or transposed, as the kernels
+  // do; maximum, when not null, takes the running maximum of each column of C. Returns the rows written.
+  static constexpr int kALd = 64;
+  int (*product)(const float* a, bool a_transposed, const float* b, int steps, float* c, int rows, bool add,
+                 float* maximum);
+};
+
+}  // namespace flashsdk::testing

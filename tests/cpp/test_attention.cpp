@@ -1,0 +1,320 @@
+// The C++ API, forward and backward, against a double-precision loop. ctest runs these once per instruction set.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <random>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "flashsdk/flashsdk.h"
+#include "problem.h"
+
+namespace flashsdk::testing {
+namespace {
+
+class Attention : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    const char* forced = std::getenv("FLASHSDK_CPU_ISA");
+    if (forced == nullptr) return;
+    try {
+      ASSERT_EQ(build_info().cpu_isa, forced);
+    } catch (const Error& e) {
+      GTEST_SKIP() << e.what();
+    }
+  }
+};
+
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+TEST_F(Attention, Gpt2HeadsCausal) {
+  for (DType dtype : kDTypes) {
+    Problem p({.seqlen_q = 256, .seqlen_k = 256, .num_heads = 2, .num_heads_kv = 2}, dtype);
+    p.options.mask = Causal();
+    p.check(std::string("GPT-2 ") + to_string(dtype));
+  }
+}
+
+TEST_F(Attention, LlamaHeadsGroupedQueries) {
+  for (DType dtype : kDTypes) {
+    Problem p({.seqlen_q = 130, .seqlen_k = 130, .num_heads = 8, .num_heads_kv = 2, .head_dim = 128, .head_dim_v = 128},
+              dtype);
+    p.options.mask = Causal();
+    p.check(std::string("Llama ") + to_string(dtype));
+  }
+}
+
+TEST_F(Attention, DecodesOneQuery) {
+  Problem p({.batch = 3, .seqlen_q = 1, .seqlen_k = 500, .num_heads = 4, .num_heads_kv = 1});
+  p.options.mask = Causal();
+  p.check("one query");
+}
+
+TEST_F(Attention, HeadDimsFrom1To256) {
+  for (int d : {1, 2, 7, 8, 16, 31, 33, 64, 65, 96, 100, 127, 129, 192, 200, 255, 256}) {
+    Problem p({.seqlen_q = 19, .seqlen_k = 23, .head_dim = d, .head_dim_v = 257 - d}, kDTypes[d % 3]);
+    p.check("head_dim " + std::to_string(d));
+  }
+}
+
+TEST_F(Attention, RowsThatSeeNoKey) {
+  for (DType dtype : kDTypes) {
+    Problem p({.seqlen_q = 90, .seqlen_k = 40}, dtype);
+    p.options.mask = Causal();  // bottom-right: the first 50 queries see nothing
+    p.with_dlse = true;
+    p.check("no key");
+    EXPECT_EQ(load(p.lse.view(), {0, 0, 49}), -INFINITY);
+    EXPECT_NE(load(p.lse.view(), {0, 0, 50}), -INFINITY);
+    p.options.mask = SlidingWindow(-3, 2);  // j - i from 3 to 2: nobody sees anything
+    p.check("nobody");
+  }
+}
+
+TEST_F(Attention, EmptyDimensions) {
+  Problem no_keys({.seqlen_q = 5, .seqlen_k = 0});
+  no_keys.check("no keys");
+  Problem no_queries({.seqlen_q = 0, .seqlen_k = 5});
+  no_queries.check("no queries");
+  Problem no_batch({.batch = 0});
+  no_batch.check("no batch");
+  Problem no_rows({.lengths_q = {0, 0}, .lengths_k = {0, 0}});
+  no_rows.check("packed, no rows at all");
+}
+
+TEST_F(Attention, Packed) {
+  for (DType dtype : kDTypes) {
+    Problem p({.num_heads = 4, .num_heads_kv = 2, .lengths_q = {3, 0, 150, 64, 1}, .lengths_k = {0, 7, 130, 64, 200}},
+              dtype, Layout::kPadded);
+    p.options.mask = Causal();
+    p.check("packed");
+    p.options.max_seqlen_q = 1000;  // an upper bound is enough
+    p.options.max_seqlen_k = 999;
+    p.check("packed, loose bounds");
+  }
+}
+
+TEST_F(Attention, PackedRowsPastTheLastSequenceAreZero) {
+  Problem p({.lengths_q = {30, 20}, .lengths_k = {10, 50}, .spare_rows = 100});
+  p.check("spare rows");
+  EXPECT_EQ(load(p.out.view(), {60, 0, 0}), 0);
+  EXPECT_EQ(load(p.lse.view(), {0, 60}), -INFINITY);
+  EXPECT_EQ(load(p.dk.view(), {159, 0, 0}), 0);
+}
+
+TEST_F(Attention, PackedEqualsBatched) {
+  Problem batched({.batch = 3, .seqlen_q = 37, .seqlen_k = 53}),
+      packed({.lengths_q = {37, 37, 37}, .lengths_k = {53, 53, 53}});
+  for (Problem* p : {&batched, &packed}) {
+    p->options.mask = SlidingWindow(20, 10);
+    p->options.dropout_p = 0.2f;
+    p->options.seed = 7;
+    p->forward();
+    p->backward();
+  }
+  // Same generator, same order: the values are the same, and so must be every bit of the results.
+  EXPECT_EQ(batched.q.bytes(), packed.q.bytes());
+  EXPECT_EQ(dense(batched.out.view()), dense(packed.out.view()));
+  EXPECT_EQ(dense(batched.dq.view()), dense(packed.dq.view()));
+  EXPECT_EQ(dense(batched.dk.view()), dense(packed.dk.view()));
+  EXPECT_EQ(dense(batched.dv.view()), dense(packed.dv.view()));
+}
+
+TEST_F(Attention, BlockSparse) {
+  std::mt19937 rng(5);
+  for (int block : {16, 48, 64, 128}) {
+    Problem p({.batch = 2,
+               .seqlen_q = 300,
+               .seqlen_k = 260,
+               .num_heads = 2,
+               .num_heads_kv = 1,
+               .head_dim = 32,
+               .head_dim_v = 32});
+    const int rows = (300 + block - 1) / block, cols = (260 + block - 1) / block;
+    std::vector<std::uint8_t> blocks(2 * 2 * rows * cols);
+    for (auto& b : blocks) b = static_cast<std::uint8_t>(rng() % 3);
+    const auto storage = BlockMaskStorage::from_dense(blocks.data(), 2, 2, rows, cols, block, block, Causal());
+    p.options.mask = storage.view();
+    p.check("blocks of " + std::to_string(block));
+  }
+}
+
+TEST_F(Attention, SparseOfADenseLayoutIsDense) {
+  const std::vector<std::uint8_t> full(4 * 5, 1);
+  Problem dense_problem({.seqlen_q = 200, .seqlen_k = 300}), sparse({.seqlen_q = 200, .seqlen_k = 300});
+  const auto storage = BlockMaskStorage::from_dense(full.data(), 1, 1, 4, 5, 64, 64);
+  sparse.options.mask = storage.view();
+  dense_problem.check("dense");
+  sparse.check("a dense layout");
+}
+
+TEST_F(Attention, ScalesOfEitherSignAndZero) {
+  for (float scale : {0.f, -0.3f, 2.f, 1e-6f}) {
+    for (bool softcap : {false, true}) {
+      Problem p({.seqlen_q = 33, .seqlen_k = 70});
+      p.options.softmax_scale = scale;
+      p.options.softcap = softcap ? 5.f : 0.f;
+      p.options.mask = Causal();
+      p.check("scale " + std::to_string(scale));
+    }
+  }
+}
+
+TEST_F(Attention, HugeLogits) {
+  Problem p({.seqlen_q = 70, .seqlen_k = 300});
+  p.q.fill_normal(p.rng(), 100);
+  p.forward();
+  for (double x : dense(p.out.view())) ASSERT_TRUE(std::isfinite(x));
+  const Reference expected(p.common());
+  const std::vector<double> lse = dense(p.lse.view());
+  for (std::size_t n = 0; n < lse.size(); ++n) ASSERT_NEAR(lse[n], expected.lse[n], 1e-6 * std::fabs(expected.lse[n]));
+}
+
+// Equal scores far from zero over many tiles: rescaling by anything but one would favour early or late keys.
+TEST_F(Attention, LongSequencesDoNotDrift) {
+  constexpr int kKeys = 40000;
+  for (float score : {0.f, 37.37f, -103.9f}) {
+    Problem p({.seqlen_q = 3, .seqlen_k = kKeys, .num_heads = 1, .num_heads_kv = 1, .head_dim = 1, .head_dim_v = 1});
+    p.options.softmax_scale = score;
+    p.q.fill(1);
+    p.k.fill(1);
+    const TensorView v = p.v.view();
+    for (std::int64_t j = 0; j < kKeys; ++j) store(v, {0, j, 0, 0}, j < kKeys / 2 ? 1 : -1);
+    p.forward();
+    EXPECT_NEAR(load(p.out.view(), {0, 1, 0, 0}), 0, 1e-5) << "score " << score;
+    EXPECT_NEAR(load(p.lse.view(), {0, 0, 1}), score + std::log(kKeys), 1e-5 * (1 + std::fabs(score)))
+        << "score " << score;
+  }
+}
+
+TEST_F(Attention, ThreadsAndRunsDoNotChangeABit) {
+  const int threads = get_num_threads();
+  Problem first({.batch = 2, .seqlen_q = 300, .seqlen_k = 400, .num_heads = 4, .num_heads_kv = 2}, DType::kBFloat16);
+  first.options.mask = Causal();
+  first.options.deterministic = true;
+  first.forward();
+  first.backward();
+  for (int n : {1, 2, 3, 7}) {
+    set_num_threads(n);
+    Problem again = first;
+    again.forward();
+    again.backward();
+    EXPECT_EQ(again.out.bytes(), first.out.bytes()) << n << " threads";
+    EXPECT_EQ(again.lse.bytes(), first.lse.bytes()) << n << " threads";
+    EXPECT_EQ(again.dq.bytes(), first.dq.bytes()) << n << " threads";
+    EXPECT_EQ(again.dk.bytes(), first.dk.bytes()) << n << " threads";
+    EXPECT_EQ(again.dv.bytes(), first.dv.bytes()) << n << " threads";
+  }
+  set_num_threads(threads);
+}
+
+TEST_F(Attention, SeveralCallersAtOnce) {
+  constexpr int kCallers = 4;
+  const Problem problem = [] {
+    Problem p({.batch = 1, .seqlen_q = 200, .seqlen_k = 200, .num_heads = 3, .num_heads_kv = 3});
+    p.options.mask = Causal();
+    p.forward();
+    p.backward();
+    return p;
+  }();
+  std::vector<Problem> problems(kCallers, problem);
+  std::vector<std::thread> callers;
+  for (Problem& p : problems) {
+    callers.emplace_back([&p] {
+      for (int round = 0; round < 5; ++round) {
+        p.forward();
+        p.backward();
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  for (const Problem& p : problems) {
+    EXPECT_EQ(p.out.bytes(), problem.out.bytes());
+    EXPECT_EQ(p.dq.bytes(), problem.dq.bytes());
+    EXPECT_EQ(p.dk.bytes(), problem.dk.bytes());
+    EXPECT_EQ(p.dv.bytes(), problem.dv.bytes());
+  }
+}
+
+// Everything at once, at random; a failure names its seed.
+void check_random_problem(unsigned seed) {
+  std::mt19937 rng(seed);
+  auto between = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng); };
+  auto chance = [&](int percent) { return between(0, 99) < percent; };
+
+  Shape shape;
+  shape.num_heads_kv = between(1, 2);
+  shape.num_heads = shape.num_heads_kv * between(1, 3);
+  shape.head_dim = chance(50) ? 64 : between(1, 140);
+  shape.head_dim_v = chance(50) ? shape.head_dim : between(1, 140);
+  shape.batch = between(1, 2);
+  shape.seqlen_q = between(1, 150);
+  shape.seqlen_k = chance(30) ? shape.seqlen_q : between(1, 250);
+  if (chance(30)) {
+    shape.spare_rows = chance(20) ? 30 : 0;
+    for (int n = between(1, 4); n > 0; --n) {
+      shape.lengths_q.push_back(between(0, 100));
+      shape.lengths_k.push_back(between(0, 100));
+    }
+  }
+  const DType dtype = kDTypes[between(0, 2)];
+  const Layout layouts[] = {Layout::kContiguous, Layout::kPadded, Layout::kHeadsFirst, Layout::kReversed};
+  Problem p(shape, dtype, layouts[between(0, 3)], seed);
+  p.with_dlse = chance(30);
+
+  const std::int64_t batch = shape.packed() ? static_cast<std::int64_t>(shape.lengths_q.size()) : shape.batch;
+  const std::int64_t seqlen_q = shape.packed() ? p.options.max_seqlen_q : shape.seqlen_q;
+  const std::int64_t seqlen_k = shape.packed() ? p.options.max_seqlen_k : shape.seqlen_k;
+  std::optional<BlockMaskStorage> storage;
+  auto limit = [&]() -> std::optional<std::int64_t> {
+    return chance(30) ? std::nullopt : std::optional<std::int64_t>(between(-20, 100));
+  };
+  const Band band{limit(), limit(), chance(50) ? Alignment::kBottomRight : Alignment::kTopLeft};
+  const int kind = between(0, 3);
+  if (kind == 1) p.options.mask = Causal();
+  if (kind == 2) p.options.mask = band;
+  if (kind == 3) {
+    const int block_q = 16 * between(1, 5), block_k = 16 * between(1, 5);
+    const int rows = static_cast<int>((seqlen_q + block_q - 1) / block_q);
+    const int cols = static_cast<int>((seqlen_k + block_k - 1) / block_k);
+    const int batches = chance(50) ? 1 : static_cast<int>(batch),
+              heads = chance(50) ? 1 : static_cast<int>(shape.num_heads);
+    std::vector<std::uint8_t> blocks(static_cast<std::size_t>(batches) * heads * rows * cols);
+    for (auto& b : blocks) b = static_cast<std::uint8_t>(between(0, 2));
+    storage = BlockMaskStorage::from_dense(blocks.data(), batches, heads, rows, cols, block_q, block_k, band);
+    p.options.mask = storage->view();
+  }
+  if (chance(20)) p.options.softcap = 3;
+  if (chance(20)) p.options.softmax_scale = chance(50) ? -0.2f : 0.4f;
+  if (chance(30)) {
+    const DType types[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kBool};
+    auto extent = [&](std::int64_t n) { return chance(40) ? std::int64_t{1} : n; };
+    p.bias =
+        HostTensor(types[between(0, 3)], {extent(batch), extent(shape.num_heads), extent(seqlen_q), extent(seqlen_k)});
+    p.bias.fill_normal(rng);
+    if (p.bias.view().dtype == DType::kBool) {
+      const TensorView view = p.bias.view();
+      for_each_index(view, [&](const Index& index) { store(view, index, chance(70)); });
+    }
+  }
+  if (chance(20)) {
+    p.alibi = chance(50) ? HostTensor(DType::kFloat32, {shape.num_heads})
+                         : HostTensor(DType::kFloat32, {batch, shape.num_heads});
+    p.alibi.fill_normal(rng, 0.1);
+  }
+  if (chance(25)) {
+    p.options.dropout_p = static_cast<float>(between(1, 90)) / 100;
+    p.options.seed = (static_cast<std::uint64_t>(rng()) << 32) + rng();
+    p.options.offset = (static_cast<std::uint64_t>(rng()) << 32) + rng();
+  }
+  p.check("seed " + std::to_string(seed));
+}
+
+TEST_F(Attention, RandomProblems) {
+  for (unsigned seed = 0; seed < 300 && !HasFailure(); ++seed) check_random_problem(seed);
+}
+
+}  // namespace
+}  // namespace flashsdk::testing
