@@ -21,15 +21,15 @@ struct AttentionArgs {
   Mask mask = Dense{};
   std::optional<float> softmax_scale;  // head_dim^-1/2 when absent
   float softcap = 0.f;                 // > 0: s becomes softcap·tanh(s / softcap)
-  TensorView bias;                     // float dtype or bool (true = attend), (batch, num_heads, seqlen_q, seqlen_k); stride 0 broadcasts
-  TensorView alibi_slopes;             // float32 (num_heads) or (batch, num_heads)
+  TensorView bias;  // float dtype or bool (true = attend), (batch, num_heads, seqlen_q, seqlen_k); stride 0 broadcasts
+  TensorView alibi_slopes;  // float32 (num_heads) or (batch, num_heads)
 
   float dropout_p = 0.f;  // in [0, 1), rounded to the nearest multiple of 1/256
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
 
-  TensorView cu_seqlens_q;       // packed: int32 (batch + 1), from 0, ascending
-  TensorView cu_seqlens_k;       // packed: int32 (batch + 1)
+  TensorView cu_seqlens_q;        // packed: int32 (batch + 1), from 0, ascending
+  TensorView cu_seqlens_k;        // packed: int32 (batch + 1)
   std::int64_t max_seqlen_q = 0;  // packed: upper bound of the lengths
   std::int64_t max_seqlen_k = 0;
 
@@ -43,10 +43,10 @@ struct ForwardArgs : AttentionArgs {
 };
 
 struct BackwardArgs : AttentionArgs {
-  TensorView dout, out;  // as out above
-  TensorView lse;        // as the forward wrote it
-  TensorView dlse;       // optional gradient of lse, same shape
-  TensorView dq, dk, dv; // outputs, as q, k, v
+  TensorView dout, out;   // as out above
+  TensorView lse;         // as the forward wrote it
+  TensorView dlse;        // optional gradient of lse, same shape
+  TensorView dq, dk, dv;  // outputs, as q, k, v
 };
 
 struct Workspace {
@@ -55,7 +55,8 @@ struct Workspace {
 };
 
 struct LaunchOptions {
-  Workspace workspace{};   // at least workspace_size() bytes on the tensors' device, 256-byte aligned; contents are scratch
+  Workspace
+      workspace{};  // at least workspace_size() bytes on the tensors' device, 256-byte aligned; contents are scratch
   void* stream = nullptr;  // cudaStream_t; unused on a CPU
 };
 

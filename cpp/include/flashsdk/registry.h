@@ -9,16 +9,16 @@
 namespace flashsdk {
 
 struct KernelInfo {
-  std::string name;       // e.g. "cpu_avx2_bf16_d128_band_fwd"
-  std::string op;         // "fwd" or "bwd"
-  std::string backend;    // "cpu", "sm80", "sm90"
-  std::string arch;       // instruction set or GPU architecture: "avx512_bf16", "sm_90a"
+  std::string name;     // e.g. "cpu_avx2_bf16_d128_band_fwd"
+  std::string op;       // "fwd" or "bwd"
+  std::string backend;  // "cpu", "sm80", "sm90"
+  std::string arch;     // instruction set or GPU architecture: "avx512_bf16", "sm_90a"
   std::string dtype;
-  int head_dim;           // largest head_dim and head_dim_v it takes
-  std::string mask;       // "dense", "band", "block_sparse"
-  bool score_features;    // bias, ALiBi, softcap, dropout
-  int tile_m, tile_n;     // queries x keys
-  bool available;         // this machine can run it
+  int head_dim;         // largest head_dim and head_dim_v it takes
+  std::string mask;     // "dense", "band", "block_sparse"
+  bool score_features;  // bias, ALiBi, softcap, dropout
+  int tile_m, tile_n;   // queries x keys
+  bool available;       // this machine can run it
 };
 
 FLASHSDK_API std::vector<KernelInfo> kernels();

@@ -15,9 +15,9 @@ enum class Backend : std::uint8_t { kCpu, kSm80, kSm90 };
 struct KernelKey {
   Op op;
   Backend backend;
-  const char* arch;    // instruction set ("avx512") or GPU architecture ("sm_90a")
+  const char* arch;  // instruction set ("avx512") or GPU architecture ("sm_90a")
   DType dtype;
-  int head_dim;        // largest head_dim and head_dim_v
+  int head_dim;  // largest head_dim and head_dim_v
   MaskKind mask;
   bool score_features;  // bias, ALiBi, softcap, dropout compiled in
 };
@@ -37,7 +37,7 @@ struct ParallelRunner {
 
 struct LaunchContext {
   void* workspace = nullptr;
-  void* stream = nullptr;  // cudaStream_t
+  void* stream = nullptr;   // cudaStream_t
   ParallelRunner parallel;  // CPU
 };
 
@@ -45,7 +45,8 @@ struct LaunchContext {
 struct KernelEntry {
   KernelKey key;
   Tile tile;
-  // Null when the kernel takes this problem (whose dtype, mask kind and features already match), else why not.
+  // Why the kernel does not take a problem that its key admits, or null when it does. The function may be null: it
+  // takes them all.
   const char* (*can_implement)(const ForwardParams&);
   std::size_t (*workspace_size)(const ForwardParams&, int num_threads);
   void (*launch)(const ForwardParams&, const LaunchContext&);

@@ -95,7 +95,11 @@ class BandPolicy {
 class BlockSparsePolicy {
  public:
   FLASHSDK_HD BlockSparsePolicy(const MaskParam& mask, const SeqlenInfo& s, int batch, int head)
-      : mask_(mask), band_(mask, s, batch, head), batch_(batch), head_(head), seqlen_q_(s.seqlen_q),
+      : mask_(mask),
+        band_(mask, s, batch, head),
+        batch_(batch),
+        head_(head),
+        seqlen_q_(s.seqlen_q),
         seqlen_k_(s.seqlen_k) {}
 
   FLASHSDK_HD TileWalk row_walk(Tile tile, int m_block) const {

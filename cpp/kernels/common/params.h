@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "flashsdk/tensor.h"
 #include "common/host_device.h"
+#include "flashsdk/tensor.h"
 
 namespace flashsdk {
 
@@ -76,8 +76,8 @@ struct ForwardParams {
   int batch = 0;
   int num_heads = 0, num_heads_kv = 0;
   int head_dim = 0, head_dim_v = 0;
-  int seqlen_q = 0, seqlen_k = 0;             // packed: upper bounds
-  int total_q = 0, total_k = 0;               // packed: rows of q and k
+  int seqlen_q = 0, seqlen_k = 0;              // packed: upper bounds
+  int total_q = 0, total_k = 0;                // packed: rows of q and k
   const std::int32_t* cu_seqlens_q = nullptr;  // packed: (batch + 1); null = batched
   const std::int32_t* cu_seqlens_k = nullptr;
   bool deterministic = false;

@@ -67,7 +67,26 @@ class TileWalk {
     return static_cast<int>((partial_end_ - partial_) + (full_list_end_ - full_)) * split_ + (split_ - part_);
   }
 
+  // How many tiles come before tile `index`, which the walk visits; asked before the first next().
+  FLASHSDK_HD int rank_of(int index) const {
+    if (split_ == 0) return index - position_;
+    int block = index / split_;
+    int before = lower_bound(partial_, partial_end_, block) + lower_bound(full_, full_list_end_, block);
+    return before * split_ + index % split_;
+  }
+
  private:
+  static FLASHSDK_HD int lower_bound(const std::int32_t* begin, const std::int32_t* end, int value) {
+    const std::int32_t* first = begin;
+    while (begin != end) {
+      const std::int32_t* middle = begin + (end - begin) / 2;
+      if (*middle < value)
+        begin = middle + 1;
+      else
+        end = middle;
+    }
+    return static_cast<int>(begin - first);
+  }
   FLASHSDK_HD bool next_block() {
     bool has_partial = partial_ != partial_end_, has_full = full_ != full_list_end_;
     if (!has_partial && !has_full) return false;

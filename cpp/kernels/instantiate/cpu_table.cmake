@@ -7,3 +7,6 @@ set(FLASHSDK_CPU_TYPE_fp16 cpu::Fp16)
 set(FLASHSDK_CPU_OPS forward backward)
 set(FLASHSDK_CPU_ALL_HEAD_DIMS 64 128 192 256)
 set(FLASHSDK_CPU_POLICIES DensePolicy BandPolicy BlockSparsePolicy)
+
+# Instruction sets that add something for some dtypes only: the others of them fall to the next slower set.
+set(FLASHSDK_CPU_ONLY_DTYPES_avx512_bf16 bf16)

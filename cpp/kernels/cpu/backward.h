@@ -1,0 +1,141 @@
+// Backward attention on a CPU (FlashAttention, arXiv 2205.14135, algorithm 4, transposed), in three passes:
+//   1. delta = rowsum(dO∘O) - dlse, and dQ accumulators zeroed;
+//   2. a job per tile of keys, which walks down its column of the score matrix with queries in vector lanes:
+//        S^T = K·Q^T, dP^T = V·dO^T, P^T = exp(S^T - lse), dS^T = P^T∘(dP^T - delta),
+//        dV += P^T·dO, dK += dS^T·Q, dQ^T += K^T·dS^T;
+//   3. dQ converted.
+// dK and dV belong to the job. dQ tiles are shared by the jobs of a head, which add to them in the order of their
+// keys (DqOrder): gradients are bit-identical for any number of threads.
+#pragma once
+
+#include "cpu/backward_tile.h"
+#include "cpu/entry.h"
+
+namespace flashsdk::cpu::FLASHSDK_ISA_NS {
+
+template <class T, int kHeadDim, class Policy, bool kFeatures>
+class Backward : BackwardTile<T, kHeadDim, kFeatures> {
+  using Base = BackwardTile<T, kHeadDim, kFeatures>;
+  using Tr = typename Base::Tr;
+  using Base::begin_;
+  using Base::buffers_;
+  using Base::end_;
+  using Base::i0_;
+  using Base::key0_;
+  using Base::keys_;
+  using Base::kKeys;
+  using Base::kQueries;
+  using Base::lanes_;
+  using Base::p_;
+  using Base::seqlen_;
+  using Base::w_;
+  using typename Base::Scratch;
+
+ public:
+  static constexpr Tile kTile{kQueries, kKeys};
+
+  static std::size_t workspace_size(const ForwardParams& params, int num_threads) {
+    return BackwardBuffers(params, tile_for(params), dq_rows(params)).bytes() + sizeof(Scratch) * num_threads;
+  }
+
+  static void launch(const ForwardParams& params, const LaunchContext& context) {
+    const auto& p = static_cast<const BackwardParams&>(params);
+    const Tile tile = tile_for(p);
+    const ParallelRunner runner = runner_for(context.parallel, 2.5 * forward_flops(p));
+    BackwardBuffers buffers(p, tile, dq_rows(p));
+    buffers.place(context.workspace);
+    auto* scratch = reinterpret_cast<Scratch*>(static_cast<char*>(context.workspace) + buffers.bytes());
+
+    prepare_backward<T>(p, buffers, runner);
+    for_each_job(runner, buffers.jobs(), [&](std::int64_t job, int slot) {
+      Split column(job, buffers.n_blocks());
+      Split head(column.quotient, p.num_heads_kv);
+      Backward(p, tile, buffers, head.quotient, head.remainder, scratch[slot]).run(column.remainder, job);
+    });
+    convert_dq<T, kQueries>(p, buffers, runner);
+  }
+
+ private:
+  static Tile tile_for(const ForwardParams& p) {
+    if (p.mask.kind != MaskKind::kBlockSparse) return kTile;
+    return {tile_in_block(p.mask.block_q, kTile.m), tile_in_block(p.mask.block_k, kTile.n)};
+  }
+  static int dq_rows(const ForwardParams& p) { return Tr::padded(p.head_dim); }
+
+  Backward(const BackwardParams& p, Tile tile, const BackwardBuffers& buffers, int batch, int head_kv, Scratch& scratch)
+      : Base(p, buffers, batch, head_kv, scratch), tile_(tile) {}
+
+  void run(int n_block, std::int64_t job) {
+    DqOrder order(buffers_.progress() + job - n_block, n_block);
+    key0_ = n_block * tile_.n;
+    keys_ = min_of(tile_.n, seqlen_.seqlen_k - key0_);
+    if (keys_ > 0) {  // else a packed sequence shorter than the longest
+      this->load_keys();
+      const int m_blocks = ceil_div(p_.seqlen_q, tile_.m), group = p_.heads_per_group();
+      for (int g = 0; g < group; ++g) {
+        const int head = this->head_kv_ * group + g;
+        const Policy policy(p_.mask, seqlen_, this->batch_, head);
+        const ScoreFeatures features(p_.score, seqlen_, this->batch_, head, p_.num_heads);
+        TileWalk walk = policy.col_walk(tile_, n_block);
+        TileRef query, next;
+        for (bool more = walk.next(next); more;) {
+          query = next;
+          more = walk.next(next);
+          if (more)
+            this->announce(head, next.index * tile_.m, min_of(tile_.m, seqlen_.seqlen_q - next.index * tile_.m));
+          add_tile(policy, features, head, query, [&] { order.wait_for_turn(g * m_blocks + query.index); });
+          order.passed(g * m_blocks + query.index);
+        }
+      }
+      this->store_gradients(p_.dk, w_.dk, p_.head_dim, p_.score.softmax_scale);
+      this->store_gradients(p_.dv, w_.dv, p_.head_dim_v, 1.f);
+    }
+    order.finish();
+  }
+
+  // One tile of the score matrix: its share of dV, dK and, when its turn has come, dQ.
+  template <class Turn>
+  void add_tile(const Policy& policy, const ScoreFeatures& features, int head, TileRef query, Turn wait_for_turn) {
+    i0_ = query.index * tile_.m;
+    lanes_ = min_of(tile_.m, seqlen_.seqlen_q - i0_);
+    this->panels_ = ceil_div(lanes_, kPanel);
+    if (!visible_keys(policy, query.partial)) return;
+    this->load_queries(head);
+    this->scores();
+    adjust_scores(policy, features, query.partial);
+    this->differentiate_softmax(features);
+    this->add_to_dk_dv();
+    wait_for_turn();
+    this->add_to_dq(buffers_.dq_tile(seqlen_, this->batch_, head, query.index));
+  }
+
+  // The keys of this job that some query of the tile can see; false when there is none. begin_ is even, for pairs.
+  bool visible_keys(const Policy& policy, bool partial) {
+    begin_ = 0;
+    end_ = keys_;
+    if constexpr (kHasKeyRange<Policy>) {
+      if (!partial) return true;
+      w_.lane_keys.set(policy, i0_, lanes_);
+      begin_ = max_of(0, w_.lane_keys.first - key0_) & ~1;
+      end_ = min_of(end_, w_.lane_keys.last_end - key0_);
+    }
+    return begin_ < end_;
+  }
+
+  void adjust_scores(const Policy& policy, const ScoreFeatures& features, bool partial) {
+    const KeySegment segment{begin_, key0_ + begin_, end_ - begin_, partial};
+    if constexpr (kFeatures) this->apply_features(features, segment);
+    if (partial)
+      mask_scores<kQueries, Base::kScorePitch>(w_.s + begin_ * Base::kScorePitch, segment, policy, w_.lane_keys, i0_,
+                                               lanes_);
+  }
+
+  const Tile tile_;
+};
+
+template <class T, int kHeadDim, class Policy, bool kFeatures>
+consteval KernelEntry backward_entry() {
+  return make_entry<Backward<T, kHeadDim, Policy, kFeatures>, T, Policy>(Op::kBackward, kHeadDim, kFeatures);
+}
+
+}  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

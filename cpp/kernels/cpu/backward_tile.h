@@ -1,0 +1,239 @@
+// One job of the backward's main pass, step by step, for any mask: what cpu/backward.h calls down a column of tiles.
+#pragma once
+
+#include "cpu/backward_passes.h"
+
+namespace flashsdk::cpu::FLASHSDK_ISA_NS {
+
+// Steps are not inlined: all mask policies share one copy of each.
+template <class T, int kHeadDim, bool kFeatures>
+class BackwardTile {
+ protected:
+  using Tr = Traits<T, kHeadDim>;
+  using Dot = typename Tr::Dot;
+  using Word = typename Tr::Word;
+  static constexpr int kStep = Dot::kStep, kRowPitch = Tr::kRowPitch, kWidePitch = Tr::kWidePitch;
+  static constexpr int kKeys = Tr::kBackwardKeys, kQueries = Tr::kBackwardQueries;
+  static constexpr int kPaddedKeys = kKeys + kMaxRowPadding;
+  // Row pitches of S^T and dP^T (keys, queries), and of P^T and dS^T as operands in pairs of queries.
+  static constexpr int kScorePitch = kQueries + Tr::kPadding, kPairPitch = kScorePitch / kStep;
+
+  // A 64-query slice of q or dout in the three layouts its products read.
+  struct QueryOperand {
+    alignas(64) Word rows[kQueries * kRowPitch];                 // (queries, d)
+    alignas(64) Word transposed[kQueries * (kHeadDim / kStep)];  // per panel (d, lanes)
+    alignas(64) Word row_pairs[kStep == 1 ? 1 : kQueries / kStep * kWidePitch];
+    const Word* pairs() const { return kStep == 1 ? rows : row_pairs; }
+  };
+  struct Scratch {
+    alignas(64) Word k[kPaddedKeys * kRowPitch], v[kPaddedKeys * kRowPitch];  // (keys, d)
+    alignas(64) Word k_row_pairs[kStep == 1 ? 1 : (kKeys + 1) / kStep * kWidePitch];
+    alignas(64) float dk[kPaddedKeys * kWidePitch], dv[kPaddedKeys * kWidePitch];
+    QueryOperand q, dout;
+    alignas(64) float s[kPaddedKeys * kScorePitch];   // S^T (keys, lanes), then P^T
+    alignas(64) float dp[kPaddedKeys * kScorePitch];  // dP^T, then dS^T
+    alignas(64) Word ds_pairs[kStep == 1 ? 1 : (kKeys + 1) / kStep * kScorePitch];
+    alignas(64) float lse[kQueries], delta[kQueries];  // lse in units of log2
+    LaneKeys<kQueries> lane_keys;
+    alignas(64) float softcap_slope[kFeatures ? kKeys * kScorePitch : 1];
+    alignas(64) std::uint8_t random[kFeatures ? kKeys * kScorePitch : 1];
+    const Word* k_pairs() const { return kStep == 1 ? k : k_row_pairs; }
+    const Word* ds_by_pairs() const { return kStep == 1 ? reinterpret_cast<const Word*>(dp) : ds_pairs; }
+  };
+
+  BackwardTile(const BackwardParams& p, const BackwardBuffers& buffers, int batch, int head_kv, Scratch& scratch)
+      : p_(p),
+        buffers_(buffers),
+        batch_(batch),
+        head_kv_(head_kv),
+        seqlen_(p, batch),
+        scale_(p.score.softmax_scale),
+        w_(scratch) {
+    factor_ = kFeatures ? 1.f : scale_.magnitude * kLog2e;
+  }
+
+  __attribute__((noinline)) void load_keys() {
+    const T* k = seqlen_.template head_k<const T>(p_.k, batch_, head_kv_) + key0_ * p_.k.row;
+    const T* v = seqlen_.template head_k<const T>(p_.v, batch_, head_kv_) + key0_ * p_.v.row;
+    const int d = Tr::padded(p_.head_dim), d_v = Tr::padded(p_.head_dim_v);
+    pack_rows<Dot, kRowPitch>(k, p_.k.row, keys_, p_.head_dim, d, w_.k);
+    pack_rows<Dot, kRowPitch>(v, p_.v.row, keys_, p_.head_dim_v, d_v, w_.v);
+    if constexpr (kStep > 1) pack_row_pairs<Dot, kWidePitch>(k, p_.k.row, keys_, p_.head_dim, d, w_.k_row_pairs);
+    zero_rows<Dot, kRowPitch>(kMaxRowPadding, w_.k + keys_ * kRowPitch);
+    zero_rows<Dot, kRowPitch>(kMaxRowPadding, w_.v + keys_ * kRowPitch);
+    std::memset(w_.dk, 0, sizeof(float) * (keys_ + kMaxRowPadding) * kWidePitch);
+    std::memset(w_.dv, 0, sizeof(float) * (keys_ + kMaxRowPadding) * kWidePitch);
+  }
+
+  __attribute__((noinline)) void load_queries(int head) {
+    load_operand(w_.q, seqlen_.template head_q<const T>(p_.q, batch_, head) + i0_ * p_.q.row, p_.q.row, p_.head_dim);
+    load_operand(w_.dout, seqlen_.template head_q<const T>(p_.dout, batch_, head) + i0_ * p_.dout.row, p_.dout.row,
+                 p_.head_dim_v);
+    scale_operand(w_.q.transposed, scale_.q_factor, panels_ * kPanel * (kHeadDim / kStep));
+    const float* lse = seqlen_.rows(p_.lse, batch_, head) + i0_ * p_.lse.row;
+    const float* delta = buffers_.delta(p_, seqlen_, batch_, head) + i0_;
+    for (int l = 0; l < kQueries; ++l) {
+      // +inf makes P = 0: lanes past the sequence, and rows that see no key (lse = -inf).
+      const float x = l < lanes_ ? lse[l * p_.lse.row] * kLog2e : INFINITY;
+      w_.lse[l] = x == -INFINITY ? INFINITY : x;
+      w_.delta[l] = l < lanes_ ? delta[l] : 0.f;
+    }
+  }
+
+  // The rows of q and dout the next tile will pack.
+  void announce(int head, int i0, int lanes) {
+    next_q_ =
+        RowPrefetch(seqlen_.template head_q<const T>(p_.q, batch_, head) + i0 * p_.q.row, p_.q.row, lanes, p_.head_dim);
+    next_dout_ = RowPrefetch(seqlen_.template head_q<const T>(p_.dout, batch_, head) + i0 * p_.dout.row, p_.dout.row,
+                             lanes, p_.head_dim_v);
+  }
+
+  // S^T = K·Q^T and dP^T = V·dO^T of the visible keys.
+  void scores() {
+    const int rows = end_ - begin_;
+    for (int n = 0; n < panels_; ++n) {
+      const int lane0 = n * kPanel, operand = n * kPanel * (kHeadDim / kStep);
+      product<Dot, Strides<kRowPitch, 1, kPanel, kScorePitch>>(
+          w_.k + begin_ * kRowPitch, w_.q.transposed + operand, ceil_div(p_.head_dim, kStep),
+          w_.s + begin_ * kScorePitch + lane0, rows, FromZero{}, nullptr, &next_q_);
+      product<Dot, Strides<kRowPitch, 1, kPanel, kScorePitch>>(
+          w_.v + begin_ * kRowPitch, w_.dout.transposed + operand, ceil_div(p_.head_dim_v, kStep),
+          w_.dp + begin_ * kScorePitch + lane0, rows, FromZero{}, nullptr, &next_dout_);
+    }
+  }
+
+  __attribute__((noinline)) void apply_features(const ScoreFeatures& features, const KeySegment& segment) {
+    features.template apply<kQueries, kScorePitch>(w_.s + begin_ * kScorePitch, segment, i0_, lanes_, scale_.magnitude,
+                                                   w_.softcap_slope + begin_ * kScorePitch);
+    if (features.dropout())
+      features.template random_bytes<kQueries, kScorePitch>(segment, i0_, w_.random + begin_ * kScorePitch);
+  }
+
+  // S^T, dP^T -> P^T (dropped), dS^T in place, as operands. Rows of padding become zeros: they are summed too.
+  __attribute__((noinline)) void differentiate_softmax(const ScoreFeatures& features) {
+    const int padded_end = begin_ + padded_rows(end_ - begin_);
+    std::memset(w_.s + end_ * kScorePitch, 0, sizeof(float) * (padded_end - end_) * kScorePitch);
+    std::memset(w_.dp + end_ * kScorePitch, 0, sizeof(float) * (padded_end - end_) * kScorePitch);
+    const Vec factor = set1(factor_);
+    auto at = [&](int r, int l, Vec& p, Vec& ds) __attribute__((always_inline)) {
+      const int i = r * kScorePitch + l;
+      p = exp2<Tr::kExpDegree>(fms(load(w_.s + i), factor, load(w_.lse + l)));
+      Vec dp = load(w_.dp + i);
+      Vec undropped = p;
+      if constexpr (kFeatures) {
+        if (features.dropout()) {
+          const Vec scale = set1(features.dropout_scale());
+          p = mul(keep_at_least(p, w_.random + i, features.threshold()), scale);
+          dp = mul(keep_at_least(dp, w_.random + i, features.threshold()), scale);
+        }
+      }
+      ds = mul(undropped, sub(dp, load(w_.delta + l)));
+      if constexpr (kFeatures)
+        if (features.softcap()) ds = mul(ds, load(w_.softcap_slope + i));
+    };
+    const int lane_end = panels_ * kPanel;
+    if constexpr (kStep == 1) {
+      for (int r = begin_; r < end_; ++r)
+#pragma GCC unroll 4
+        for (int l = 0; l < lane_end; l += kLanes) {
+          Vec p, ds;
+          at(r, l, p, ds);
+          store(w_.s + r * kScorePitch + l, p);
+          store(w_.dp + r * kScorePitch + l, ds);
+        }
+    } else {
+      differentiate_in_pairs(at);
+    }
+  }
+
+  // dV += P^T·dO and dK += dS^T·Q.
+  void add_to_dk_dv() {
+    const int rows = end_ - begin_, query_steps = panels_ * kPanel / kStep;
+    const auto* p = reinterpret_cast<const Word*>(w_.s) + begin_ * kPairPitch;
+    const auto* ds = reinterpret_cast<const Word*>(w_.dp) + begin_ * kPairPitch;
+    for (int c = 0; c < p_.head_dim_v; c += kPanel)
+      product<Dot, Strides<kPairPitch, 1, kWidePitch, kWidePitch>>(p, w_.dout.pairs() + c, query_steps,
+                                                                   w_.dv + begin_ * kWidePitch + c, rows, FromC{});
+    for (int c = 0; c < p_.head_dim; c += kPanel)
+      product<Dot, Strides<kPairPitch, 1, kWidePitch, kWidePitch>>(ds, w_.q.pairs() + c, query_steps,
+                                                                   w_.dk + begin_ * kWidePitch + c, rows, FromC{});
+  }
+
+  // dQ^T += K^T·dS^T; dq is a (head_dim, 64 lanes) tile.
+  void add_to_dq(float* dq) {
+    const int rows = end_ - begin_;
+    for (int n = 0; n < panels_; ++n)
+      product<Dot, Strides<1, kWidePitch, kScorePitch, kQueries>>(
+          w_.k_pairs() + begin_ / kStep * kWidePitch, w_.ds_by_pairs() + begin_ / kStep * kScorePitch + n * kPanel,
+          ceil_div(rows, kStep), dq + n * kPanel, p_.head_dim, FromC{});
+  }
+
+  void store_gradients(const TensorParam& tensor, const float* src, int d, float scale) {
+    T* dst = seqlen_.template head_k<T>(tensor, batch_, head_kv_) + key0_ * tensor.row;
+    for (int r = 0; r < keys_; ++r) store_row(src + r * kWidePitch, d, scale, dst + r * tensor.row);
+  }
+
+ private:
+  __attribute__((noinline)) void load_operand(QueryOperand& operand, const T* src, std::int64_t stride, int d) {
+    const int d_padded = Tr::padded(d), padding = panels_ * kPanel - lanes_;
+    pack_rows<Dot, kRowPitch>(src, stride, lanes_, d, d_padded, operand.rows);
+    zero_rows<Dot, kRowPitch>(padding, operand.rows + lanes_ * kRowPitch);
+    for (int n = 0; n < panels_; ++n)
+      transpose_rows<Dot, kRowPitch, kPanel>(operand.rows + n * kPanel * kRowPitch, d_padded,
+                                             operand.transposed + n * kPanel * (kHeadDim / kStep));
+    if constexpr (kStep > 1)
+      pack_row_pairs<Dot, kWidePitch>(reinterpret_cast<const T*>(operand.rows), kRowPitch * kStep, panels_ * kPanel,
+                                      d_padded, d_padded, operand.row_pairs);
+  }
+
+  // P^T and dS^T as bf16 rows (keys, queries), paired along queries in memory, and dS^T once more paired along keys.
+  template <class At>
+  FLASHSDK_HD void differentiate_in_pairs(At& at) {
+#if defined(__AVX512BF16__)
+    static_assert(kQueries == kPanel && kVecs % 2 == 0);
+    auto *p_rows = reinterpret_cast<std::uint32_t*>(w_.s), *ds_rows = reinterpret_cast<std::uint32_t*>(w_.dp);
+    for (int r = begin_; r < begin_ + round_up(end_ - begin_, 2); r += 2) {
+      Vec p[2][kVecs], ds[2][kVecs];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) {
+        at(r, v * kLanes, p[0][v], ds[0][v]);
+        if (r + 1 < end_) {
+          at(r + 1, v * kLanes, p[1][v], ds[1][v]);
+        } else {
+          p[1][v] = ds[1][v] = zero();
+        }
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v)
+        store_pairs(w_.ds_pairs + r / 2 * kScorePitch + v * kLanes, interleave_halves(to_bf16(ds[0][v], ds[1][v])));
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVecs; v += 2) {
+          store_pairs(p_rows + (r + h) * kPairPitch + v / 2 * kLanes, to_bf16(p[h][v], p[h][v + 1]));
+          store_pairs(ds_rows + (r + h) * kPairPitch + v / 2 * kLanes, to_bf16(ds[h][v], ds[h][v + 1]));
+        }
+    }
+    const int done = begin_ + round_up(end_ - begin_, 2), padded_end = begin_ + padded_rows(end_ - begin_);
+    std::memset(p_rows + done * kPairPitch, 0, sizeof(Word) * max_of(0, padded_end - done) * kPairPitch);
+    std::memset(ds_rows + done * kPairPitch, 0, sizeof(Word) * max_of(0, padded_end - done) * kPairPitch);
+#else
+    (void)at;
+#endif
+  }
+
+ protected:
+  const BackwardParams& p_;
+  const BackwardBuffers& buffers_;
+  const int batch_, head_kv_;
+  const SeqlenInfo seqlen_;
+  const ScaleSplit scale_;
+  Scratch& w_;
+  float factor_;  // of a stored score, to units of log2
+  RowPrefetch next_q_, next_dout_;
+  int key0_ = 0, keys_ = 0;              // this job's keys
+  int i0_ = 0, lanes_ = 0, panels_ = 0;  // this tile's queries
+  int begin_ = 0, end_ = 0;              // its visible keys, relative to key0_
+};
+
+}  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

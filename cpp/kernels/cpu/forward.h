@@ -1,0 +1,134 @@
+// Forward attention on a CPU (FlashAttention, arXiv 2205.14135, algorithm 1, transposed).
+//
+// A job is up to 128 queries of one head, in panels of one micro-kernel's lanes. K and V tiles are packed once a job
+// and stay in L2; per panel, with queries in vector lanes:
+//   S^T = K·Q^T, m' = max(m, rows of S^T), P^T = exp(S^T - m'), l = l·exp(m - m') + sum P^T,
+//   O^T = O^T·exp(m - m') + V^T·P^T.
+// Results do not depend on how jobs are cut or on the number of threads.
+#pragma once
+
+#include "cpu/entry.h"
+#include "cpu/forward_tile.h"
+
+namespace flashsdk::cpu::FLASHSDK_ISA_NS {
+
+template <class T, int kHeadDim, class Policy, bool kFeatures>
+class Forward : ForwardTile<T, kHeadDim, kFeatures> {
+  using Base = ForwardTile<T, kHeadDim, kFeatures>;
+  using Tr = typename Base::Tr;
+  using Base::kKeys;
+  using Base::p_;
+  using Base::seqlen_;
+  using Base::w_;
+  using typename Base::Panel;
+  using typename Base::Scratch;
+
+ public:
+  static constexpr Tile kTile{Tr::kForwardQueries, kKeys};
+
+  static std::size_t workspace_size(const ForwardParams&, int num_threads) { return sizeof(Scratch) * num_threads; }
+
+  static void launch(const ForwardParams& p, const LaunchContext& context) {
+    const ParallelRunner runner = runner_for(context.parallel, forward_flops(p));
+    const Tile tile = tile_for(p, runner.num_threads);
+    const int m_blocks = ceil_div(p.seqlen_q, tile.m);
+    auto* scratch = static_cast<Scratch*>(context.workspace);
+    for_each_job(runner, std::int64_t{p.batch} * p.num_heads * m_blocks, [&](std::int64_t job, int slot) {
+      Split line(job, m_blocks);
+      Split head(line.quotient, p.num_heads);
+      // Last queries first: under a causal mask they see most keys, and long jobs must not come last.
+      Forward(p, tile, head.quotient, head.remainder, scratch[slot]).run(m_blocks - 1 - line.remainder);
+    });
+  }
+
+ private:
+  // Tiles cut layout blocks evenly; with few jobs they shrink until every thread has some.
+  static Tile tile_for(const ForwardParams& p, int num_threads) {
+    if (p.mask.kind == MaskKind::kBlockSparse)
+      return {tile_in_block(p.mask.block_q, kTile.m), tile_in_block(p.mask.block_k, kTile.n)};
+    Tile tile = kTile;
+    const double heads = double{1} * p.batch * p.num_heads;
+    while (tile.m > kPanel && heads * ceil_div(p.seqlen_q, tile.m) < 4 * num_threads) tile.m /= 2;
+    return tile;
+  }
+
+  Forward(const ForwardParams& p, Tile tile, int batch, int head, Scratch& scratch)
+      : Base(p, batch, head, scratch), tile_(tile), policy_(p.mask, seqlen_, batch, head) {}
+
+  void run(int m_block) {
+    const int i0 = m_block * tile_.m, i1 = min_of(i0 + tile_.m, seqlen_.seqlen_q);
+    if (i0 >= i1) return;  // a packed sequence shorter than the longest
+    const int panels = ceil_div(i1 - i0, kPanel);
+    int first_key = 0, end_key = seqlen_.seqlen_k;
+    for (int n = 0; n < panels; ++n) {
+      Panel& panel = w_.panel[n];
+      this->begin_panel(panel, i0 + n * kPanel, i1);
+      if constexpr (kHasKeyRange<Policy>) {
+        panel.keys.set(policy_, panel.i0, panel.lanes);
+        first_key = n == 0 ? panel.keys.first : min_of(first_key, panel.keys.first);
+        end_key = n == 0 ? panel.keys.last_end : max_of(end_key, panel.keys.last_end);
+      }
+    }
+    TileWalk walk = policy_.row_walk(tile_, m_block);
+    TileRef next;
+    bool more = walk.next(next);
+    KeyTile<kKeys> keys;
+    while (keys.gather(walk, next, more, tile_.n, seqlen_.seqlen_k)) {
+      keys.trim(first_key, end_key);
+      this->pack(keys);
+      if (more) {
+        const int key = next.index * tile_.n;
+        this->announce(key, min_of(tile_.n, seqlen_.seqlen_k - key));
+      }
+      for (int n = 0; n < panels; ++n) attend(w_.panel[n], keys);
+    }
+    for (int n = 0; n < panels; ++n) this->finish_panel(w_.panel[n]);
+  }
+
+  void attend(Panel& panel, const KeyTile<kKeys>& tile) {
+    int begin, end;
+    visible_rows(panel, tile, begin, end);
+    if (begin >= end) return;
+    Vec maximum[kVecs];
+    this->scores(panel, begin, end, maximum);
+    if (kFeatures || tile.partial) {
+      adjust_scores(panel, tile, begin, end);
+      this->row_maximum(panel, begin, end, maximum);
+    }
+    this->accumulate(panel, begin, end, maximum);
+  }
+
+  // The tile's rows some lane of the panel can see: even at the start, for pairs.
+  void visible_rows(const Panel& panel, const KeyTile<kKeys>& tile, int& begin, int& end) const {
+    begin = 0;
+    end = tile.rows;
+    if constexpr (kHasKeyRange<Policy>) {
+      if (!tile.partial || tile.num_segments > 1) return;
+      const int key = tile.segment[0].key;
+      begin = max_of(0, panel.keys.first - key) & ~1;
+      end = min_of(end, panel.keys.last_end - key);
+    }
+  }
+
+  // Score features and mask, on the rows [begin, end).
+  void adjust_scores(const Panel& panel, const KeyTile<kKeys>& tile, int begin, int end) {
+    for (int n = 0; n < tile.num_segments; ++n) {
+      KeySegment s = tile.segment[n];
+      const int skip = max_of(0, begin - s.row);
+      s = {s.row + skip, s.key + skip, min_of(s.count, end - s.row) - skip, s.partial};
+      if (s.count <= 0) continue;
+      if constexpr (kFeatures) this->apply_features(panel, s);
+      if (s.partial) mask_scores<kPanel, kPanel>(w_.s + s.row * kPanel, s, policy_, panel.keys, panel.i0, panel.lanes);
+    }
+  }
+
+  const Tile tile_;
+  const Policy policy_;
+};
+
+template <class T, int kHeadDim, class Policy, bool kFeatures>
+consteval KernelEntry forward_entry() {
+  return make_entry<Forward<T, kHeadDim, Policy, kFeatures>, T, Policy>(Op::kForward, kHeadDim, kFeatures);
+}
+
+}  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

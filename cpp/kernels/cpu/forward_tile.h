@@ -1,0 +1,231 @@
+// One job of the forward pass, step by step, for any mask: what cpu/forward.h calls as it walks the visited tiles.
+#pragma once
+
+#include "cpu/jobs.h"
+#include "cpu/scores.h"
+
+namespace flashsdk::cpu::FLASHSDK_ISA_NS {
+
+// A packed tile of keys, gathered from as many visited tiles as fit: small layout blocks fill it too.
+template <int kKeys>
+struct KeyTile {
+  KeySegment segment[kKeys / 16 + 1];
+  int num_segments, rows;
+  bool partial;  // some segment is
+
+  // Drops keys outside [begin, end), which no query of the job sees; the cut is even, for pairs.
+  FLASHSDK_HD void trim(int begin, int end) {
+    if (num_segments != 1 || !partial) return;
+    KeySegment& s = segment[0];
+    const int skip = max_of(0, begin - s.key) & ~1;
+    const int count = min_of(s.key + s.count, end) - (s.key + skip);
+    s.key += skip;
+    s.count = rows = max_of(0, count);
+  }
+
+  // Takes tiles from the walk, whose next tile is in `tile` while `more`; false when nothing is left.
+  FLASHSDK_HD bool gather(TileWalk& walk, TileRef& tile, bool& more, int tile_n, int seqlen_k) {
+    num_segments = rows = 0;
+    partial = false;
+    while (more && rows + tile_n <= kKeys) {
+      const int key = tile.index * tile_n, count = min_of(tile_n, seqlen_k - key);
+      KeySegment* last = segment + num_segments - 1;
+      if (num_segments > 0 && last->partial == tile.partial && last->key + last->count == key) {
+        last->count += count;
+      } else {
+        segment[num_segments++] = {rows, key, count, tile.partial};
+      }
+      rows += count;
+      partial |= tile.partial;
+      more = walk.next(tile);
+    }
+    return rows > 0;
+  }
+};
+
+// Steps are not inlined: all mask policies share one copy of each.
+template <class T, int kHeadDim, bool kFeatures>
+class ForwardTile {
+ protected:
+  using Tr = Traits<T, kHeadDim>;
+  using Dot = typename Tr::Dot;
+  using Word = typename Tr::Word;
+  static constexpr int kStep = Dot::kStep, kKeys = Tr::kKeys;
+  static constexpr int kRowPitch = Tr::kRowPitch, kWidePitch = Tr::kWidePitch;
+  static constexpr int kPanels = Tr::kForwardQueries / kPanel;
+
+  // One panel of queries: its operand and its running state.
+  struct Panel {
+    alignas(64) Word q[kHeadDim / kStep * kPanel];  // Q^T (head_dim, lanes)
+    alignas(64) float o[kHeadDim * kPanel];         // O^T (head_dim_v, lanes), not normalised
+    Vec max[kVecs], sum[kVecs];
+    LaneKeys<kPanel> keys;
+    int i0, lanes;
+  };
+  struct Scratch {
+    Panel panel[kPanels];
+    alignas(64) Word k[(kKeys + kMaxRowPadding) * kRowPitch];  // K (keys, head_dim)
+    alignas(64) Word v[(kKeys + 1) / kStep * kWidePitch];      // V (keys, head_dim_v), in pairs for DotBf16
+    alignas(64) float s[(kKeys + kMaxRowPadding) * kPanel];    // S^T (keys, lanes), then P^T
+    alignas(64) Word rows[kPanel * kRowPitch];
+    alignas(64) float out[kPanel * kWidePitch];
+    alignas(64) std::uint8_t random[kFeatures ? kKeys * kPanel : 1];
+  };
+
+  ForwardTile(const ForwardParams& p, int batch, int head, Scratch& scratch)
+      : p_(p),
+        batch_(batch),
+        head_(head),
+        seqlen_(p, batch),
+        features_(p.score, seqlen_, batch, head, p.num_heads),
+        scale_(p.score.softmax_scale),
+        w_(scratch) {
+    const int head_kv = head / p.heads_per_group();
+    k_ = seqlen_.template head_k<const T>(p.k, batch, head_kv);
+    v_ = seqlen_.template head_k<const T>(p.v, batch, head_kv);
+    factor_ = kFeatures ? 1.f : scale_.magnitude * kLog2e;  // features leave scores in units of log2 already
+  }
+
+  __attribute__((noinline)) void begin_panel(Panel& panel, int i0, int i1) {
+    panel.i0 = i0;
+    panel.lanes = min_of(kPanel, i1 - i0);
+    const T* q = seqlen_.template head_q<const T>(p_.q, batch_, head_) + i0 * p_.q.row;
+    const int d_padded = Tr::padded(p_.head_dim);
+    pack_rows<Dot, kRowPitch>(q, p_.q.row, panel.lanes, p_.head_dim, d_padded, w_.rows);
+    zero_rows<Dot, kRowPitch>(kPanel - panel.lanes, w_.rows + panel.lanes * kRowPitch);
+    transpose_rows<Dot, kRowPitch, kPanel>(w_.rows, d_padded, panel.q);
+    scale_operand(panel.q, scale_.q_factor, d_padded / kStep * kPanel);
+    std::memset(panel.o, 0, sizeof(float) * Tr::padded(p_.head_dim_v) * kPanel);
+    for (int v = 0; v < kVecs; ++v) {
+      panel.max[v] = set1(-INFINITY);
+      panel.sum[v] = zero();
+    }
+  }
+
+  __attribute__((noinline)) void pack(const KeyTile<kKeys>& tile) {
+    for (int n = 0; n < tile.num_segments; ++n) {
+      const KeySegment& s = tile.segment[n];
+      pack_rows<Dot, kRowPitch>(k_ + s.key * p_.k.row, p_.k.row, s.count, p_.head_dim, Tr::padded(p_.head_dim),
+                                w_.k + s.row * kRowPitch);
+      pack_row_pairs<Dot, kWidePitch>(v_ + s.key * p_.v.row, p_.v.row, s.count, p_.head_dim_v,
+                                      Tr::padded(p_.head_dim_v), w_.v + s.row / kStep * kWidePitch);
+    }
+    // Padding rows repeat the last key: its score cannot raise the maximum.
+    for (int r = tile.rows; r < padded_rows(tile.rows); ++r)
+      std::memcpy(w_.k + r * kRowPitch, w_.k + (tile.rows - 1) * kRowPitch, sizeof(Word) * kRowPitch);
+  }
+
+  // K and V rows the next tile will pack.
+  void announce(int key, int count) {
+    next_k_ = RowPrefetch(k_ + key * p_.k.row, p_.k.row, count, p_.head_dim);
+    next_v_ = RowPrefetch(v_ + key * p_.v.row, p_.v.row, count, p_.head_dim_v);
+  }
+
+  // S^T of the tile's rows [begin, end) into the scratch, and its row maximum, which starts from the panel's.
+  void scores(const Panel& panel, int begin, int end, Vec* maximum) {
+    for (int v = 0; v < kVecs; ++v) maximum[v] = panel.max[v];
+    product<Dot, Strides<kRowPitch, 1, kPanel, kPanel>>(w_.k + begin * kRowPitch, panel.q, ceil_div(p_.head_dim, kStep),
+                                                        w_.s + begin * kPanel, end - begin, FromZero{}, maximum,
+                                                        &next_k_);
+  }
+
+  __attribute__((noinline)) void apply_features(const Panel& panel, const KeySegment& segment) {
+    features_.template apply<kPanel, kPanel>(w_.s + segment.row * kPanel, segment, panel.i0, panel.lanes,
+                                             scale_.magnitude, nullptr);
+    if (features_.dropout())
+      features_.template random_bytes<kPanel, kPanel>(segment, panel.i0, w_.random + segment.row * kPanel);
+  }
+
+  __attribute__((noinline)) void row_maximum(const Panel& panel, int begin, int end, Vec* maximum) const {
+    for (int v = 0; v < kVecs; ++v) {
+      Vec m = panel.max[v];
+      for (int r = begin; r < end; ++r) m = max(m, load(w_.s + r * kPanel + v * kLanes));
+      maximum[v] = m;
+    }
+  }
+
+  // The online softmax's step with the scores of rows [begin, end) and their maximum, and O^T += V^T·P^T.
+  __attribute__((noinline)) void accumulate(Panel& panel, int begin, int end, const Vec* maximum) {
+    // m' and exp(m - m'), both in units of log2; a row that has seen no key yet takes m' = 0 instead of -inf.
+    Vec rescale[kVecs], shift[kVecs];
+    for (int v = 0; v < kVecs; ++v) {
+      shift[v] = finite_or_zero(mul(maximum[v], set1(factor_)));
+      rescale[v] = exp2<5>(fms(panel.max[v], set1(factor_), shift[v]));
+      panel.max[v] = maximum[v];
+      panel.sum[v] = mul(panel.sum[v], rescale[v]);
+    }
+    exponentiate(panel, begin, end, shift);
+    product<Dot, Strides<1, kWidePitch, kPanel, kPanel>>(
+        w_.v + begin / kStep * kWidePitch, reinterpret_cast<const Word*>(w_.s + begin * kPanel),
+        ceil_div(end - begin, kStep), panel.o, p_.head_dim_v, FromScaledC{rescale}, nullptr, &next_v_);
+  }
+
+  // O = O^T / l and lse = m + log l.
+  __attribute__((noinline)) void finish_panel(Panel& panel) {
+    alignas(64) float max[kPanel], sum[kPanel];
+    for (int v = 0; v < kVecs; ++v) {
+      store(max + v * kLanes, panel.max[v]);
+      store(sum + v * kLanes, panel.sum[v]);
+    }
+    const int d = round_up(p_.head_dim_v, kLanes);
+    for (int c = 0; c < d; c += kLanes)
+      for (int l = 0; l < kPanel; l += kLanes)
+        transpose(panel.o + c * kPanel + l, kPanel, w_.out + l * kWidePitch + c, kWidePitch);
+    T* out = seqlen_.template head_q<T>(p_.out, batch_, head_) + panel.i0 * p_.out.row;
+    float* lse = seqlen_.rows(p_.lse, batch_, head_) + panel.i0 * p_.lse.row;
+    for (int l = 0; l < panel.lanes; ++l) {
+      // A row that sees no key has l = 0: out = 0, lse = -inf.
+      store_row(w_.out + l * kWidePitch, p_.head_dim_v, sum[l] == 0.f ? 0.f : 1.f / sum[l], out + l * p_.out.row);
+      lse[l * p_.lse.row] = sum[l] == 0.f ? -INFINITY : max[l] * (factor_ * kLn2) + std::log(sum[l]);
+    }
+  }
+
+ private:
+  // P^T = exp(S^T - m') in place, in the layout the second product reads, and its sum.
+  void exponentiate(Panel& panel, int begin, int end, const Vec* shift) {
+    Vec sum[kVecs];
+    for (int v = 0; v < kVecs; ++v) sum[v] = panel.sum[v];
+    const Vec factor = set1(factor_);
+    auto probability = [&](int r, int v) __attribute__((always_inline)) {
+      Vec e = exp2<Tr::kExpDegree>(fms(load(w_.s + r * kPanel + v * kLanes), factor, shift[v]));
+      sum[v] = add(sum[v], e);
+      if constexpr (kFeatures) e = drop(e, r, v);
+      return e;
+    };
+    if constexpr (kStep == 1) {
+      for (int r = begin; r < end; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) store(w_.s + r * kPanel + v * kLanes, probability(r, v));
+    } else {
+#if defined(__AVX512BF16__)
+      auto* pairs = reinterpret_cast<std::uint32_t*>(w_.s + begin * kPanel);
+      for (int r = begin; r < end; r += 2, pairs += kPanel)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) {
+          Vec even = probability(r, v), odd = r + 1 < end ? probability(r + 1, v) : zero();
+          store_pairs(pairs + v * kLanes, interleave_halves(to_bf16(even, odd)));
+        }
+#endif
+    }
+    for (int v = 0; v < kVecs; ++v) panel.sum[v] = sum[v];
+  }
+
+  FLASHSDK_HD Vec drop(Vec e, int r, int v) const {
+    if (!features_.dropout()) return e;
+    Vec kept = keep_at_least(e, w_.random + r * kPanel + v * kLanes, features_.threshold());
+    return mul(kept, set1(features_.dropout_scale()));
+  }
+
+ protected:
+  const ForwardParams& p_;
+  const int batch_, head_;
+  const SeqlenInfo seqlen_;
+  const ScoreFeatures features_;
+  const ScaleSplit scale_;
+  Scratch& w_;
+  const T *k_, *v_;
+  float factor_;  // of a stored score, to units of log2
+  RowPrefetch next_k_, next_v_;
+};
+
+}  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

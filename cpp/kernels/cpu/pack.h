@@ -1,0 +1,85 @@
+// Moves tensor rows into the layouts the micro-kernels read, and results back: convert, transpose, pair, zero-pad.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/microkernel.h"
+
+namespace flashsdk::cpu::FLASHSDK_ISA_NS {
+
+// n elements converted to float, zeros up to n_padded.
+template <class T>
+void load_row(const T* src, int n, int n_padded, float* dst) {
+  int c = 0;
+  for (; c + kLanes <= n; c += kLanes) store(dst + c, load_as_float(src + c));
+  for (; c < n; ++c) dst[c] = to_float(src[c]);
+  for (; c < n_padded; ++c) dst[c] = 0.f;
+}
+
+// n floats times scale, converted to T.
+template <class T>
+void store_row(const float* src, int n, float scale, T* dst) {
+  int c = 0;
+  for (; c + kLanes <= n; c += kLanes) store_as(dst + c, mul(load(src + c), set1(scale)));
+  for (; c < n; ++c) dst[c] = from_float<T>(src[c] * scale);
+}
+
+// Rows as the products read them: (rows, kPitch) words, columns d … d_padded zero.
+template <class Dot, int kPitch, class T>
+void pack_rows(const T* src, std::int64_t stride, int rows, int d, int d_padded, typename Dot::Word* dst) {
+  for (int r = 0; r < rows; ++r) {
+    if constexpr (Dot::kStep == 1) {
+      load_row(src + r * stride, d, d_padded, dst + r * kPitch);
+    } else {  // already pairs in memory
+      auto* row = reinterpret_cast<std::uint16_t*>(dst + r * kPitch);
+      std::memcpy(row, src + r * stride, d * sizeof(T));
+      std::memset(row + d, 0, (d_padded - d) * sizeof(T));
+    }
+  }
+}
+
+template <class Dot, int kPitch>
+FLASHSDK_HD void zero_rows(int rows, typename Dot::Word* dst) {
+  std::memset(dst, 0, sizeof(*dst) * rows * kPitch);
+}
+
+// Neighbouring rows side by side, the operand of a product that sums over rows: (ceil(rows / kStep), kPitch) words.
+template <class Dot, int kPitch, class T>
+void pack_row_pairs(const T* src, std::int64_t stride, int rows, int d, int d_padded, typename Dot::Word* dst) {
+  if constexpr (Dot::kStep == 1) {
+    pack_rows<Dot, kPitch>(src, stride, rows, d, d_padded, dst);
+  } else {
+#if defined(__AVX512BF16__)
+    for (int r = 0; r < rows; r += 2, dst += kPitch) {
+      const auto* a = reinterpret_cast<const std::uint16_t*>(src + r * stride);
+      const bool pair = r + 1 < rows;
+      const auto* b = pair ? reinterpret_cast<const std::uint16_t*>(src + (r + 1) * stride) : a;
+      int c = 0;
+      if (pair)
+        for (; c + kLanes <= d; c += kLanes) interleave_rows(a + c, b + c, dst + c);
+      for (; c < d; ++c) dst[c] = a[c] | (pair ? std::uint32_t{b[c]} << 16 : 0u);
+      for (; c < d_padded; ++c) dst[c] = 0;
+    }
+#endif
+  }
+}
+
+// The transpose of packed rows: (d_padded / kStep, kRowsOut) words from (kRowsOut, kPitch).
+template <class Dot, int kPitch, int kRowsOut>
+void transpose_rows(const typename Dot::Word* rows, int d_padded, typename Dot::Word* dst) {
+  for (int c = 0; c < ceil_div(d_padded, Dot::kStep); c += kLanes)
+    for (int r = 0; r < kRowsOut; r += kLanes)
+      transpose(rows + r * kPitch + c, kPitch, dst + c * kRowsOut + r, kRowsOut);
+}
+
+// Negates or zeroes a packed operand: the sign of the softmax scale (ScaleSplit in scores.h).
+FLASHSDK_HD float negate(float x) { return -x; }
+FLASHSDK_HD std::uint32_t negate(std::uint32_t bf16_pair) { return bf16_pair ^ 0x80008000u; }
+template <class Word>
+void scale_operand(Word* operand, float factor, int words) {
+  if (factor == 1.f) return;
+  if (factor == 0.f) std::memset(operand, 0, sizeof(Word) * words);
+  for (int i = 0; i < words; ++i) operand[i] = negate(operand[i]);
+}
+
+}  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

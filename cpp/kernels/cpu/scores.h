@@ -1,0 +1,157 @@
+// What happens to a tile of raw scores S^T (keys, queries in kWidth lanes, rows kPitch apart) beside the exponential: the rare score
+// features, the mask, the row maximum, and dropout's random bytes. Off features are compiled out by the callers.
+#pragma once
+
+#include "common/philox.h"
+#include "common/score_mod.h"
+#include "cpu/traits.h"
+
+namespace flashsdk::cpu::FLASHSDK_ISA_NS {
+
+// Keys [key, key + count) of the sequence in rows [row, row + count) of a tile.
+struct KeySegment {
+  int row, key, count;
+  bool partial;
+};
+
+// The scale multiplies scores inside the exponential: s·|scale|·log2(e). Its sign goes into Q, and so does a scale of
+// zero, for which masked scores, -inf·0, would be NaN.
+struct ScaleSplit {
+  float q_factor, magnitude;
+  FLASHSDK_HD explicit ScaleSplit(float scale)
+      : q_factor(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)), magnitude(scale == 0.f ? 1.f : std::fabs(scale)) {}
+};
+
+// The interval of keys each lane sees, where the policy knows it.
+template <int kWidth>
+struct LaneKeys {
+  alignas(64) std::int32_t begin[kWidth], end[kWidth];
+  int first, last_end;  // of all lanes
+
+  template <class Policy>
+  void set(const Policy& policy, int i0, int lanes) {
+    first = 0x7FFFFFFF;
+    last_end = 0;
+    for (int l = 0; l < kWidth; ++l) {
+      KeyRange keys = policy.keys_of(i0 + min_of(l, lanes - 1));
+      begin[l] = keys.begin;
+      end[l] = keys.end;
+      if (keys.begin < keys.end) {
+        first = min_of(first, keys.begin);
+        last_end = max_of(last_end, keys.end);
+      }
+    }
+  }
+};
+
+// -inf where query i0 + l does not see the key.
+template <int kWidth, int kPitch, class Policy>
+void mask_scores(float* s, const KeySegment& segment, const Policy& policy, const LaneKeys<kWidth>& lane_keys, int i0,
+                 int lanes) {
+  for (int r = 0; r < segment.count; ++r, s += kPitch) {
+    const int j = segment.key + r;
+    if constexpr (kHasKeyRange<Policy>) {
+      for (int l = 0; l < kWidth; l += kLanes)
+        store(s + l, mask_keys(load(s + l), load_int(lane_keys.begin + l), load_int(lane_keys.end + l), j));
+    } else {
+      for (int l = 0; l < lanes; ++l)
+        if (!policy.allowed(i0 + l, j)) s[l] = -INFINITY;
+    }
+  }
+}
+
+// The score features of one batch and head.
+class ScoreFeatures {
+ public:
+  FLASHSDK_HD ScoreFeatures(const ScoreParam& p, const SeqlenInfo& seqlen, int batch, int head, int num_heads)
+      : softcap_(p.softcap),
+        slope_(alibi_slope(p, batch, head)),
+        shift_(seqlen.seqlen_k - seqlen.seqlen_q),
+        bias_(p.bias),
+        bias_offset_(batch * p.bias.batch + head * p.bias.head),
+        threshold_(p.dropout.threshold),
+        dropout_scale_(p.dropout.scale()),
+        rng_(p.dropout, batch * num_heads + head) {}
+
+  bool softcap() const { return softcap_ > 0.f; }
+  bool dropout() const { return threshold_ > 0; }
+  int threshold() const { return threshold_; }
+  float dropout_scale() const { return dropout_scale_; }
+
+  // Raw scores times `scale` become final scores times log2(e). With `softcap_slope`, writes d(capped)/d(scaled).
+  template <int kWidth, int kPitch>
+  void apply(float* s, const KeySegment& segment, int i0, int lanes, float scale, float* softcap_slope) const {
+    alignas(64) float bias[kWidth], query[kWidth];
+    for (int l = 0; l < kWidth; ++l) {
+      query[l] = static_cast<float>(i0 + l + shift_);
+      bias[l] = 0.f;
+    }
+    for (int r = 0; r < segment.count; ++r) {
+      const int j = segment.key + r;
+      if (bias_.ptr != nullptr) load_bias(i0, lanes, j, bias);
+      for (int l = 0; l < kWidth; l += kLanes) {
+        float* at = s + r * kPitch + l;
+        Vec x = mul(load(at), set1(scale));
+        if (softcap_ > 0.f) {
+          Vec th = tanh(mul(x, set1(1.f / softcap_)));
+          if (softcap_slope != nullptr) store(softcap_slope + r * kPitch + l, sub(set1(1.f), mul(th, th)));
+          x = mul(th, set1(softcap_));
+        }
+        x = add(x, load(bias + l));
+        if (slope_ != 0.f) {
+          Vec distance = sub(load(query + l), set1(static_cast<float>(j)));
+          x = sub(x, mul(set1(slope_), max(distance, sub(zero(), distance))));
+        }
+        store(at, mul(x, set1(kLog2e)));
+      }
+    }
+  }
+
+  // bytes[r][l] decides query i0 + l and key segment.key + r.
+  template <int kWidth, int kPitch>
+  void random_bytes(const KeySegment& segment, int i0, std::uint8_t* bytes) const {
+    const int key_end = segment.key + segment.count;
+    for (int col0 = segment.key / 32 * 32; col0 < key_end; col0 += 32)
+      for (int pair = 0; pair < 4; ++pair)
+        for (int row0 = i0 / 16 * 16; row0 < i0 + kWidth; row0 += 16)
+          for (int row = row0; row < row0 + 8; ++row) {
+            PhiloxBytes random = rng_.group(row, col0 + 2 * pair);
+            for (int byte = 0; byte < 16; ++byte) {
+              int j = col0 + 8 * (byte / 4) + 2 * pair + (byte % 4) / 2, i = row + 8 * (byte % 2);
+              if (j < segment.key || j >= key_end || i < i0 || i >= i0 + kWidth) continue;
+              bytes[(j - segment.key) * kPitch + i - i0] =
+                  static_cast<std::uint8_t>(random.word[byte / 4] >> (8 * (byte % 4)));
+            }
+          }
+  }
+
+ private:
+  void load_bias(int i0, int lanes, int j, float* dst) const {
+    for (int l = 0; l < lanes; ++l) {
+      std::int64_t at = bias_offset_ + (i0 + l) * bias_.row + j * bias_.col;
+      switch (bias_.dtype) {
+        case DType::kFloat32:
+          dst[l] = static_cast<const float*>(bias_.ptr)[at];
+          break;
+        case DType::kBFloat16:
+          dst[l] = to_float(static_cast<const Bf16*>(bias_.ptr)[at]);
+          break;
+        case DType::kFloat16:
+          dst[l] = to_float(static_cast<const Fp16*>(bias_.ptr)[at]);
+          break;
+        default:
+          dst[l] = static_cast<const std::uint8_t*>(bias_.ptr)[at] != 0 ? 0.f : -INFINITY;
+      }
+    }
+  }
+
+  float softcap_, slope_;
+  int shift_;
+  BiasParam bias_;
+  std::int64_t bias_offset_;
+  int threshold_;
+  float dropout_scale_;
+  DropoutRng rng_;
+};
+
+}  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

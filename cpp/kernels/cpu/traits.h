@@ -1,0 +1,64 @@
+// The tile shapes of the CPU kernels and the element types they compute with: the one place that says them.
+#pragma once
+
+#include "common/mask_policy.h"
+#include "cpu/pack.h"
+
+namespace flashsdk::cpu::FLASHSDK_ISA_NS {
+
+#if defined(__AVX512BF16__)
+template <class T>
+using DotFor = std::conditional_t<std::is_same_v<T, Bf16>, DotBf16, DotF32>;
+#else
+template <class T>
+using DotFor = DotF32;
+#endif
+
+// Queries in one micro-kernel panel, one to a vector lane.
+inline constexpr int kPanel = kVecs * kLanes;
+inline constexpr float kLog2e = 1.44269504f;
+inline constexpr float kLn2 = 0.69314718f;
+
+template <class T, int kHeadDim_>
+struct Traits {
+  using Element = T;
+  using Dot = DotFor<T>;
+  using Word = typename Dot::Word;
+  static constexpr int kHeadDim = kHeadDim_;  // head_dim and head_dim_v are at most this
+  static_assert(kHeadDim % 64 == 0, "packed rows hold whole panels of every instruction set");
+
+  // Row pitches of packed tiles in words: of rows of head_dim values, kStep to a word, and of rows of head_dim words.
+  // Both are an odd number of cache lines: a power of two would put a column of rows into a few sets of L1.
+  static constexpr int kPadding = 16;
+  static constexpr int kRowPitch = kHeadDim / Dot::kStep + kPadding;
+  static constexpr int kWidePitch = kHeadDim + kPadding;
+
+  // K and V tiles of 192 x 128 floats fill 192 KiB of L2 next to the panels; processors with AVX2 alone have less of it,
+  // and wider heads take fewer keys. 96 to 384 are within a few points of each other.
+  static constexpr int kKeys = kHeadDim > 128 ? 96 : (kLanes == 16 ? 192 : 144);
+  static constexpr int kBackwardKeys = kKeys;
+  // Queries that share a packed K and V tile in the forward: packing them costs 1/128 of the products or less.
+  static constexpr int kForwardQueries = 128;
+  // Queries of a backward tile; dK and dV accumulators are loaded and stored once in so many steps.
+  static constexpr int kBackwardQueries = 64;
+  static_assert(kForwardQueries % kPanel == 0 && kBackwardQueries % kPanel == 0);
+
+  // P is rounded to the element type or stays fp32: enough digits for it (cpu/simd.h, exp2).
+  static constexpr int kExpDegree = sizeof(T) == 4 ? 5 : (std::is_same_v<T, Bf16> ? 3 : 4);
+  // Row padding of packed tiles: whole panels, so that columns beyond head_dim are zeros wherever they are read.
+  static constexpr int padded(int d) { return round_up(d, kPanel < 64 ? kPanel : 64); }
+};
+
+// The largest multiple of 16 up to `limit` that divides a layout's block, so that a tile lies in one block.
+FLASHSDK_HD constexpr int tile_in_block(int block, int limit) {
+  int tile = limit - limit % 16;
+  while (block % tile != 0) tile -= 16;
+  return tile;
+}
+
+template <class Policy, class = void>
+inline constexpr bool kHasKeyRange = false;
+template <class Policy>
+inline constexpr bool kHasKeyRange<Policy, std::void_t<decltype(std::declval<const Policy&>().keys_of(0))>> = true;
+
+}  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

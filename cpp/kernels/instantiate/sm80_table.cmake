@@ -1,0 +1,40 @@
+# The table of SM80 kernels: which tiles exist for a head dimension, fastest first. Measured on an H200.
+#
+# forward:  block_m x block_n _ warps _ stages _ Q in registers _ thread blocks a multiprocessor
+# backward: block_m x block_n _ warps _ warps along the keys of S _ of dK, dV _ along the queries of dQ _ thread blocks
+set(FLASHSDK_SM80_ALL_DTYPES float16 bfloat16)
+set(FLASHSDK_SM80_TYPE_float16 cutlass::half_t)
+set(FLASHSDK_SM80_TYPE_bfloat16 cutlass::bfloat16_t)
+set(FLASHSDK_SM80_ALL_HEAD_DIMS 32 64 96 128 192 256)
+
+# What CI compiles: every kind of kernel, few sizes.
+set(FLASHSDK_SM80_CI_DTYPES bfloat16)
+set(FLASHSDK_SM80_CI_HEAD_DIMS 64)
+
+set(FLASHSDK_SM80_FORWARD_32 128x128_4_2_true_2)
+set(FLASHSDK_SM80_FORWARD_64 128x128_4_2_true_2)
+set(FLASHSDK_SM80_FORWARD_96 128x64_4_2_false_2)
+set(FLASHSDK_SM80_FORWARD_128 128x64_4_2_false_2)
+set(FLASHSDK_SM80_FORWARD_192 64x64_4_1_false_2)
+set(FLASHSDK_SM80_FORWARD_256 64x64_4_1_false_2)
+
+set(FLASHSDK_SM80_BACKWARD_32 64x128_8_8_8_4_1)
+set(FLASHSDK_SM80_BACKWARD_64 64x128_8_8_8_4_1)
+set(FLASHSDK_SM80_BACKWARD_96 64x128_8_8_8_4_1)
+set(FLASHSDK_SM80_BACKWARD_128 64x128_8_8_8_2_1)
+set(FLASHSDK_SM80_BACKWARD_192 64x64_8_4_4_2_1)
+set(FLASHSDK_SM80_BACKWARD_256 64x64_8_4_2_2_1)
+
+# Layouts with blocks smaller than those tiles. One warp a tile of 16 x 16: any layout, at a price. Such kernels exist
+# with features only, which take problems without them as well.
+set(FLASHSDK_SM80_FORWARD_SMALL 16x16_1_1_false_1)
+set(FLASHSDK_SM80_BACKWARD_SMALL 16x16_1_1_1_1_1)
+
+function(flashsdk_sm80_tiles result op head_dim policy features)
+  string(TOUPPER ${op} OP)
+  set(tiles ${FLASHSDK_SM80_${OP}_${head_dim}})
+  if(policy STREQUAL "BlockSparse" AND features)
+    list(APPEND tiles ${FLASHSDK_SM80_${OP}_SMALL})
+  endif()
+  set(${result} "${tiles}" PARENT_SCOPE)
+endfunction()
