@@ -57,9 +57,16 @@ std::string name_of(const KernelKey& key) {
   return name + (key.score_features ? "_features_" : "_") + name_of(key.op);
 }
 
+// Its place among the known instruction sets, slowest first; behind all of them for an unknown one.
+std::ptrdiff_t isa_rank(const std::string& isa) {
+  const std::vector<std::string>& known = known_cpu_isas();
+  return std::find(known.begin(), known.end(), isa) - known.begin();
+}
+
 std::string machine_refusal(const KernelKey& key, const std::string& forced_isa) {
   if (key.backend != Backend::kCpu) return {};
-  if (!forced_isa.empty() && forced_isa != key.arch) return "FLASHSDK_CPU_ISA=" + forced_isa;
+  // An instruction set that adds nothing for a dtype has no kernels for it: slower ones take its place.
+  if (!forced_isa.empty() && isa_rank(key.arch) > isa_rank(forced_isa)) return "FLASHSDK_CPU_ISA=" + forced_isa;
   return cpu_supports(key.arch) ? "" : std::string("this processor has no ") + key.arch;
 }
 

@@ -16,7 +16,7 @@ void add_all_kernels(KernelTable& table);  // generated from cpp/kernels/instant
 class KernelRegistry {
  public:
   // Entries of one backend in priority order of their architectures, the fastest first. `forced_isa` as in
-  // FLASHSDK_CPU_ISA: all CPU kernels but those of this instruction set are refused; empty: none is.
+  // FLASHSDK_CPU_ISA: CPU kernels of faster instruction sets are refused; empty: none is.
   KernelRegistry(const std::vector<KernelEntry>& entries, const std::string& forced_isa);
 
   // All that the library was built with, and FLASHSDK_CPU_ISA as it was at the first call.
