@@ -202,6 +202,7 @@ class BlockMask:
     col_partial: Csr
     col_full: Csr
     _flat: Int32s = field(init=False)  # offsets and indices of the four lists, one after another
+    _sizes: tuple[int, ...] = field(init=False)  # of each: batch, num_heads, lines + 1, blocks
 
     def __post_init__(self) -> None:
         given = [np.asarray(array, np.int32) for name in _LISTS for array in getattr(self, name)]
@@ -214,6 +215,8 @@ class BlockMask:
             view.setflags(write=False)
         for name, offsets, indices in zip(_LISTS, views[::2], views[1::2], strict=True):
             object.__setattr__(self, name, Csr(offsets, indices))
+        sizes = [n for array in given for n in array.shape]
+        object.__setattr__(self, "_sizes", tuple(sizes))
 
     # ---- construction
 

@@ -1,0 +1,307 @@
+"""The operators under ``flashsdk.torch``: attention and its gradients for torch's dispatcher.
+
+torch.ops.flashsdk.mha_fwd, mha_bwd, mha_varlen_fwd and mha_varlen_bwd are ``flashsdk.ops`` with
+what autograd, torch.compile and functorch ask of an operator: a schema, shapes on fake tensors, a
+gradient and a batching rule. An operator takes tensors and numbers only, so a mask crosses as
+``Options.mask``, a list of integers, and ``Options.blocks``, all its block lists in one tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.library import custom_op
+
+from . import ops
+from ._block_lists import INT32_MAX, Csr
+from ._errors import Error
+from .masks import Band, BlockMask, Dense, Mask
+
+Operator: TypeAlias = Callable[..., Any]
+
+_UINT64 = 2**64
+_LISTS = ("row_partial", "row_full", "col_partial", "col_full")
+
+
+class Options(NamedTuple):
+    """What every operator takes after its tensors, in the order of ``_OPTIONS``."""
+
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    seed: Tensor | None  # int64, one element, on the CPU; the bits of an unsigned number
+    blocks: Tensor | None  # int32, flat: offsets and indices of each of _LISTS
+    mask: Sequence[int]  # of encode_mask
+    softmax_scale: float | None
+    softcap: float
+    dropout_p: float
+    deterministic: bool
+    backend: str  # "" is the best that fits
+
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of ``flashsdk.ops``."""
+        return {
+            "mask": decode_mask(self.mask, self.blocks),
+            "bias": _detached(self.bias),
+            "alibi_slopes": _detached(self.alibi_slopes),
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+            "dropout_p": self.dropout_p,
+            "seed": 0 if self.seed is None else int(self.seed) % _UINT64,
+            "deterministic": self.deterministic,
+            "backend": self.backend or None,
+        }
+
+
+_OPTIONS = (
+    "Tensor? bias, Tensor? alibi_slopes, Tensor? seed, Tensor? blocks, SymInt[] mask, "
+    "float? softmax_scale, float softcap, float dropout_p, bool deterministic, str backend"
+)
+_PACKED = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+
+
+# ---- masks as integers
+
+
+def encode_mask(mask: Mask | None) -> tuple[list[int], Tensor | None]:
+    """A mask as (integers, block lists); ``decode_mask`` is the inverse.
+
+    Nothing for Dense; left, right, alignment for a Band, where INT32_MAX is unlimited; for a
+    BlockMask also block_q, block_k, seqlen_q, seqlen_k and, for each of its four lists, the shape
+    of offsets (batch, num_heads, lines + 1) and the number of indices.
+    """
+    if mask is None or isinstance(mask, Dense):
+        return [], None
+    if isinstance(mask, Band):
+        return _encode_band(mask), None
+    if not isinstance(mask, BlockMask):
+        allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
+        raise Error(f"mask: {type(mask).__name__}; {allowed}")
+    code = _encode_band(mask.band or Band())
+    code += [*mask.block_size, mask.seqlen_q, mask.seqlen_k]
+    # Not the arrays themselves: torch.compile would make an input of each.
+    code += mask._sizes
+    return code, torch.from_numpy(mask._flat)
+
+
+def _encode_band(band: Band) -> list[int]:
+    left = INT32_MAX if band.left is None else band.left
+    right = INT32_MAX if band.right is None else band.right
+    return [left, right, int(band.alignment == "top_left")]
+
+
+def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask:
+    """The mask of ``encode_mask``; its arrays are views of ``blocks``."""
+    if not code:
+        return Dense()
+    left, right, top_left, *rest = code
+    band = Band(left, right, "top_left" if top_left else "bottom_right")
+    if blocks is None:
+        return band
+    block_q, block_k, seqlen_q, seqlen_k, *sizes = rest
+    flat = blocks.cpu().numpy()
+    lists: dict[str, Csr] = {}
+    for name in _LISTS:
+        batch, num_heads, ends, listed, *sizes = sizes
+        begin = batch * num_heads * ends
+        end = begin + listed
+        lists[name] = Csr(flat[:begin].reshape(batch, num_heads, ends), flat[begin:end])
+        flat = flat[end:]
+    partial = lists["row_partial"].indices.size > 0
+    return BlockMask((block_q, block_k), seqlen_q, seqlen_k, band if partial else None, **lists)
+
+
+# ---- operators
+
+
+def _define(
+    name: str,  # "mha" or "mha_varlen"
+    run_forward: Callable[..., Any],  # of flashsdk.ops
+    run_backward: Callable[..., Any],
+    packed: int,  # arguments of _PACKED between the tensors and the options: 0 or 4
+) -> Operator:
+    """Makes torch.ops.flashsdk.<name>_fwd and <name>_bwd, and returns the former, differentiable.
+
+    Packed tensors have no batch dimension, lse is then (num_heads, total_q).
+    """
+    schema = (_PACKED if packed else "") + _OPTIONS
+
+    @custom_op(
+        f"flashsdk::{name}_fwd",
+        mutates_args=(),
+        schema=f"(Tensor q, Tensor k, Tensor v, {schema}) -> (Tensor out, Tensor lse)",
+    )
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        tensors, options = map(_detached, (q, k, v)), Options(*rest[packed:])
+        out, lse = run_forward(*tensors, *rest[:packed], **options.keywords())
+        return out, lse
+
+    @forward.register_fake
+    def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        *batch, seqlen, num_heads, _ = q.shape
+        out = q.new_empty((*batch, seqlen, num_heads, v.shape[-1]))
+        return out, q.new_empty((*batch, num_heads, seqlen), dtype=torch.float32)
+
+    @custom_op(
+        f"flashsdk::{name}_bwd",
+        mutates_args=(),
+        schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        f"{schema}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    )
+    def backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        # Autograd's gradients are often expanded or transposed: that of out.sum() has strides 0.
+        dlse = None if dlse is None else last_contiguous(dlse.detach())
+        tensors = map(_detached, (last_contiguous(dout), *rest[:5]))
+        options = Options(*rest[5 + packed :]).keywords()
+        dq, dk, dv = run_backward(*tensors, *rest[5 : 5 + packed], dlse=dlse, **options)
+        return dq, dk, dv
+
+    @backward.register_fake
+    def _(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        return dq, dk, dv
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.set_materialize_grads(False)  # no dlse for those who do not use lse
+        tensors = [x if isinstance(x, Tensor) else None for x in inputs[3:]]
+        ctx.save_for_backward(*inputs[:3], *output, *tensors)
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs[3:]]
+
+    def gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        if dout is None:  # only lse is used
+            dout = torch.zeros_like(out)
+        rest = [n if x is None else x for x, n in zip(tensors, ctx.numbers, strict=True)]
+        return *gradients(dout, dlse, q, k, v, out, lse, *rest), *([None] * len(rest))
+
+    def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    def refuse(ctx: Any, *grads: Tensor) -> None:
+        raise Error("create_graph: True; attention has no second derivative", "unsupported")
+
+    gradients = _differentiable(backward, save_nothing, refuse)
+    return _differentiable(forward, save, gradient)
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    """Without autograd, whose tensors DLPack refuses."""
+    return None if x is None else x.detach()
+
+
+def _differentiable(operator: Any, save: Operator, gradient: Operator) -> Operator:
+    """Gives a gradient and a batching rule for autograd, torch.compile and functorch."""
+    operator.register_autograd(gradient, setup_context=save)
+    operator.register_vmap(functools.partial(_one_by_one, operator))
+    # Eagerly, an autograd.Function does what the operator's own autograd does in half the time,
+    # and torch.func.grad works with no other.
+    methods = {"forward": operator.__call__, "setup_context": save, "backward": gradient}
+    members = {name: staticmethod(method) for name, method in methods.items()}
+    function = type(operator._name, (Function,), {**members, "generate_vmap_rule": True})
+
+    def call(*inputs: Any) -> Any:
+        eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return function.apply(*inputs) if eager else operator(*inputs)
+
+    return call
+
+
+def _one_by_one(operator: Operator, info: Any, dims: Sequence[Any], *args: Any) -> Any:
+    """The batching rule of torch.vmap: a loop, as each call is parallel in itself."""
+    size = info.batch_size
+    batched = [isinstance(d, int) for d in dims]  # or None, or a list of it for a list of numbers
+    given = [x.unbind(d) if b else [x] * size for x, d, b in zip(args, dims, batched, strict=True)]
+    results = zip(*(operator(*one) for one in zip(*given, strict=True)), strict=True)
+    stacked = tuple(torch.stack(result) for result in results)
+    return stacked, (0,) * len(stacked)
+
+
+mha = _define("mha", ops.mha_fwd, ops.mha_bwd, 0)
+mha_varlen = _define("mha_varlen", ops.mha_varlen_fwd, ops.mha_varlen_bwd, 4)
+
+
+# ---- what the public functions share
+
+
+def last_contiguous(x: Tensor) -> Tensor:
+    """``x``, or a copy if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def check_constant(name: str, x: Tensor | None) -> None:
+    """Refuses a tensor whose gradient would be lost."""
+    if x is not None and x.requires_grad and torch.is_grad_enabled():
+        allowed = "one without, as attention has no gradient with respect to it"
+        raise Error(f"{name}: a tensor that requires a gradient; {allowed}", "unsupported")
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: tuple[Tensor, Tensor, int, int] | None = None,
+    *,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out, lse of ``flashsdk.torch.attention``, or of ``varlen_attention`` if ``packed``."""
+    rank = 3 if packed else 4
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != rank:
+            shape = ("" if packed else "batch, ") + "seqlen, num_heads, head_dim"
+            raise Error(f"{name}: shape {tuple(x.shape)}; ({shape})")
+    check_constant("bias", bias)
+    check_constant("alibi_slopes", alibi_slopes)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    code, blocks = encode_mask(mask)
+    options = Options(
+        bias,
+        alibi_slopes,
+        _seed(seed) if dropout_p != 0 else None,
+        blocks,
+        code,
+        softmax_scale,
+        softcap,
+        dropout_p,
+        deterministic,
+        backend or "",
+    )
+    q, k, v = _autocast(q, k, v)
+    if packed:
+        out, lse = mha_varlen(q, k, v, *packed, *options)
+    else:
+        out, lse = mha(q, k, v, *options)
+    return out, lse
+
+
+def _seed(seed: int | None) -> Tensor:
+    """int64, one element, on the CPU, so that reading it waits for no device."""
+    if seed is None:
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
+    if not 0 <= seed < _UINT64:
+        raise Error(f"seed: {seed}; 0 to 2^64 - 1")
+    return torch.full((1,), seed - _UINT64 * (seed >= 2**63), dtype=torch.int64, device="cpu")
+
+
+def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
+    """What torch.autocast does for scaled_dot_product_attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return iter(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    keep = (torch.float64,)
+    return (x.to(dtype) if x.is_floating_point() and x.dtype not in keep else x for x in tensors)

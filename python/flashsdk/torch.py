@@ -1,0 +1,267 @@
+"""Attention for PyTorch, with gradients and torch.compile: the only module that imports torch.
+
+``attention`` and ``varlen_attention`` give all that the library does. ``flash_attn_*_func`` take
+the arguments of flash-attn 2.8 (github.com/Dao-AILab/flash-attention), and
+``scaled_dot_product_attention`` those of torch.nn.functional, so that either can be swapped by
+changing an import. Semantics are those of docs/semantics.md unless a docstring says otherwise.
+
+What all share:
+
+- Gradients reach q, k and v, through the output and through the log-sum-exp. Saved for backward
+  are the arguments, out and lse: memory is linear in the sequence length. There is no second
+  derivative, and none with respect to bias or alibi_slopes: both are errors.
+- float32, float16 and bfloat16. Under torch.autocast q, k and v become the autocast dtype.
+- With dropout and no seed, a seed is drawn from torch's CPU generator on each call, whatever the
+  device of the tensors: torch.manual_seed repeats it, and nothing is synchronised.
+- Bad input raises ``flashsdk.Error``, a ValueError, before anything runs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from ._errors import Error
+from ._flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from ._torch_ops import attend, check_constant, last_contiguous
+from .masks import Band, Causal, Mask
+
+__all__ = [
+    "attention",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "scaled_dot_product_attention",
+    "varlen_attention",
+]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, differentiable in q, k and v (FlashAttention, arXiv 2205.14135).
+
+    q
+        (batch, seqlen_q, num_heads, head_dim). Any strides, but the last dimension contiguous.
+    k, v
+        (batch, seqlen_k, num_heads_kv, head_dim) and (batch, seqlen_k, num_heads_kv, head_dim_v);
+        num_heads_kv divides num_heads, and consecutive query heads share one.
+    mask
+        Which keys a query sees: ``flashsdk.Causal()``, ``SlidingWindow``, a ``BlockMask``, None.
+    bias
+        (batch | 1, num_heads | 1, seqlen_q | 1, seqlen_k | 1), added to the scores, or bool,
+        True = attend. Must not require a gradient.
+    alibi_slopes
+        float32 (num_heads,) or (batch, num_heads): adds -slope * |i + seqlen_k - seqlen_q - j|.
+    softmax_scale
+        Multiplies q·k; head_dim ** -0.5 if None.
+    softcap
+        Above 0, a score s becomes softcap * tanh(s / softcap).
+    dropout_p
+        Probability in [0, 1) to drop an element of P, rounded to the nearest 1/256.
+    seed
+        Of dropout, 0 to 2^64 - 1. None draws one from torch's CPU generator.
+    return_lse
+        Also return the logarithm of the sum of exp(scores).
+    deterministic
+        Bit-identical gradients from run to run, or an Error. None does what
+        torch.use_deterministic_algorithms says.
+    backend
+        "cpu", "sm80", "sm90" or None, the best that fits.
+
+    Returns out (batch, seqlen_q, num_heads, head_dim_v), and lse float32 (batch, num_heads,
+    seqlen_q) if asked for. A row that sees no key has out 0, lse -inf and no gradient.
+    """
+    out, lse = attend(
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        seed=seed,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    mask: Mask | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention`` over sequences that lie packed behind one another, each on its own.
+
+    q, k, v
+        (total_q, num_heads, head_dim), (total_k, num_heads_kv, head_dim) and (total_k,
+        num_heads_kv, head_dim_v): the sequences of the batch without padding.
+    cu_seqlens_q, cu_seqlens_k
+        int32 (batch + 1,): sequence b is rows [cu_seqlens[b], cu_seqlens[b + 1]).
+    max_seqlen_q, max_seqlen_k
+        At least the longest sequence.
+    bias
+        (batch | 1, num_heads | 1, max_seqlen_q | 1, max_seqlen_k | 1), indexed from the first row
+        of each sequence, as is a ``BlockMask``.
+
+    The rest as in ``attention``. Returns out (total_q, num_heads, head_dim_v), and lse float32
+    (num_heads, total_q) if asked for.
+    """
+    out, lse = attend(
+        q,
+        k,
+        v,
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        mask=mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        seed=seed,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+# ---- torch.nn.functional
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional's function of this name: names, order, defaults and semantics.
+
+    query
+        (..., num_heads, seqlen_q, head_dim); any leading dimensions, none at all as well.
+    key, value
+        (..., num_heads, seqlen_k, head_dim) and (..., num_heads, seqlen_k, head_dim_v). Leading
+        dimensions broadcast.
+    attn_mask
+        Broadcast to (..., num_heads, seqlen_q, seqlen_k): added to the scores, or bool, True =
+        attend. torch.nn.attention.bias.causal_lower_right and causal_upper_left are recognised.
+        A gradient with respect to it is not supported: an Error if it requires one.
+    dropout_p
+        Probability in [0, 1), rounded to the nearest 1/256, drawn from torch's CPU generator.
+        As in torch it applies in evaluation as well: pass 0 there.
+    is_causal
+        Query i sees the keys up to i (top-left aligned). An Error together with attn_mask.
+    scale
+        head_dim ** -0.5 if None.
+    enable_gqa
+        Allow key and value to have fewer heads than query; their number divides query's.
+
+    Returns (..., num_heads, seqlen_q, head_dim_v), in memory (..., seqlen_q, num_heads,
+    head_dim_v). Tensors whose last dimension is not contiguous are copied. A query that sees no
+    key gets 0 and no gradient, where releases of PyTorch before 2.5 gave NaN.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.is_nested:
+            allowed = "a dense one, or varlen_attention"
+            raise Error(f"{name}: a nested tensor; {allowed}", "unsupported")
+        if x.dim() < 2:
+            raise Error(f"{name}: shape {tuple(x.shape)}; (..., num_heads, seqlen, head_dim)")
+    if is_causal and attn_mask is not None:
+        raise Error("is_causal: True with an attn_mask; False, or no attn_mask")
+    num_heads, num_heads_kv = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key))
+    if num_heads != num_heads_kv and not enable_gqa:
+        raise Error(f"key: {num_heads_kv} heads; query's {num_heads}, or enable_gqa=True")
+    batch = query.shape[:-3]
+    if not batch == key.shape[:-3] == value.shape[:-3]:
+        batch = torch.broadcast_shapes(batch, key.shape[:-3], value.shape[:-3])
+    scores = (num_heads, query.shape[-2], key.shape[-2])
+    mask = Causal("top_left") if is_causal else None
+    bias = None
+    if isinstance(attn_mask, CausalBias):
+        mask = _causal_bias(attn_mask, scores)
+    elif attn_mask is not None:
+        bias = _bias(attn_mask, batch, scores)
+    q, k, v = (_rows_first(x, batch) for x in (query, key, value))
+    out, _ = attend(q, k, v, mask=mask, bias=bias, softmax_scale=scale, dropout_p=dropout_p)
+    out = out.transpose(1, 2)  # (prod(batch), num_heads, seqlen_q, head_dim_v)
+    if len(batch) == 1:
+        return out
+    return out.reshape(*batch, *out.shape[1 if query.dim() > 2 else 2 :])  # a view
+
+
+def _rows_first(x: Tensor, batch: torch.Size) -> Tensor:
+    """(..., num_heads, seqlen, head_dim) to (prod(batch), seqlen, num_heads, head_dim)."""
+    if x.dim() != 4 or x.shape[:1] != batch:
+        x = x if x.dim() > 2 else x.unsqueeze(0)
+        x = x.expand(*batch, *x.shape[-3:]).reshape(math.prod(batch), *x.shape[-3:])
+    return last_contiguous(x.transpose(1, 2))
+
+
+def _bias(attn_mask: Tensor, batch: torch.Size, scores: tuple[int, int, int]) -> Tensor:
+    """attn_mask as (prod(batch) | 1, num_heads | 1, seqlen_q | 1, seqlen_k | 1)."""
+    check_constant("attn_mask", attn_mask)
+    rank = len(batch) + 3
+    shape = (1,) * (rank - attn_mask.dim()) + tuple(attn_mask.shape)
+    allowed = (*batch, *scores)
+    if len(shape) != rank or any(n not in (1, m) for n, m in zip(shape, allowed, strict=True)):
+        given = tuple(attn_mask.shape)
+        raise Error(f"attn_mask: shape {given}; one that broadcasts to {allowed}")
+    if all(n == 1 for n in shape[:-3]):
+        bias = attn_mask.reshape(1, *shape[-3:])
+    else:
+        bias = attn_mask.expand(*batch, *shape[-3:]).reshape(math.prod(batch), *shape[-3:])
+    return last_contiguous(bias)
+
+
+def _causal_bias(attn_mask: CausalBias, scores: tuple[int, int, int]) -> Band:
+    if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != scores[1:]:
+        raise Error(f"attn_mask: shape {tuple(attn_mask.shape)}; {scores[1:]}")
+    upper_left = attn_mask.variant == CausalVariant.UPPER_LEFT
+    return Causal("top_left" if upper_left else "bottom_right")
