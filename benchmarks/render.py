@@ -1,0 +1,139 @@
+"""Writes docs/benchmarks.md, its pictures and the README's figures from the records in results/.
+
+    python benchmarks/render.py            # write
+    python benchmarks/render.py --check    # exit 1 if a text is stale
+
+No figure in these texts is typed: to change one, measure again and put the record into results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from flashsdk._commands import bench, demo, figures
+from flashsdk._commands.table import markdown_table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+IMAGES = ROOT / "docs" / "images"
+README = ROOT / "README.md"
+
+Record = dict[str, Any]
+
+INTRODUCTION = """\
+<!-- Written by benchmarks/render.py from benchmarks/results/; change it there. -->
+# How fast
+
+`python -m flashsdk bench` measures; `benchmarks/README.md` says how, and how to add a machine.
+Compare figures of one run only: absolute ones move with clocks and load.
+"""
+
+
+def records() -> dict[str, Record]:
+    """By file name without its ending."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def about(record: Record) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    sources = f", kernel sources {record['kernel_sources']}" if record["kernel_sources"] else ""
+    commit = f", commit {record['commit']}" if record["commit"] else ""
+    return (
+        f"{record['date']}, flashsdk {record['flashsdk']}{commit}{sources}; "
+        f"Python {record['python']}, {versions}."
+    )
+
+
+def image(name: str) -> str:
+    return f"![{name}]({(IMAGES / name).relative_to(DOCUMENT.parent)}.png)"
+
+
+def bench_section(name: str, record: Record) -> str:
+    suite = bench.SUITES[record["backend"]]
+    parts = [f"## {figures.where(record)}", about(record), image(name)]
+    for table in suite.tables(record):
+        parts += [f"### {table.title}", markdown_table(table.header, table.rows, table.left)]
+    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in suite.notes(record))])
+
+
+def demo_section(name: str, record: Record) -> str:
+    text = fenced(demo.describe(record))
+    return "\n\n".join(
+        ["## Beside standard attention: `make demo`", about(record), image(name), text]
+    )
+
+
+def fenced(text: str) -> str:
+    return f"```text\n{text}\n```"
+
+
+def document(found: dict[str, Record]) -> str:
+    sections = [
+        demo_section(name, record) if record["kind"] == "demo" else bench_section(name, record)
+        for name, record in found.items()
+    ]
+    return "\n\n".join([INTRODUCTION.rstrip(), *sections]) + "\n"
+
+
+def readme(text: str, found: dict[str, Record]) -> str:
+    """The README with its marked blocks filled; one whose marks are missing is left out."""
+    demos = {name: r for name, r in found.items() if r["kind"] == "demo"}
+    benches = [r for r in found.values() if r["kind"] == "bench"]
+    blocks = {
+        "demo": "\n\n".join(fenced(demo.describe(r)) for r in demos.values()),
+        "picture": "\n\n".join(f"![{name}](docs/images/{name}.png)" for name in demos),
+        "figures": "\n\n".join(map(headline, benches)),
+    }
+    for name, block in blocks.items():
+        marks = (f"<!-- {name}:begin -->", f"<!-- {name}:end -->")
+        pattern = re.escape(marks[0]) + ".*?" + re.escape(marks[1])
+        new = f"{marks[0]}\n{block}\n{marks[1]}"
+        text = re.sub(pattern, lambda _, new=new: new, text, flags=re.DOTALL)
+    return text
+
+
+def headline(record: Record) -> str:
+    """The rows of the longest sequence, without mask and causal."""
+    suite = bench.SUITES[record["backend"]]
+    table = suite.headline(record)
+    return f"{figures.where(record)}:\n\n{markdown_table(table.header, table.rows, table.left)}"
+
+
+def draw(found: dict[str, Record]) -> None:
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for name, record in found.items():
+        drawing = (
+            figures.demo if record["kind"] == "demo" else bench.SUITES[record["backend"]].figure
+        )
+        print(figures.save(drawing, record, IMAGES / f"{name}.png"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a text is stale")
+    check = parser.parse_args().check
+    found = records()
+    texts = {DOCUMENT: document(found)}
+    if README.exists():
+        texts[README] = readme(README.read_text(), found)
+    stale = [p for p, text in texts.items() if not p.exists() or p.read_text() != text]
+    if check:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)}: stale; run python benchmarks/render.py")
+        return 1 if stale else 0
+    draw(found)
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(texts[path])
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

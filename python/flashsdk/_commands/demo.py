@@ -1,0 +1,290 @@
+"""``demo``: error, time and memory at the shapes of real models, beside standard attention."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import flashsdk as fs
+import numpy as np
+from flashsdk._commands import exact, figures, machine, standard, table
+from flashsdk._commands.files import writable_file
+from flashsdk._commands.memory import available_bytes, extra_bytes
+from flashsdk._commands.progress import Progress
+from flashsdk._commands.timing import Interleaved, median
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+SCORE_BYTES = 640 << 20  # most that one score matrix of standard attention may take here
+BLOCK = 128
+SPARSE_DENSITY = 1 / 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    heads: int
+    heads_kv: int
+    seqlen: int
+    head_dim: int
+    mask: str  # "none", "causal", "block-sparse"
+
+    def make_mask(self) -> fs.Dense | fs.Band | fs.BlockMask:
+        if self.mask == "block-sparse":
+            return fs.layouts.random(
+                self.seqlen, self.seqlen, BLOCK, density=SPARSE_DENSITY, seed=0
+            )
+        return fs.Causal() if self.mask == "causal" else fs.Dense()
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}:{self.heads_kv}"
+        return f"{heads} × {self.head_dim}"
+
+
+SHAPES = (
+    Shape("GPT-2 small", 12, 12, 1024, 64, "causal"),
+    Shape("BERT-large", 16, 16, 512, 64, "none"),
+    Shape("Llama-3-8B", 32, 8, 2048, 128, "causal"),
+    Shape("16K tokens", 2, 2, 16384, 64, "none"),
+    Shape("16K tokens", 2, 2, 16384, 64, "causal"),
+    Shape("16K tokens", 2, 2, 16384, 64, "block-sparse"),
+)
+
+
+@dataclass
+class Row:
+    """What was measured at one shape. Times in seconds, memory in bytes, errors against float64."""
+
+    name: str
+    dims: str  # heads (query:key) × head_dim
+    seqlen: int
+    mask: str
+    density: float  # of the blocks of scores that are visited
+    fwd: float
+    bwd: float
+    memory: int
+    standard_fwd: float
+    standard_bwd: float
+    standard_memory: float
+    measured_part: float  # of standard attention; the rest is scaled up
+    error_out: float
+    error_grads: float
+    standard_error_out: float
+    standard_error_grads: float
+    ok: bool
+
+    @property
+    def total(self) -> float:
+        return self.fwd + self.bwd
+
+    @property
+    def standard_total(self) -> float:
+        return self.standard_fwd + self.standard_bwd
+
+
+class Inputs:
+    """q, k, v and dout of one shape, batch 1, random normal."""
+
+    def __init__(self, shape: Shape) -> None:
+        rng = np.random.default_rng(0)
+
+        def random(heads: int) -> Array:
+            return rng.standard_normal((1, shape.seqlen, heads, shape.head_dim), dtype=np.float32)
+
+        self.q, self.dout = random(shape.heads), random(shape.heads)
+        self.k, self.v = random(shape.heads_kv), random(shape.heads_kv)
+
+
+def run(out: str, record: str | None) -> int:
+    """Prints the table and draws `out`; 1 if an error bound is missed."""
+    picture = writable_file("--out", Path(out))
+    if record is not None:
+        writable_file("--record", Path(record))
+    rows: list[Row] = []
+    steps = 4.0 * len(SHAPES)
+    with Progress("demo", steps) as progress:
+        for i, shape in enumerate(SHAPES):
+
+            def step(text: str, part: int, i: int = i, shape: Shape = shape) -> None:
+                name = f"{shape.name}, {shape.mask}" if shape.mask != "none" else shape.name
+                progress.update(4 * i + part, f"{name}: {text}")
+
+            rows.append(measure(shape, step))
+    header = machine.record_header("demo")
+    data = {**header, "framework": framework(), "rows": [asdict(row) for row in rows]}
+    print(describe(data))
+    if record is not None:
+        Path(record).write_text(json.dumps(data, indent=1) + "\n")
+    print(figures.save(figures.demo, data, picture))
+    missed = [row.name for row in rows if not row.ok]
+    if missed:
+        print(f"error bound missed: {', '.join(missed)}")
+    return 1 if missed else 0
+
+
+def framework() -> str:
+    return "PyTorch" if standard.have_torch() else "NumPy"
+
+
+def measure(shape: Shape, step: Callable[[str, int], None]) -> Row:
+    x, mask = Inputs(shape), shape.make_mask()
+    visibility = exact.Visibility.of(mask)
+    step("memory", 0)
+    out, lse = fs.mha_fwd(x.q, x.k, x.v, mask=mask)
+    grads = fs.mha_bwd(x.dout, x.q, x.k, x.v, out, lse, mask=mask)
+
+    def ours() -> None:
+        fs.mha_fwd(x.q, x.k, x.v, mask=mask, out=out, lse=lse)
+        dq, dk, dv = grads
+        fs.mha_bwd(x.dout, x.q, x.k, x.v, out, lse, mask=mask, dq=dq, dk=dk, dv=dv)
+
+    # out and gradients are results; the LSE is what the backward needs beyond them.
+    memory = extra_bytes(ours) + lse.nbytes
+
+    heads, rows = affordable(shape)
+    part = heads / shape.heads * rows / shape.seqlen
+    theirs = standard_part(x, visibility, heads, rows)
+    theirs.step()
+    standard_memory = extra_bytes(theirs.step) / part
+
+    step("time", 1)
+    calls: dict[str, Callable[[], object]] = {
+        "standard fwd": theirs.forward,
+        "standard bwd": theirs.backward,
+        "fwd": lambda: fs.mha_fwd(x.q, x.k, x.v, mask=mask),
+        "bwd": lambda: fs.mha_bwd(x.dout, x.q, x.k, x.v, out, lse, mask=mask),
+    }
+    samples = Interleaved(calls, slice=0.05).run(rounds=7, seconds=1.5)
+    times = {name: median(s) for name, s in samples.items()}
+    del theirs
+
+    step("error against float64", 2)
+    errors = compare(shape, x, visibility, out, grads)
+    return Row(
+        name=shape.name,
+        dims=str(shape),
+        seqlen=shape.seqlen,
+        mask=shape.mask,
+        density=mask.density
+        if isinstance(mask, fs.BlockMask)
+        else 0.5
+        if visibility.causal
+        else 1.0,
+        fwd=times["fwd"],
+        bwd=times["bwd"],
+        memory=memory,
+        standard_fwd=times["standard fwd"] / part,
+        standard_bwd=times["standard bwd"] / part,
+        standard_memory=standard_memory,
+        measured_part=part,
+        error_out=errors["ours"][0],
+        error_grads=errors["ours"][1],
+        standard_error_out=errors["standard"][0],
+        standard_error_grads=errors["standard"][1],
+        ok=all(
+            ours <= 2 * naive + 1e-5
+            for ours, naive in zip(errors["ours"], errors["standard"], strict=True)
+        ),
+    )
+
+
+def affordable(shape: Shape) -> tuple[int, int]:
+    """Heads and query rows of standard attention that fit: all, or whole heads, or part of one."""
+    budget = min(SCORE_BYTES, available_bytes() // 8)
+    per_head = 4 * shape.seqlen**2
+    if per_head <= budget:
+        # Whole groups of query heads, so that GQA stays what it is.
+        group = shape.heads // shape.heads_kv
+        return min(shape.heads, max(group, budget // per_head // group * group)), shape.seqlen
+    rows = shape.seqlen
+    while 4 * shape.seqlen * rows > budget and rows > 256:
+        rows //= 2
+    return 1, rows
+
+
+def standard_part(
+    x: Inputs, visibility: exact.Visibility, heads: int, rows: int
+) -> standard.Standard:
+    """Standard attention of the first heads and the last query rows."""
+    seqlen, group = x.q.shape[1], x.q.shape[2] // x.k.shape[2]
+    heads_kv = max(1, heads // group)
+    start = seqlen - rows
+    visible = visibility.dense(start, seqlen, seqlen, seqlen)
+    q, dout = (t[:, start:, :heads] for t in (x.q, x.dout))
+    k, v = (t[:, :, :heads_kv] for t in (x.k, x.v))
+    return standard.standard_attention(q, k, v, dout, visible, fs.get_num_threads())
+
+
+def compare(
+    shape: Shape, x: Inputs, visibility: exact.Visibility, out: Any, grads: Any
+) -> dict[str, tuple[float, float]]:
+    """Largest error against float64 of (out, gradients), ours and standard attention's in float32.
+
+    All rows of one key head and the query heads that share it.
+    """
+    kv = shape.heads_kv - 1
+    group = shape.heads // shape.heads_kv
+    heads = slice(kv * group, (kv + 1) * group)
+    args = (x.q[0, :, heads], x.k[0, :, kv], x.v[0, :, kv], x.dout[0, :, heads], visibility)
+    truth = exact.attention(*args, np.float64)
+    naive = exact.attention(*args, np.float32)
+    dq, dk, dv = grads
+    ours = exact.Gradients(out[0, :, heads], dq[0, :, heads], dk[0, :, kv], dv[0, :, kv])
+
+    def errors(result: exact.Gradients) -> tuple[float, float]:
+        worst = {
+            name: float(np.abs(getattr(result, name) - getattr(truth, name)).max())
+            for name in ("out", "dq", "dk", "dv")
+        }
+        # max() would let a NaN pass.
+        return worst["out"], float(np.max([worst[name] for name in ("dq", "dk", "dv")]))
+
+    return {"ours": errors(ours), "standard": errors(naive)}
+
+
+def describe(data: dict[str, Any]) -> str:
+    """The table of a record."""
+    header = [
+        ["fp32, batch 1", "heads", "seqlen", "mask", "forward ms", "", "", "backward ms", "", "",
+         "extra memory MiB", "", "", "max error"],
+        ["", "× dim", "", "", *["standard", "ours", ""] * 3, "vs fp64"],
+    ]  # fmt: skip
+    rows = []
+    for r in (Row(**row) for row in data["rows"]):
+        scaled = "" if r.measured_part == 1 else "*"
+        mask = r.mask if r.mask != "block-sparse" else f"sparse {r.density:.1%}"
+        cells = [r.name, r.dims, table.length(r.seqlen), mask]
+        for standard_, ours, unit in (
+            (r.standard_fwd, r.fwd, 1e-3),
+            (r.standard_bwd, r.bwd, 1e-3),
+            (r.standard_memory, r.memory, 1 << 20),
+        ):
+            cells += [
+                scaled + table.three_digits(standard_ / unit),
+                table.three_digits(ours / unit),
+                table.times(standard_ / ours),
+            ]
+        rows.append(
+            [*cells, f"{max(r.error_out, r.error_grads):.1e}" + ("" if r.ok else " MISSED")]
+        )
+    lines = [
+        f"flashsdk {data['flashsdk']} on {data['cpu']}, {data['isa']}, {data['threads']} threads; "
+        f"standard attention: {data['framework']}",
+        "",
+        table.text_table(header, rows, left=4),
+        "",
+    ]
+    parts = sorted({r["measured_part"] for r in data["rows"]} - {1})
+    if parts:
+        of = " and ".join(f"1/{round(1 / part)}" for part in parts)
+        lines.append(
+            f"* standard attention measured on {of} of the heads and query rows, scaled up"
+        )
+    lines += [
+        "extra memory: peak beyond inputs, outputs and gradients, forward and backward together",
+        "max error: of out, dq, dk, dv; allowed: twice the error of standard attention + 1e-5",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,204 @@
+"""Pictures of records, by matplotlib where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashsdk._commands import goals, table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OURS, OURS_LIGHT = "#1d5c96", "#86b6dc"
+STANDARD, STANDARD_LIGHT = "#8f8f8a", "#c9c9c4"
+SPARSE = "#d9822b"
+INK = "#333333"
+
+Record = dict[str, Any]
+
+
+def save(draw: Callable[[Figure, Record], None], record: Record, path: str | Path) -> str:
+    """Draws and saves; the line that says where, or why not."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no picture: matplotlib is not installed; pip install 'flashsdk[plot]'"
+    style = {
+        "font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": "#bbbbbb",
+        "xtick.color": INK, "ytick.color": INK,
+        "axes.spines.top": False, "axes.spines.right": False,
+        "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    }  # fmt: skip
+    with matplotlib.rc_context(style):
+        figure = Figure(layout="constrained", facecolor="white")
+        draw(figure, record)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=140)
+    return f"picture: {path}"
+
+
+def where(record: Record) -> str:
+    return f"{record['cpu']}, {record['isa']}, {record['threads']} threads"
+
+
+def demo(figure: Figure, record: Record) -> None:
+    """Time and memory beside standard attention, and what block sparsity adds at 16K."""
+    rows = record["rows"]
+    figure.set_size_inches(12.5, 4.6)
+    figure.suptitle(
+        f"Exact attention, forward + backward, fp32: flashsdk {record['flashsdk']} and "
+        f"standard attention ({record['framework']})\n{where(record)}",
+        fontsize=10, x=0.01, ha="left",
+    )  # fmt: skip
+    time_axes, memory_axes, long_axes = figure.subplots(1, 3, width_ratios=[1.25, 1.1, 1])
+    dense = [r for r in rows if r["mask"] != "block-sparse"]
+    labels = [f"{r['name']}\n{r['dims']}, {table.length(r['seqlen'])}, {_mask(r)}" for r in dense]
+
+    ours = [r["fwd"] + r["bwd"] for r in dense]
+    standard = [r["standard_fwd"] + r["standard_bwd"] for r in dense]
+    texts = [
+        (table.seconds(s), f"flashsdk {table.seconds(o)}, {table.times(s / o)} faster")
+        for o, s in zip(ours, standard, strict=True)
+    ]
+    _pairs(time_axes, labels, ours, standard, texts)
+    time_axes.set_title("Time, standard attention = 1")
+
+    ours = [r["memory"] for r in dense]
+    standard = [r["standard_memory"] for r in dense]
+    texts = [
+        (table.size(s), f"flashsdk {table.size(o)}, {table.times(s / o)} less")
+        for o, s in zip(ours, standard, strict=True)
+    ]
+    _pairs(memory_axes, [""] * len(dense), ours, standard, texts)
+    memory_axes.set_title("Extra memory, standard attention = 1")
+
+    _long(long_axes, [r for r in rows if r["seqlen"] == max(r["seqlen"] for r in rows)])
+
+
+def _mask(row: Record) -> str:
+    return "no mask" if row["mask"] == "none" else str(row["mask"])
+
+
+def _pairs(
+    axes: Axes,
+    labels: list[str],
+    ours: list[float],
+    standard: list[float],
+    texts: list[tuple[str, str]],
+) -> None:
+    """Two bars a row, the standard one of length 1."""
+    for i, (o, s, (theirs_text, ours_text)) in enumerate(zip(ours, standard, texts, strict=True)):
+        axes.barh(i - 0.2, 1, 0.36, color=STANDARD_LIGHT)
+        axes.barh(i + 0.2, o / s, 0.36, color=OURS)
+        axes.text(0.99, i - 0.2, f"standard {theirs_text}", va="center", ha="right", fontsize=8)
+        inside = o / s > 0.62
+        axes.text(
+            0.99 * o / s if inside else o / s + 0.02, i + 0.2, ours_text, va="center",
+            ha="right" if inside else "left", fontsize=8, weight="bold",
+            color="white" if inside else OURS,
+        )  # fmt: skip
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(1.02, *(o / s for o, s in zip(ours, standard, strict=True))))
+    axes.set_xticks([])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["bottom"].set_visible(False)
+
+
+def _long(axes: Axes, rows: list[Record]) -> None:
+    """Our own times at the longest sequence: no mask, causal, block-sparse."""
+    colors = {"none": OURS, "causal": OURS, "block-sparse": SPARSE}
+    for i, r in enumerate(rows):
+        total = r["fwd"] + r["bwd"]
+        axes.barh(i, r["fwd"], 0.6, color=colors[r["mask"]])
+        axes.barh(i, r["bwd"], 0.6, left=r["fwd"], color=colors[r["mask"]], alpha=0.6)
+        share = total / (rows[0]["fwd"] + rows[0]["bwd"])
+        note = "" if i == 0 else f"   {share:.1%} of the time"
+        axes.text(total, i, f" {table.seconds(total)}{note}", va="center", fontsize=8)
+    labels = [f"{_mask(r)}\n{r['density']:.1%} of scores" for r in rows]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25 * max(r["fwd"] + r["bwd"] for r in rows))
+    axes.set_xlabel("seconds; dark: forward, light: backward")
+    axes.set_title(f"flashsdk at {table.length(rows[0]['seqlen'])}: skipped blocks are free")
+
+
+def bench_cpu(figure: Figure, record: Record) -> None:
+    """Ours and PyTorch as shares of the peak, and block-sparse time over density."""
+    dense = [r for r in record["rows"] if r["kind"] == "dense"]
+    sparse = [r for r in record["rows"] if r["kind"] == "sparse"]
+    dtypes = list(dict.fromkeys(r["dtype"] for r in dense))
+    panels = len(dtypes) + bool(sparse)
+    if panels == 0:
+        figure.set_size_inches(4, 1)
+        figure.text(0.5, 0.5, "no rows to draw", ha="center")
+        return
+    columns = min(panels, 2)
+    lines = -(-panels // columns)
+    figure.set_size_inches(6.3 * columns, 3.3 * lines + 0.5)
+    figure.suptitle(
+        f"flashsdk {record['flashsdk']}: {where(record)}", fontsize=10, x=0.01, ha="left"
+    )
+    grid = figure.subplots(lines, columns, squeeze=False).ravel()
+    for dtype, axes in zip(dtypes, grid, strict=False):
+        _shares(axes, dtype, [r for r in dense if r["dtype"] == dtype])
+    if sparse:
+        _densities(grid[len(dtypes)], sparse)
+    for spare in grid[panels:]:
+        spare.set_axis_off()
+
+
+def _shares(axes: Axes, dtype: str, rows: list[Record]) -> None:
+    shapes = list(dict.fromkeys((r["seqlen"], r["head_dim"], r["mask"]) for r in rows))
+    bars = (
+        ("fwd", "ours", OURS), ("fwd", "torch", STANDARD),
+        ("bwd", "ours", OURS_LIGHT), ("bwd", "torch", STANDARD_LIGHT),
+    )  # fmt: skip
+    names = {"fwd": "forward", "bwd": "backward", "ours": "flashsdk", "torch": "PyTorch flash"}
+    for i, (op, who, color) in enumerate(bars):
+        points = []
+        for x, shape in enumerate(shapes):
+            for r in rows:
+                if (r["seqlen"], r["head_dim"], r["mask"]) == shape and r["op"] == op:
+                    share = r["share"]
+                    if who == "torch":
+                        share = share / r["ratio"] if "ratio" in r else 0.0
+                    points.append((x + (i - 1.5) * 0.2, 100 * share))
+        if points:
+            label = f"{names[who]}, {names[op]}"
+            bar = axes.bar(*zip(*points, strict=True), width=0.19, color=color, label=label)
+            axes.bar_label(bar, fmt="%.0f", fontsize=7, padding=1)
+    labels = [
+        f"{table.length(n)} × {d}" + ("\ncausal" if mask == "causal" else "")
+        for n, d, mask in shapes
+    ]
+    axes.set_xticks(range(len(shapes)), labels)
+    axes.set_ylim(0, 118)
+    axes.set_yticks(range(0, 101, 25))
+    axes.set_ylabel(f"% of the {rows[0]['peak_kind']} peak")
+    axes.set_title(dtype)
+    axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", columnspacing=1)
+
+
+def _densities(axes: Axes, rows: list[Record]) -> None:
+    top = max(r["density"] for r in rows)
+    axes.plot([0, top], [0, top], color=STANDARD, lw=1, label="time = density × dense")
+    limits = [goals.sparse_limit(0), goals.sparse_limit(top)]
+    axes.plot([0, top], limits, color=STANDARD, lw=1, ls=":", label="allowed")
+    groups = list(dict.fromkeys((r["dtype"], r["op"], r["head_dim"]) for r in rows))
+    marks = {"fwd": "o", "bwd": "s"}
+    for i, (dtype, op, dim) in enumerate(groups):
+        of = [r for r in rows if (r["dtype"], r["op"], r["head_dim"]) == (dtype, op, dim)]
+        axes.plot(
+            [r["density"] for r in of], [r["of_dense"] for r in of], marks[op], ms=5, alpha=0.8,
+            color=(OURS, OURS_LIGHT, SPARSE, "#6a9f58", "#8064a2", STANDARD)[i // 2 % 6],
+            label=f"{dtype} {op}, head_dim {dim}",
+        )  # fmt: skip
+    axes.set_xlabel("density: visited blocks / all blocks")
+    axes.set_ylabel("time / dense time")
+    axes.set_title(f"Block-sparse, {table.length(rows[0]['seqlen'])} tokens")
+    axes.legend(fontsize=7, frameon=False, loc="upper left")

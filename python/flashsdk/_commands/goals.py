@@ -1,0 +1,79 @@
+"""What the CPU kernels must reach: shares of the peak, ratios to PyTorch's flash attention.
+
+The ratios are stated for processors with AVX-512: on others PyTorch leaves less of the machine
+unused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+CAUSAL_POINTS = 0.04  # causal may lie this far below the same without mask
+FP16_OF_FP32 = 0.85  # fp16's rate, of fp32's
+SPARSE_SLOPE, SPARSE_OFFSET = 1.15, 0.01  # time of density rho, of dense time
+LATENCY = {
+    "numpy": 20e-6,
+    "torch": 15e-6,
+}  # seconds of a forward call that computes next to nothing
+
+# (dtype, op, head_dim) at seqlen 4096 without mask
+SHARE_4096 = {
+    ("fp32", "fwd", 128): 0.85,
+    ("fp32", "fwd", 64): 0.83,
+    ("fp32", "bwd", 128): 0.77,
+    ("fp32", "bwd", 64): 0.77,
+    ("bf16", "fwd", 128): 0.83,
+    ("bf16", "fwd", 64): 0.77,
+    ("bf16", "bwd", 128): 0.74,
+    ("bf16", "bwd", 64): 0.74,
+}
+SHARE_1024 = {"fp32": 0.75, "bf16": 0.65}  # forward without mask
+RATIO_4096 = {
+    ("fp32", "fwd"): 2.3,
+    ("fp32", "bwd"): 2.3,
+    ("bf16", "fwd"): 4.2,
+    ("bf16", "bwd"): 2.5,
+    ("fp16", "fwd"): 3.0,
+    ("fp16", "bwd"): 20.0,
+}
+RATIO_1024_CAUSAL = 3.0  # forward
+
+
+@dataclass(frozen=True)
+class Goal:
+    share: float | None = None
+    ratio: float | None = None
+
+
+def goal(row: dict[str, Any], rows: list[dict[str, Any]], isa: str) -> Goal:
+    """The goal of one dense row; some depend on other rows of the same run."""
+    dtype, op, dim, seqlen, mask = (row[k] for k in ("dtype", "op", "head_dim", "seqlen", "mask"))
+    share = ratio = None
+    if seqlen == 4096 and mask == "none":
+        share = SHARE_4096.get((dtype, op, dim))
+        ratio = RATIO_4096.get((dtype, op))
+        if dtype == "fp16" and (fp32 := _find(rows, row, dtype="fp32")) is not None:
+            share = FP16_OF_FP32 * fp32["share"]
+    elif seqlen == 4096 and (full := _find(rows, row, mask="none")) is not None:
+        share = full["share"] - CAUSAL_POINTS
+    elif seqlen == 1024 and op == "fwd":
+        if mask == "none":
+            share = SHARE_1024.get(dtype)
+        else:
+            ratio = RATIO_1024_CAUSAL
+    if dtype == "bf16" and isa != "avx512_bf16" and mask == "none":
+        share = None  # stated for the dot-product instruction
+    return Goal(share, ratio if isa.startswith("avx512") else None)
+
+
+def sparse_limit(density: float) -> float:
+    """Most that a block-sparse call may take, of the dense one's time."""
+    return SPARSE_SLOPE * density + SPARSE_OFFSET
+
+
+def _find(
+    rows: list[dict[str, Any]], like: dict[str, Any], **changed: str
+) -> dict[str, Any] | None:
+    wanted = {k: like[k] for k in ("dtype", "op", "head_dim", "seqlen", "mask", "heads")} | changed
+    return next((r for r in rows if all(r[k] == v for k, v in wanted.items())), None)

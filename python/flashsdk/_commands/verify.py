@@ -1,0 +1,106 @@
+"""``verify``: random problems against the float64 reference until a time or a count is reached."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import flashsdk as fs
+from flashsdk._commands import INTERRUPTED
+from flashsdk._commands.progress import Progress
+from flashsdk._problems import generate
+from flashsdk._verify import Report, check
+
+DEFAULT_SECONDS = 30.0
+
+
+@dataclass
+class Tally:
+    problems: Counter[str] = field(default_factory=Counter)  # by dtype
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+    # Largest error as a part of what is allowed, and where.
+    closest: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, report: Report) -> None:
+        if report.refused:
+            self.refused[report.refused] += 1
+            return
+        self.problems[report.problem.dtype] += 1
+        for name, (error, limit) in report.errors.items():
+            part = (error / limit if limit else 0.0, report.problem.seed)
+            self.closest[name] = max(part, self.closest.get(name, part))
+
+    def describe(self, seconds: float, where: str) -> str:
+        count = sum(self.problems.values())
+        dtypes = ", ".join(f"{n} {dtype}" for dtype, n in sorted(self.problems.items()))
+        lines = [
+            f"{count} problems in {seconds:.0f} s on {where}" + (f": {dtypes}" if dtypes else "")
+        ]
+        if self.closest:
+            parts = [f"{name} {part:.0%}" for name, (part, _) in self.closest.items()]
+            lines.append(f"largest error as a part of what is allowed: {', '.join(parts)}")
+        lines += [f"{n} not run: {why}" for why, n in self.refused.items()]
+        return "\n".join(lines)
+
+
+def run(
+    *,
+    seconds: float | None,
+    count: int | None,
+    seed: int | None,
+    backend: str,
+    framework: str | None,
+) -> int:
+    """0 when nothing was found, 1 at the first failure, 130 after Ctrl-C."""
+    if seed is not None:
+        return repeat(seed, backend, framework)
+    if seconds is None and count is None:
+        seconds = DEFAULT_SECONDS
+    first = secrets.randbelow(1 << 31)
+    tally, failure, interrupted = Tally(), None, False
+    start = time.monotonic()
+    try:
+        with Progress("verify", float(count or seconds or 0)) as progress:
+            for done in range(count) if count is not None else itertools.count():
+                elapsed = time.monotonic() - start
+                if seconds is not None and elapsed >= seconds:
+                    break
+                progress.update(elapsed if count is None else done, f"{done} problems, none failed")
+                report = attempt(first + done, backend, framework)
+                if not report.ok:
+                    failure = report
+                    break
+                tally.add(report)
+    except KeyboardInterrupt:
+        interrupted = True
+    where = f"{backend}, {fs.build_info()['cpu_isa']}" if backend == "cpu" else backend
+    print(tally.describe(time.monotonic() - start, where))
+    if failure is not None:
+        print(f"FAILED: {failure}")
+        return 1
+    print("stopped by Ctrl-C; no failure until then" if interrupted else "no failure")
+    return INTERRUPTED if interrupted else 0
+
+
+def repeat(seed: int, backend: str, framework: str | None) -> int:
+    """One problem, with all that there is to say about it."""
+    report = attempt(seed, backend, framework)
+    print(report)
+    for name, (error, limit) in report.errors.items():
+        print(f"  {name}: largest error {error:.2e}, allowed {limit:.2e}")
+    print(f"not run: {report.refused}" if report.refused else "passed" if report.ok else "FAILED")
+    return 0 if report.ok else 1
+
+
+def attempt(seed: int, backend: str, framework: str | None) -> Report:
+    """A call that raises is a failure like a wrong number, and reported in the same way."""
+    problem = generate(seed, backend)
+    try:
+        return check(problem, backend, framework)
+    except ModuleNotFoundError as e:
+        return Report(problem, backend, [], {}, refused=f"{e.name} is not installed")
+    except Exception as e:
+        return Report(problem, backend, [f"{type(e).__name__}: {e}"], {})

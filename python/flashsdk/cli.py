@@ -1,0 +1,135 @@
+"""The command line: ``python -m flashsdk info | demo | verify | bench``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from flashsdk._commands import INTERRUPTED
+from flashsdk._errors import Error
+
+USAGE_ERROR = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
+        self.exit(USAGE_ERROR, f"{self.prog}: {message}; --help lists what is allowed\n")
+
+
+def parser() -> Parser:
+    top = Parser(prog="python -m flashsdk", description="Exact attention: FlashAttention kernels.")
+    commands = top.add_subparsers(
+        dest="command", required=True, metavar="info | demo | verify | bench"
+    )
+
+    info = commands.add_parser("info", help="version, backends, instruction sets and kernels")
+    info.add_argument("--all", action="store_true", help="list every kernel")
+    info.add_argument("--json", action="store_true", help="everything, as JSON")
+
+    demo = commands.add_parser(
+        "demo", help="attention at the shapes of real models beside standard attention"
+    )
+    demo.add_argument(
+        "--out", default="demo.png", metavar="PNG", help="picture (default %(default)s)"
+    )
+    demo.add_argument("--record", metavar="JSON", help="also write the figures there")
+
+    verify = commands.add_parser("verify", help="random problems against a float64 reference")
+    verify.add_argument("--seconds", type=duration, metavar="S", help="for so long (default 30)")
+    verify.add_argument("--count", type=positive_int, metavar="N", help="so many problems")
+    verify.add_argument("--seed", type=natural, metavar="N", help="one problem, again and exactly")
+    verify.add_argument("--backend", choices=("cpu", "sm80", "sm90"), default="cpu")
+    verify.add_argument("--framework", choices=("numpy", "torch"), help="of the arrays")
+
+    bench = commands.add_parser(
+        "bench", help="speed, as a share of the machine's peak and beside PyTorch"
+    )
+    bench.add_argument("--quick", action="store_true", help="small sizes, few samples")
+    bench.add_argument(
+        "--filter", nargs="+", default=[], metavar="WORD", help="rows named so: bf16 fwd 4096"
+    )
+    bench.add_argument(
+        "--out", default="flashsdk-bench", metavar="DIR", help="(default %(default)s)"
+    )
+    bench.add_argument("--backend", choices=("cpu",), default="cpu")
+
+    for command in (info, demo, verify, bench):
+        command.add_argument(
+            "--isa", metavar="NAME", help="CPU instruction set (default: the best)"
+        )
+        command.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(argv)
+    if args.isa is not None and os.environ.get("FLASHSDK_CPU_ISA") != args.isa:
+        # The library chooses once, when it is loaded: start again with the choice made.
+        os.environ["FLASHSDK_CPU_ISA"] = args.isa
+        os.execv(sys.executable, [sys.executable, "-m", "flashsdk", *argv])
+    try:
+        return run(args)
+    except Error as e:
+        print(f"flashsdk {args.command}: {e}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        print(f"flashsdk {args.command}: stopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
+
+
+def run(args: argparse.Namespace) -> int:
+    import flashsdk as fs
+    from flashsdk._commands import bench, demo, info, verify
+
+    if args.threads is not None:
+        fs.set_num_threads(args.threads)
+    match args.command:
+        case "info":
+            return info.run(every=args.all, as_json=args.json)
+        case "demo":
+            return demo.run(args.out, args.record)
+        case "verify":
+            return verify.run(
+                seconds=args.seconds,
+                count=args.count,
+                seed=args.seed,
+                backend=args.backend,
+                framework=args.framework,
+            )
+        case _:
+            return bench.run(
+                backend=args.backend, quick=args.quick, words=args.filter, out=args.out
+            )
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _number(kind: Callable[[str], Number], text: str, least: float, allowed: str) -> Number:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not least <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; {allowed}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    return _number(int, text, 1, "a whole number from 1 on")
+
+
+def natural(text: str) -> int:
+    return _number(int, text, 0, "a whole number from 0 on")
+
+
+def duration(text: str) -> float:
+    return _number(float, text, 1e-3, "seconds, above 0")
