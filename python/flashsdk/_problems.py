@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,7 +28,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 class BandSpec:
     left: int | None
     right: int | None
-    alignment: str
+    alignment: Literal["bottom_right", "top_left"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class Problem:
     head_dim_v: int
     packed: bool = False
     slack: tuple[int, int] = (0, 0)  # packed: how far max_seqlen_q/k exceed the longest sequence
+    tail: tuple[int, int] = (0, 0)  # packed: rows of q and of k, v behind the last sequence
     softmax_scale: float | None = None
-    mask: BandSpec | Blocks | None = None
+    mask: Any = None  # BandSpec, Blocks, or a flashsdk mask
     bias: tuple[str, tuple[int, int, int, int]] | None = None  # dtype, shape
     alibi: str | None = None  # "heads", "batch"
     softcap: float = 0.0
@@ -54,7 +55,7 @@ class Problem:
     dropout_seed: int = 0
     dropout_offset: int = 0
     dlse: bool = False
-    values: str = "normal"  # normal, tiny, huge, zeros
+    values: str = "normal"  # normal, tiny, huge (q and k), zeros (mostly)
     strides: bool = True  # odd strides and offsets; False: contiguous
     negative_strides: bool = True
     options: dict[str, Any] = field(default_factory=dict)  # further keywords of the calls
@@ -79,8 +80,20 @@ class Problem:
             parts.append(f"blocks {shape} of {self.mask.block_size}, band {self.mask.band}")
         elif self.mask is not None:
             parts.append(f"band {self.mask.left}, {self.mask.right}, {self.mask.alignment}")
-        names = ("softmax_scale", "bias", "alibi", "softcap", "dropout_p", "dlse", "options")
-        parts += [f"{n} {x}" for n in names if (x := getattr(self, n))]
+        names = (
+            "slack",
+            "tail",
+            "softmax_scale",
+            "bias",
+            "alibi",
+            "softcap",
+            "dropout_p",
+            "dlse",
+            "options",
+        )
+        parts += [
+            f"{n} {x}" for n in names if (x := getattr(self, n)) not in ((0, 0), None, 0, {}, False)
+        ]
         return "; ".join(parts)
 
 
@@ -114,6 +127,7 @@ def generate(seed: int, backend: str = "cpu") -> Problem:
     slack = (
         (int(rng.integers(0, 40)), int(rng.integers(0, 40))) if packed and chance(0.5) else (0, 0)
     )
+    tail = (int(rng.integers(0, 9)), int(rng.integers(0, 9))) if packed and chance(0.3) else (0, 0)
     max_q, max_k = max(lengths_q) + slack[0], max(lengths_k) + slack[1]
 
     mask: BandSpec | Blocks | None = None
@@ -137,12 +151,13 @@ def generate(seed: int, backend: str = "cpu") -> Problem:
         head_dim_v=head_dim if chance(0.6) else _head_dim(rng),
         packed=packed,
         slack=slack,
+        tail=tail,
         softmax_scale=float(rng.choice([0.0, -0.3, 0.05, 0.5, 1.7])) if chance(0.15) else None,
         mask=mask,
         bias=bias,  # type: ignore[arg-type]
         alibi=str(rng.choice(["heads", "batch"])) if chance(0.15) else None,
         softcap=float(rng.choice([1.5, 15.0, 50.0])) if chance(0.15) else 0.0,
-        dropout_p=float(rng.choice([0.004, 0.1, 0.33, 0.9, 0.999])) if chance(0.2) else 0.0,
+        dropout_p=float(rng.choice([0.004, 0.1, 0.33, 0.9, 0.97])) if chance(0.2) else 0.0,
         dropout_seed=int(rng.integers(0, 2**63)),
         dropout_offset=int(rng.integers(0, 2**63)) if chance(0.5) else 4,
         dlse=chance(0.25),
@@ -176,7 +191,8 @@ def _head_dim(rng: np.random.Generator) -> int:
 
 
 def _band(rng: np.random.Generator, max_q: int, max_k: int) -> BandSpec:
-    alignment = str(rng.choice(["bottom_right", "top_left"]))
+    alignment: Literal["bottom_right", "top_left"]
+    alignment = "bottom_right" if rng.random() < 0.5 else "top_left"
     if rng.random() < 0.4:
         return BandSpec(None, 0, alignment)
     reach = max(max_q, max_k) // int(rng.choice([1, 4])) + 2
@@ -253,20 +269,23 @@ def place(
 def inputs(p: Problem) -> dict[str, Placed]:
     """q, k, v, dout and, where there are any, bias, alibi_slopes, dlse, cu_seqlens_q/k."""
     rng = np.random.default_rng([p.seed, 1])
-    (sum_q, sum_k), dtype = (sum(p.lengths_q), sum(p.lengths_k)), numpy_dtype(p.dtype)
-    of_q = (sum_q,) if p.packed else (p.batch, p.lengths_q[0])
-    of_k = (sum_k,) if p.packed else (p.batch, p.lengths_k[0])
-    of_lse = (p.num_heads, sum_q) if p.packed else (p.batch, p.num_heads, p.lengths_q[0])
-    values = {
+    dtype = numpy_dtype(p.dtype)
+    total_q, total_k = sum(p.lengths_q) + p.tail[0], sum(p.lengths_k) + p.tail[1]
+    of_q = (total_q,) if p.packed else (p.batch, p.lengths_q[0])
+    of_k = (total_k,) if p.packed else (p.batch, p.lengths_k[0])
+    of_lse = (p.num_heads, total_q) if p.packed else (p.batch, p.num_heads, p.lengths_q[0])
+    values: dict[str, Array] = {
         "q": rng.standard_normal((*of_q, p.num_heads, p.head_dim)),
         "k": rng.standard_normal((*of_k, p.num_heads_kv, p.head_dim)),
         "v": rng.standard_normal((*of_k, p.num_heads_kv, p.head_dim_v)),
         "dout": rng.standard_normal((*of_q, p.num_heads, p.head_dim_v)),
     }
-    factor = {"normal": 1.0, "tiny": 1e-4, "huge": 12.0, "zeros": 1.0}[p.values]
     for name in "qkv":
-        values[name] *= factor
-        if p.values == "zeros":
+        if p.values == "tiny":
+            values[name] *= 1e-4
+        elif p.values == "huge" and name != "v":
+            values[name] *= 12
+        elif p.values == "zeros":
             values[name] *= rng.random(values[name].shape) < 0.05
     values = {name: x.astype(dtype) for name, x in values.items()}
     if p.dlse:
@@ -275,12 +294,13 @@ def inputs(p: Problem) -> dict[str, Placed]:
         shape = (p.num_heads,) if p.alibi == "heads" else (p.batch, p.num_heads)
         values["alibi_slopes"] = (rng.standard_normal(shape) / 8).astype(np.float32)
     if p.bias is not None:
-        of, shape = p.bias
-        bias = 2 * rng.standard_normal(shape)
+        of, size = p.bias
+        bias: Array = 2 * rng.standard_normal(size)
         if rng.random() < 0.5:
-            bias[rng.random(shape) < 0.2] = -np.inf
-            bias[..., rng.random(shape[2]) < 0.1, :] = -np.inf
-        values["bias"] = bias > 0 if of == "bool" else bias.astype(numpy_dtype(of))
+            bias[rng.random(size) < 0.2] = -np.inf
+            bias[..., rng.random(size[2]) < 0.1, :] = -np.inf
+        bias = bias > 0 if of == "bool" else bias.astype(numpy_dtype(of))
+        values["bias"] = bias
     placed = {
         name: place(
             x,
@@ -301,20 +321,19 @@ def mask_of(p: Problem) -> Any:
     """The problem's mask as a flashsdk mask."""
     import flashsdk as fs
 
-    if p.mask is None:
-        return None
+    def band_of(band: BandSpec | None) -> fs.Band | None:
+        return None if band is None else fs.Band(band.left, band.right, band.alignment)
+
     if isinstance(p.mask, BandSpec):
-        return fs.SlidingWindow(p.mask.left, p.mask.right, alignment=p.mask.alignment)
-    band = p.mask.band
-    band = (
-        None if band is None else fs.SlidingWindow(band.left, band.right, alignment=band.alignment)
-    )
-    seqlen_q, seqlen_k = p.max_seqlen
-    return fs.BlockMask.from_dense(
-        p.mask.partial,
-        p.mask.block_size,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        band=band,
-        full=p.mask.full,
-    )
+        return band_of(p.mask)
+    if isinstance(p.mask, Blocks):
+        seqlen_q, seqlen_k = p.max_seqlen
+        return fs.BlockMask.from_dense(
+            p.mask.partial,
+            p.mask.block_size,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            band=band_of(p.mask.band),
+            full=p.mask.full,
+        )
+    return p.mask

@@ -119,7 +119,8 @@ def random_bytes(seed: int, offset: int, batch_head: int, row: int, seqlen_k: in
     words = np.stack(philox4x32(counter, key))  # (4, seqlen_k)
     word = words[col % 32 // 8, col]
     byte = row % 16 // 8 + 2 * (col % 2)
-    return word >> (8 * byte).astype(np.uint64) & np.uint64(0xFF)
+    drawn: Array = word >> (8 * byte).astype(np.uint64) & np.uint64(0xFF)
+    return drawn
 
 
 def _in_band(band: Any, i: int, seqlen_q: int, seqlen_k: int) -> Bool:

@@ -31,7 +31,8 @@ def _sum_error(terms: int) -> float:
 
 def _reach(error: Float64, x: Float64) -> Float64:
     """What independent errors (m, n) of the left factor do to its product with x (n, d)."""
-    return np.minimum(error @ np.abs(x), 5 * np.sqrt(error**2 @ x**2))
+    reached: Float64 = np.minimum(error @ np.abs(x), 5 * np.sqrt(error**2 @ x**2))
+    return reached
 
 
 def bounds(

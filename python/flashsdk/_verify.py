@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from . import _naive, _reference, _tolerance
-from ._problems import Placed, Problem, inputs, mask_of, numpy_dtype, place
+from ._problems import Placed, Problem, generate, inputs, mask_of, numpy_dtype, place
 from ._reference import Array, sequences
 
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
+FEW = 512  # elements
 
 
 def repeat_command(seed: int, backend: str) -> str:
@@ -48,7 +49,10 @@ class Expected:
     def limit(self, name: str) -> float:
         """Twice the largest error of standard attention, or what no backward can avoid."""
         rounding = self.unit_roundoff * _largest(self.exact[name])
-        return 2 * max(self.naive_error[name], self.inherent_error.get(name, 0.0), rounding) + 1e-5
+        limit = 2 * max(self.naive_error[name], self.inherent_error.get(name, 0.0), rounding) + 1e-5
+        # The largest of a few errors is a matter of luck: there each element's bound stands alone.
+        few = self.exact[name].size < FEW
+        return max(limit, _largest(self.bound[name])) if few else limit
 
 
 @dataclass
@@ -65,7 +69,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.problem}", *self.failures]
-        if self.failures:
+        if self.failures and str(generate(self.problem.seed, self.backend)) == str(self.problem):
             lines.append(f"repeat: {repeat_command(self.problem.seed, self.backend)}")
         return "\n  ".join(lines)
 
@@ -184,7 +188,8 @@ class _Given:
     def read(self, name: str, p: Placed) -> Array:
         if self.framework != "numpy":
             p.buffer.view(np.uint8)[...] = self.memory(name)
-        return p.view.copy()
+        copied: Array = p.view.copy()
+        return copied
 
     def only_wrote_inside(self, name: str, p: Placed) -> bool:
         """After read(): what is not the array still holds NaN."""
@@ -224,6 +229,7 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
     exact, naive, inherent, bound = (
         {n: np.zeros(shape) for n, shape in shapes.items()} for _ in range(4)
     )
+    exact["lse"][...] = -np.inf  # also behind the last sequence, where all else is 0
     for sequence, at in _parts(problem, x):
         qkv = [x[name][at[name]] for name in ("q", "k", "v")]
         dout = x["dout"][at["dout"]]
@@ -233,11 +239,12 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
         grads = _reference.backward(dout, *qkv, dlse=dlse, **f)
         for name, value in zip(OUTPUTS, (out, lse, *grads), strict=True):
             exact[name][at[name]] = value
-        values = (_naive.forward(*qkv, **f), *_naive.backward(dout, *qkv, dlse=dlse, **f))
-        for name, value in zip(("out", "dq", "dk", "dv"), values, strict=True):
+        naive["out"][at["out"]] = _naive.forward(*qkv, **f)
+        grads = _naive.backward(dout, *qkv, dlse=dlse, **f)
+        for name, value in zip(("dq", "dk", "dv"), grads, strict=True):
             naive[name][at[name]] = value
-        values = _naive.backward_of_rounded(dout, *qkv, dlse=dlse, **f)
-        for name, value in zip(("dq", "dk", "dv"), values, strict=True):
+        grads = _naive.backward_of_rounded(dout, *qkv, dlse=dlse, **f)
+        for name, value in zip(("dq", "dk", "dv"), grads, strict=True):
             inherent[name][at[name]] = value
         for name, value in _tolerance.bounds(dout, *qkv, dlse=dlse, **f).items():
             bound[name][at[name]] = value
@@ -249,47 +256,36 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
 
 
 def _largest(x: Array) -> float:
-    return float(np.abs(x).max(initial=0))
+    """Of what is finite: standard attention in float16 may overflow."""
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0))
 
 
 def compare(problem: Problem, backend: str, results: Results, want: Expected) -> Report:
     failures = list(results.faults)
     errors = {}
     for name in OUTPUTS:
-        ours, exact, bound = (
-            results.arrays[name].astype(np.float64),
-            want.exact[name],
-            want.bound[name],
-        )
-
-        def fail(
-            what: str, where: Array, name: str = name, ours: Array = ours, exact: Array = exact
-        ) -> None:
-            if where.any():
-                i = tuple(int(n) for n in np.argwhere(where)[0])
-                value = f"{ours[i]:.9g} where {exact[i]:.9g} is right"
-                failures.append(
-                    f"{name}: {what} at {where.sum()} of {where.size} places, first {i}: {value}"
-                )
-
-        fail("NaN", np.isnan(ours))
-        if name == "lse":
-            fail("-inf on one side only", np.isneginf(ours) != np.isneginf(exact))
-            seen = np.isfinite(exact)
-            error = np.abs(np.where(seen, ours, 0) - np.where(seen, exact, 0))
-            limit = _largest(bound)
-        else:
-            error = np.abs(ours - exact)
-            limit = want.limit(name)
+        ours, exact = results.arrays[name].astype(np.float64), want.exact[name]
+        bound = want.bound[name]
+        limit = _largest(bound) if name == "lse" else want.limit(name)
+        with np.errstate(invalid="ignore"):
+            error = np.where(ours == exact, 0, np.abs(ours - exact))  # -inf of the LSE is exact
         errors[name] = (_largest(error), limit)
         if errors[name][0] > limit:
             failures.append(f"{name}: largest error {errors[name][0]:.3g}, above {limit:.3g}")
-        # Rows that see no key, keys that no row sees.
-        fail("not 0", (exact == 0) & (bound <= _tolerance.UNDERFLOW[problem.dtype]) & (ours != 0))
-        over = error > bound
-        if over.any():
-            i = np.unravel_index(
-                int(np.argmax(np.where(over, error / np.maximum(bound, 1e-300), 0))), over.shape
-            )
-            fail(f"error {error[i]:.3g} above its bound {bound[i]:.3g}", over)
+
+        faults = {"error above its bound": ~(error <= bound), "NaN": np.isnan(ours)}
+        if name == "lse":
+            faults["-inf on one side only"] = np.isneginf(ours) != np.isneginf(exact)
+        else:
+            # Rows that see no key, keys that no row sees.
+            unseen = (exact == 0) & (bound < 2 * _tolerance.UNDERFLOW[problem.dtype])
+            faults["not 0"] = unseen & (ours != 0)
+        for what, where in faults.items():
+            if where.any():
+                worst = np.argmax(np.where(where, np.nan_to_num(error / (bound + 1e-300)), -1))
+                i = tuple(int(n) for n in np.unravel_index(worst, where.shape))
+                failures.append(
+                    f"{name}: {what} at {where.sum()} of {where.size} places, worst {i}: "
+                    f"{ours[i]:.9g} where {exact[i]:.9g} is right, within {bound[i]:.3g}"
+                )
     return Report(problem, backend, failures, errors)

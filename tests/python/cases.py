@@ -1,0 +1,77 @@
+"""Short ways to say a problem, and to make the arrays of one."""
+
+from typing import Any
+
+import numpy as np
+from flashsdk._problems import Problem, numpy_dtype
+
+CPU_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def problem(
+    seqlen: int | tuple[int, int] = (50, 70),
+    heads: int | tuple[int, int] = 2,
+    head_dim: int | tuple[int, int] = 32,
+    *,
+    batch: int = 1,
+    dtype: str = "float32",
+    lengths: tuple[tuple[int, int], ...] = (),
+    **changes: Any,
+) -> Problem:
+    """A contiguous problem without features. `lengths` (queries, keys) makes it a packed one."""
+    seqlen_q, seqlen_k = _pair(seqlen)
+    lengths = lengths or ((seqlen_q, seqlen_k),) * batch
+    num_heads, num_heads_kv = _pair(heads)
+    head_dim, head_dim_v = _pair(head_dim)
+    fields = {
+        "seed": 1,
+        "dtype": dtype,
+        "lengths_q": tuple(q for q, _ in lengths),
+        "lengths_k": tuple(k for _, k in lengths),
+        "num_heads": num_heads,
+        "num_heads_kv": num_heads_kv,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "packed": False,
+        "strides": False,
+    }
+    return Problem(**fields | changes)
+
+
+def packed(lengths: tuple[tuple[int, int], ...], *args: Any, **changes: Any) -> Problem:
+    return problem((0, 0), *args, lengths=lengths, packed=True, **changes)
+
+
+def _pair(x: int | tuple[int, int]) -> tuple[int, int]:
+    return x if isinstance(x, tuple) else (x, x)
+
+
+def normal(*shapes: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(numpy_dtype(dtype)) for shape in shapes]
+
+
+def qkv(
+    seqlen: int | tuple[int, int] = (50, 70),
+    heads: int | tuple[int, int] = 2,
+    head_dim: int | tuple[int, int] = 32,
+    *,
+    batch: int = 2,
+    dtype: str = "float32",
+    seed: int = 0,
+) -> list[np.ndarray]:
+    """q, k, v and dout."""
+    (sq, sk), (h, hk), (d, dv) = _pair(seqlen), _pair(heads), _pair(head_dim)
+    shapes = (batch, sq, h, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, h, dv)
+    return normal(*shapes, dtype=dtype, seed=seed)
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    """For comparisons that must be exact, NaN and the sign of 0 included."""
+    return np.ascontiguousarray(x).view(np.uint8)
+
+
+def assert_same_bits(a: Any, b: Any) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert x.shape == y.shape
+        assert np.array_equal(bits(x), bits(y)), f"{int((x != y).sum())} of {x.size} differ"

@@ -1,0 +1,27 @@
+"""Every kernel test runs on every backend, and on the CPU with every instruction set it has."""
+
+import pytest
+from runner import Runner, targets
+
+
+@pytest.fixture(params=targets(), ids=lambda target: target.name)
+def runner(request) -> Runner:
+    """Where a problem runs: `runner.check(problem)`."""
+    target = request.param
+    if target.missing:
+        pytest.skip(target.missing)
+    return Runner.of(target)
+
+
+@pytest.fixture(autouse=True)
+def same_threads():
+    """Leaves the number of threads as it was."""
+    import flashsdk as fs
+
+    threads = fs.get_num_threads()
+    yield
+    fs.set_num_threads(threads)
+
+
+def pytest_sessionfinish() -> None:
+    Runner.close_all()

@@ -1,0 +1,138 @@
+"""Runs problems on one backend. An instruction set is chosen when the library loads, so each has
+a process of its own, which computes; the reference is computed here, once for all of them.
+"""
+
+import functools
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import flashsdk as fs
+from flashsdk import _verify
+from flashsdk._problems import DTYPES, Problem, inputs
+
+
+@dataclass(frozen=True)
+class Target:
+    backend: str
+    isa: str = ""  # CPU instruction set
+    missing: str = ""  # why it cannot run here
+
+    @property
+    def name(self) -> str:
+        parts = (self.backend, self.isa, self.missing.replace(" ", "_"))
+        return "-".join(part for part in parts if part)
+
+
+def targets() -> list[Target]:
+    isas = [Target("cpu", isa) for isa in fs.build_info()["cpu_isas"]]
+    return isas + [Target(backend, missing=_missing(backend)) for backend in ("sm80", "sm90")]
+
+
+def _missing(backend: str) -> str:
+    if not fs.build_info()["cuda"]:
+        return "built without CUDA"
+    if not any(kernel["backend"] == backend for kernel in fs.kernels()):
+        return "no such kernels"
+    try:
+        import torch
+    except ImportError:
+        return "no PyTorch to make arrays"
+    if not torch.cuda.is_available():
+        return "no GPU"
+    need = {"sm80": (8, 0), "sm90": (9, 0)}[backend]
+    have = torch.cuda.get_device_capability()
+    return "" if have >= need and (backend == "sm80" or have[0] == 9) else "other GPU"
+
+
+class Runner:
+    _open: ClassVar[dict[Target, "Runner"]] = {}
+
+    def __init__(self, target: Target):
+        self.target = target
+        self.backend = target.backend
+        self.dtypes = DTYPES["cpu" if target.backend == "cpu" else "gpu"]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def of(cls, target: Target) -> "Runner":
+        return cls._open.setdefault(target, cls(target))
+
+    @classmethod
+    def close_all(cls) -> None:
+        for runner in cls._open.values():
+            runner.close()
+
+    def check(self, problem: Problem) -> None:
+        """Fails unless every output is as close to the reference as its rounding allows."""
+        report = self.report(problem)
+        assert report.ok, report
+
+    def report(self, problem: Problem) -> _verify.Report:
+        if self.backend != "cpu":
+            return _verify.check(problem, self.backend)
+        results = self.ask(("problem", problem))
+        assert isinstance(results, _verify.Results), f"{problem}\n{results}"
+        return _verify.compare(problem, self.backend, results, _expected(pickle.dumps(problem)))
+
+    def ask(self, question: Any) -> Any:
+        """What the process with this instruction set answers, or how it failed."""
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__],
+                env={**os.environ, "FLASHSDK_CPU_ISA": self.target.isa},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        try:
+            pickle.dump(question, self.process.stdin)
+            self.process.stdin.flush()
+            return pickle.load(self.process.stdout)
+        except (EOFError, BrokenPipeError):
+            code = self.process.wait()
+            self.process = None
+            return f"the process died with {code} (a signal, where negative)"
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.stdin.close()
+            self.process.wait()
+            self.process = None
+
+
+@functools.lru_cache(maxsize=4)
+def _expected(pickled: bytes) -> _verify.Expected:
+    problem = pickle.loads(pickled)
+    return _verify.expected(problem, inputs(problem))
+
+
+def answers(questions: Iterator[Any]) -> Iterator[Any]:
+    for question in questions:
+        try:
+            match question:
+                case "isa":
+                    yield fs.build_info()["cpu_isa"]
+                case ("problem", problem):
+                    yield _verify.run(problem, inputs(problem), "cpu")
+        except Exception as e:  # the test that asked shows it
+            yield f"{type(e).__name__}: {e}"
+
+
+def _questions() -> Iterator[Any]:
+    while True:
+        try:
+            yield pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+
+
+if __name__ == "__main__":
+    reply = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints must not end up between the answers
+    for answer in answers(_questions()):
+        pickle.dump(answer, reply)
+        reply.flush()

@@ -1,0 +1,321 @@
+"""NumPy, PyTorch and JAX arrays, none of them copied; threads, processes."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import flashsdk as fs
+import numpy as np
+import pytest
+import reference
+from cases import CPU_DTYPES, assert_same_bits, qkv
+
+
+def both(q, k, v, dout, **keywords):
+    out, lse = fs.mha_fwd(q, k, v, **keywords)
+    return (out, lse, *fs.mha_bwd(dout, q, k, v, out, lse, **keywords))
+
+
+def address(x) -> int:
+    return x.__array_interface__["data"][0]
+
+
+# ---- NumPy
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_numpy_is_read_where_it_is(dtype):
+    """A call with outputs given makes no array: what is allocated is a fraction of an input."""
+    import tracemalloc
+
+    q, k, v, dout = qkv((600, 700), 4, 64, dtype=dtype)
+    given = {"out": np.empty_like(dout), "lse": np.empty((2, 4, 600), np.float32)}
+    grads = {"dq": np.empty_like(q), "dk": np.empty_like(k), "dv": np.empty_like(v)}
+
+    def both_given():
+        fs.mha_fwd(q, k, v, **given)
+        fs.mha_bwd(dout, q, k, v, *given.values(), **grads)
+
+    both_given()
+    tracemalloc.start()
+    both_given()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < q.nbytes / 4
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_read_only_numpy(dtype):
+    x = qkv((37, 50), (4, 2), 24, dtype=dtype)
+    want = both(*x)
+    bias = np.zeros((1, 1, 1, 50), np.float32)
+    for a in (*x, bias):
+        a.setflags(write=False)
+    assert_same_bits(want, both(*x, bias=bias))
+
+
+def test_outputs_are_the_given_arrays():
+    q, k, v, dout = qkv()
+    out, lse = np.full_like(dout, np.nan), np.full((2, 2, 50), np.nan, np.float32)
+    got = fs.mha_fwd(q, k, v, out=out, lse=lse)
+    assert got[0] is out
+    assert got[1] is lse
+    assert np.isfinite(out).all()
+    one = fs.mha_fwd(q, k, v, lse=lse)
+    assert one[1] is lse
+    assert one[0] is not out
+    dk = np.full_like(k, np.nan)
+    dq, got_dk, dv = fs.mha_bwd(dout, q, k, v, out, lse, dk=dk)
+    assert got_dk is dk
+    assert all(np.isfinite(x).all() for x in (dq, dk, dv))
+
+
+def test_numpy_scalars_and_integers_as_numbers():
+    x = qkv()
+    want = both(*x, softmax_scale=0.5, softcap=2.0, dropout_p=0.5, seed=3, offset=4)
+    numbers = {"softmax_scale": np.float64(0.5), "softcap": 2, "dropout_p": np.float32(0.5)}
+    assert_same_bits(want, both(*x, **numbers, seed=np.int64(3), offset=np.uint8(4)))
+
+
+def test_subclasses_and_non_native_bytes():
+    q, k, v, _ = qkv()
+    with pytest.raises(fs.Error, match=r"^q: "):
+        fs.mha_fwd(q.astype(q.dtype.newbyteorder()), k, v)
+
+
+# ---- other frameworks
+
+
+def of_framework(name, dtype):
+    """numpy -> array, array -> float32 numpy."""
+    if name == "torch":
+        torch = pytest.importorskip("torch")
+        of = getattr(torch, dtype)
+        return lambda x: torch.from_numpy(x.astype(np.float32)).to(of), lambda x: x.float().numpy()
+    jnp = pytest.importorskip("jax.numpy")
+    return lambda x: jnp.asarray(x.astype(np.float32)).astype(dtype), lambda x: np.asarray(
+        x.astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_frameworks_compute_what_numpy_does(framework, dtype):
+    to, back = of_framework(framework, dtype)
+    x = qkv((37, 50), (4, 2), 24, dtype=dtype)
+    bias = np.random.default_rng(3).standard_normal((1, 4, 37, 50)).astype(np.float32)
+    slopes = np.linspace(0, 1, 4, dtype=np.float32)
+    keywords = {"mask": fs.Causal(), "softcap": 3.0, "dropout_p": 0.1, "seed": 5}
+    want = both(*x, bias=bias, alibi_slopes=slopes, **keywords)
+    to32, _ = of_framework(framework, "float32")
+    got = both(*map(to, x), bias=to32(bias), alibi_slopes=to32(slopes), **keywords)
+    for a, b, like in zip(got, want, (x[0], None, *x[:3]), strict=True):
+        assert type(a).__module__.split(".")[0].startswith(framework)
+        assert str(a.dtype).endswith("float32" if like is None else dtype)
+        assert np.array_equal(back(a), b.astype(np.float32))
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_frameworks_packed(framework):
+    to, back = of_framework(framework, "float32")
+    q, k, v, dout = (a[0] for a in qkv((37, 50), (4, 2), 24, batch=1))
+    cu = [np.array(c, np.int32) for c in ([0, 7, 37], [0, 30, 50])]
+    want = fs.mha_varlen_fwd(q, k, v, *cu, 30, 30)
+    want += fs.mha_varlen_bwd(dout, q, k, v, *want, *cu, 30, 30)
+    q, k, v, dout = map(to, (q, k, v, dout))
+    if framework == "torch":
+        import torch
+
+        cu = [torch.from_numpy(c) for c in cu]
+    else:
+        import jax.numpy
+
+        cu = [jax.numpy.asarray(c) for c in cu]
+    got = fs.mha_varlen_fwd(q, k, v, *cu, 30, 30)
+    got += fs.mha_varlen_bwd(dout, q, k, v, *got, *cu, 30, 30)
+    for a, b in zip(got, want, strict=True):
+        assert np.array_equal(back(a), b)
+
+
+def test_torch_outputs_are_written_in_place():
+    torch = pytest.importorskip("torch")
+    q, k, v, dout = map(torch.from_numpy, qkv())
+    out, lse = torch.full_like(dout, torch.nan), torch.full((2, 2, 50), torch.nan)
+    got = fs.mha_fwd(q, k, v, out=out, lse=lse)
+    assert got[0] is out
+    assert got[1] is lse
+    dq = torch.full_like(q, torch.nan)
+    assert fs.mha_bwd(dout, q, k, v, out, lse, dq=dq)[0] is dq
+    assert not (out.isnan().any() or dq.isnan().any())
+
+
+def test_torch_tensors_that_record_gradients():
+    """The core returns plain results; autograd belongs to flashsdk.torch."""
+    torch = pytest.importorskip("torch")
+    q, k, v, _ = map(torch.from_numpy, qkv())
+    want = fs.mha_fwd(q, k, v)[0]
+    q.requires_grad_(True)
+    try:
+        out, _ = fs.mha_fwd(q, k, v)
+    except fs.Error as e:
+        assert str(e).startswith("q: ")
+    else:
+        assert torch.equal(out.detach(), want)
+
+
+def test_torch_strides():
+    torch = pytest.importorskip("torch")
+    x = qkv((37, 50), 4, 24)
+    want = both(*x)
+    heads_first = [torch.from_numpy(a).transpose(1, 2).contiguous().transpose(1, 2) for a in x]
+    for a, b in zip(both(*heads_first), want, strict=True):
+        assert np.array_equal(a.numpy(), b)
+
+
+def test_jax_arrays_are_not_written():
+    jnp = pytest.importorskip("jax.numpy")
+    q, k, v, dout = map(jnp.asarray, qkv())
+    out, lse = fs.mha_fwd(q, k, v)
+    for name, given in (("out", jnp.zeros_like(out)), ("lse", jnp.zeros_like(lse))):
+        with pytest.raises(fs.Error, match=rf"^{name}: "):
+            fs.mha_fwd(q, k, v, **{name: given})
+    with pytest.raises(fs.Error, match=r"^dq: "):
+        fs.mha_bwd(dout, q, k, v, out, lse, dq=jnp.zeros_like(q))
+
+
+def test_frameworks_mixed():
+    """Results are what q is; the other arrays may come from elsewhere on the same device."""
+    torch = pytest.importorskip("torch")
+    q, k, v, _ = qkv()
+    want, _ = fs.mha_fwd(q, k, v)
+    out, _ = fs.mha_fwd(torch.from_numpy(q), k, torch.from_numpy(v))
+    assert isinstance(out, torch.Tensor)
+    assert np.array_equal(out.numpy(), want)
+
+
+def test_the_core_imports_no_framework():
+    import subprocess
+
+    code = (
+        "import numpy as np, sys, flashsdk as fs; x = np.ones((1, 3, 1, 8), np.float32);"
+        "fs.mha_fwd(x, x, x, mask=fs.layouts.causal(3, 3, 16));"
+        "print({'torch', 'jax', 'cupy', 'ml_dtypes', 'matplotlib'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# ---- threads and processes
+
+
+def test_several_threads_at_once():
+    problems = [qkv((64 + 7 * i, 90 - i), 2, 32, seed=i) for i in range(8)]
+    masks = [fs.Causal() if i % 2 else None for i in range(8)]
+    want = [both(*x, mask=m) for x, m in zip(problems, masks, strict=True)]
+    got, failures = {}, []
+
+    def work(i):
+        try:
+            for _ in range(5):
+                got[i] = both(*problems[i], mask=masks[i])
+                assert_same_bits(got[i], want[i])
+        except BaseException as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert not failures
+    assert len(got) == 8
+
+
+def test_the_number_of_threads_changes_while_calls_run():
+    x = qkv((130, 150), 4, 32)
+    want = both(*x)
+    stop = time.monotonic() + 1
+
+    def change():
+        n = 1
+        while time.monotonic() < stop:
+            fs.set_num_threads(n)
+            n = n % 4 + 1
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    while time.monotonic() < stop:
+        assert_same_bits(both(*x), want)
+    thread.join()
+
+
+def test_other_python_threads_run_meanwhile():
+    """The GIL is released: a thread that counts is not held up by one that computes."""
+    q, k, v, dout = qkv(3000, 2, 64, batch=1)
+    fs.set_num_threads(1)
+    out, lse = fs.mha_fwd(q, k, v)
+    for call in (lambda: fs.mha_fwd(q, k, v), lambda: fs.mha_bwd(dout, q, k, v, out, lse)):
+        ticks, running = [], threading.Event()
+
+        def tick(ticks=ticks, running=running):
+            running.set()
+            while running.is_set():
+                ticks.append(time.monotonic())
+                time.sleep(0.001)
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        running.wait()
+        time.sleep(0.01)
+        start = time.monotonic()
+        call()
+        end = time.monotonic()
+        running.clear()
+        thread.join()
+        assert sum(start < t < end for t in ticks) > (end - start) / 0.02
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_fork_after_use():
+    """A child process has no threads of its parent's, and computes all the same."""
+    fs.set_num_threads(3)
+    x = qkv((130, 150), 4, 32)
+    want = both(*x)
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(30)
+            assert_same_bits(both(*x), want)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert_same_bits(both(*x), want)
+
+
+def test_reference_counts_are_given_back():
+    x = qkv((20, 30), 2, 16)
+    bias = np.zeros((1, 1, 1, 30), np.float32)
+    given = np.empty_like(x[3])
+    objects = [*x, bias, given]
+    before = [sys.getrefcount(o) for o in objects]
+    for _ in range(20):
+        fs.mha_fwd(*x[:3], bias=bias, out=given)
+        with pytest.raises(fs.Error):
+            fs.mha_fwd(*x[:3], bias=bias, out=given, softcap=-1)
+    del _
+    assert [sys.getrefcount(o) for o in objects] == before
+
+
+def test_results_outlive_their_inputs():
+    q, k, v, dout = qkv((300, 300), 4, 64)
+    exact, _ = reference.forward(q[:, :5], k, v)
+    out, lse = fs.mha_fwd(q, k, v)
+    grads = fs.mha_bwd(dout, q, k, v, out, lse)
+    copies = [x.copy() for x in (out, lse, *grads)]
+    del q, k, v, dout
+    np.full((4, 300, 300, 64), np.nan)
+    assert_same_bits((out, lse, *grads), copies)
+    assert np.abs(out[:, :5] - exact).max() < 2e-6

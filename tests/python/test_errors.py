@@ -1,0 +1,328 @@
+"""Bad input: one line that names the argument, what was given and what is allowed; nothing runs."""
+
+import flashsdk as fs
+import numpy as np
+import pytest
+from cases import normal, numpy_dtype
+from numpy.lib.stride_tricks import as_strided
+
+
+def f32(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+def f16(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float16)
+
+
+def batched() -> dict:
+    """A call of mha_fwd and mha_bwd that works: batch 2, 20 x 30, 4:2 heads, head_dim 16:24."""
+    q, k, v, dout = normal((2, 20, 4, 16), (2, 30, 2, 16), (2, 30, 2, 24), (2, 20, 4, 24))
+    lse = f32(2, 4, 20)
+    out = np.zeros_like(dout)
+    return {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+
+
+def packed() -> dict:
+    q, k, v, dout = normal((20, 4, 16), (30, 2, 16), (30, 2, 24), (20, 4, 24))
+    lse, out = f32(4, 20), np.zeros_like(dout)
+    cu = {
+        "cu_seqlens_q": np.array([0, 5, 20], np.int32),
+        "cu_seqlens_k": np.array([0, 30, 30], np.int32),
+    }
+    tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+    return tensors | cu | {"max_seqlen_q": 15, "max_seqlen_k": 30}
+
+
+def call(op: str, arguments: dict):
+    """Calls `op` with arguments by name; outputs that are not given hold 7 and must keep it."""
+    a = dict(arguments)
+    if "dropped" in a:
+        del a[a.pop("dropped")]
+    if op.endswith("bwd"):
+        made = {
+            f"d{n}": np.full_like(a[n], 7) if isinstance(a[n], np.ndarray) else None for n in "qkv"
+        }
+        positional = ("dout", "q", "k", "v", "out", "lse")
+    else:
+        a.pop("dout")
+        made = {n: np.full_like(a.pop(n), 7) for n in ("out", "lse") if f"own_{n}" not in a}
+        positional = ("q", "k", "v")
+    a = {n.removeprefix("own_"): x for n, x in a.items()}
+    outputs = {n: a.get(n, x) for n, x in made.items()}
+    if "varlen" in op:
+        positional += ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    try:
+        return getattr(fs, op)(*(a.pop(n) for n in positional), **outputs, **a)
+    finally:
+        for n, x in made.items():
+            if x is not None and x is outputs[n]:
+                assert (x.astype(np.float32) == 7).all(), f"{n} was written"
+
+
+def refused(op: str, arguments: dict, argument: str, *words: str, code: str = "invalid_argument"):
+    with pytest.raises(fs.Error) as caught:
+        call(op, arguments)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert line.startswith(f"{argument}: "), line
+    given, _, allowed = line.partition(": ")[2].partition("; ")
+    assert given and allowed, line
+    for word in words:
+        assert word in line, (word, line)
+    assert caught.value.code == code, line
+    return line
+
+
+def test_the_calls_work_as_they_are():
+    for op, make in (("mha", batched), ("mha_varlen", packed)):
+        a = make()
+        del a["out"], a["lse"], a["dout"]
+        positional = [a.pop(n) for n in list(a)]
+        assert getattr(fs, f"{op}_fwd")(*positional)
+        with pytest.raises(AssertionError, match="was written"):
+            call(f"{op}_bwd", make())
+
+
+BATCHED = {
+    # rank
+    "q without batch": ({"q": f32(20, 4, 16)}, "q", "(20, 4, 16)", "batch"),
+    "k of rank 5": ({"k": f32(2, 30, 2, 16, 1)}, "k", "(2, 30, 2, 16, 1)"),
+    "v of rank 0": ({"v": np.float32(1).reshape(())}, "v", "()"),
+    # shapes that do not belong together
+    "k of another batch": ({"k": f32(3, 30, 2, 16)}, "k", "(3, 30, 2, 16)", "batch 2"),
+    "k of another head_dim": ({"k": f32(2, 30, 2, 8)}, "k", "(2, 30, 2, 8)", "16"),
+    "v of another seqlen": ({"v": f32(2, 31, 2, 24)}, "v", "(2, 31, 2, 24)", "30"),
+    "v of another num_heads_kv": ({"v": f32(2, 30, 4, 24)}, "v", "(2, 30, 4, 24)", "2"),
+    # heads
+    "heads that do not divide": (
+        {"k": f32(2, 30, 3, 16), "v": f32(2, 30, 3, 24)},
+        "k", "num_heads_kv 3", "divisor", "4",
+    ),
+    # dtypes
+    "q of float64": ({"q": np.zeros((2, 20, 4, 16))}, "q", "float64", "float32", "bfloat16"),
+    "q of int32": ({"q": np.zeros((2, 20, 4, 16), np.int32)}, "q", "int32"),
+    "k of another dtype": ({"k": f16(2, 30, 2, 16)}, "k", "float16", "float32"),
+    "v of another dtype": (
+        {"v": np.zeros((2, 30, 2, 24), numpy_dtype("bfloat16"))}, "v", "bfloat16", "float32"),
+    # strides
+    "q with a strided last dimension": (
+        {"q": f32(2, 20, 4, 32)[..., ::2]}, "q", "2)", "contiguous"),
+    "k reversed in the last dimension": (
+        {"k": f32(2, 30, 2, 16)[..., ::-1]}, "k", "-1)", "contiguous"),
+    "v transposed": (
+        {"v": f32(2, 30, 24, 2).swapaxes(2, 3)}, "v", "contiguous"),
+    # numbers
+    "NaN scale": ({"softmax_scale": float("nan")}, "softmax_scale", "nan", "finite"),
+    "infinite scale": ({"softmax_scale": float("inf")}, "softmax_scale", "inf", "finite"),
+    "negative softcap": ({"softcap": -1.0}, "softcap", "-1", ">= 0"),
+    "NaN softcap": ({"softcap": float("nan")}, "softcap", "nan"),
+    "dropout of all": ({"dropout_p": 1.0}, "dropout_p", "1", "0 <= dropout_p < 1"),
+    "negative dropout": ({"dropout_p": -0.1}, "dropout_p", "-0.1"),
+    "NaN dropout": ({"dropout_p": float("nan")}, "dropout_p", "nan"),
+    # backends
+    "unknown backend": ({"backend": "tpu"}, "backend", "tpu", "cpu"),
+    "GPU backend for arrays of the CPU": ({"backend": "sm90"}, "backend", "sm90", "cpu"),
+    # masks
+    "a string as mask": ({"mask": "causal"}, "mask", "causal"),
+    "a boolean array as mask": ({"mask": np.ones((20, 30), bool)}, "mask"),
+    # bias and slopes
+    "bias of another shape": ({"bias": f32(2, 4, 20, 29)}, "bias", "(2, 4, 20, 29)", "30"),
+    "bias of rank 2": ({"bias": f32(20, 30)}, "bias", "(20, 30)"),
+    "bias of int32": ({"bias": np.zeros((1, 1, 1, 30), np.int32)}, "bias", "int32", "bool"),
+    "bias with a strided last dimension": (
+        {"bias": f32(1, 1, 20, 60)[..., ::2]}, "bias", "contiguous"),
+    "slopes of float64": ({"alibi_slopes": np.zeros(4)}, "alibi_slopes", "float64", "float32"),
+    "slopes for other heads": ({"alibi_slopes": f32(2)}, "alibi_slopes", "(2,)", "4"),
+    "slopes for another batch": (
+        {"alibi_slopes": f32(3, 4)}, "alibi_slopes", "(3, 4)", "batch 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["mha_fwd", "mha_bwd"])
+@pytest.mark.parametrize("case", BATCHED.values(), ids=BATCHED)
+def test_batched(op, case):
+    change, argument, *words = case
+    refused(op, batched() | change, argument, *words)
+
+
+@pytest.mark.parametrize("head_dim", [0, 257, 1024])
+def test_head_dims(head_dim):
+    code = "unsupported" if head_dim else "invalid_argument"
+    q, k = f32(2, 20, 4, head_dim), f32(2, 30, 2, head_dim)
+    refused("mha_fwd", batched() | {"q": q, "k": k}, "q", f"head_dim {head_dim}", "256", code=code)
+    v = f32(2, 30, 2, head_dim)
+    refused("mha_fwd", batched() | {"v": v}, "v", f"head_dim_v {head_dim}", "256", code=code)
+
+
+GRADIENTS = {
+    "dout of another shape": ({"dout": f32(2, 20, 4, 16)}, "dout", "(2, 20, 4, 16)", "24"),
+    "dout of another dtype": ({"dout": f16(2, 20, 4, 24)}, "dout", "float16", "float32"),
+    "out of another shape": ({"out": f32(2, 21, 4, 24)}, "out", "(2, 21, 4, 24)"),
+    "lse of another shape": ({"lse": f32(2, 20, 4)}, "lse", "(2, 20, 4)", "num_heads 4"),
+    "lse of float64": ({"lse": np.zeros((2, 4, 20))}, "lse", "float64", "float32"),
+    "dlse of another shape": ({"dlse": f32(2, 4, 21)}, "dlse", "(2, 4, 21)"),
+    "dlse of float16": ({"dlse": f16(2, 4, 20)}, "dlse", "float16", "float32"),
+    "dq of another shape": ({"dq": f32(2, 20, 4, 15)}, "dq", "(2, 20, 4, 15)"),
+    "dk of another dtype": ({"dk": f16(2, 30, 2, 16)}, "dk", "float16"),
+    "dv strided in the last dimension": (
+        {"dv": f32(2, 30, 2, 48)[..., ::2]}, "dv", "contiguous"),
+    "dk with stride 0": (
+        {"dk": as_strided(f32(16), (2, 30, 2, 16), (0, 0, 0, 4))}, "dk", "share memory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients(case):
+    change, argument, *words = case
+    refused("mha_bwd", batched() | change, argument, *words)
+
+
+OUTPUTS = {
+    "out of another shape": ({"own_out": f32(2, 20, 4, 16)}, "out", "(2, 20, 4, 16)", "24"),
+    "out of another dtype": ({"own_out": f16(2, 20, 4, 24)}, "out", "float16", "float32"),
+    "lse of float16": ({"own_lse": f16(2, 4, 20)}, "lse", "float16", "float32"),
+    "lse of another shape": ({"own_lse": f32(8, 20)}, "lse", "(8, 20)"),
+    "out strided in the last dimension": (
+        {"own_out": f32(2, 20, 4, 48)[..., ::2]}, "out", "contiguous"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs(case):
+    change, argument, *words = case
+    refused("mha_fwd", batched() | change, argument, *words)
+
+
+def test_read_only_outputs():
+    out = f32(2, 20, 4, 24)
+    out.setflags(write=False)
+    refused("mha_fwd", batched() | {"own_out": out}, "out", "read-only")
+    refused("mha_bwd", batched() | {"dv": np.broadcast_to(np.float32(0), (2, 30, 2, 24))}, "dv")
+
+
+def test_overlap():
+    """An output shares memory with an input or with another output, whole or in part."""
+    a = batched()
+    q = a["q"]
+    v = f32(2, 20, 4, 16)
+    same = {"q": q, "k": v, "v": v}
+    refused("mha_fwd", a | same | {"own_out": q}, "out", "overlaps q")
+    buffer = f32(2 * q.size)
+    first, second = buffer[: q.size].reshape(q.shape), buffer[q.size - 1 : -1].reshape(q.shape)
+    refused("mha_fwd", a | same | {"k": first, "own_out": second}, "out", "overlaps k")
+    out = f32(*q.shape)
+    grads = a | same | {"out": out, "dout": out}
+    refused("mha_bwd", grads | {"dq": out}, "dq", "overlaps")
+    line = refused("mha_bwd", grads | {"dk": first, "dv": second}, "dk", "overlaps dv")
+    assert "memory of its own" in line
+
+
+def test_interleaved_arrays_do_not_overlap():
+    q, k, v = (f32(2, 20, 3, 4, 16)[:, :, 0] for _ in range(3))
+    wide = f32(2, 20, 3, 4, 16)
+    q, k, out = (wide[:, :, n] for n in range(3))
+    assert fs.mha_fwd(q, k, v, out=out)[0] is out
+
+
+def _cu(*values, dtype=np.int32):
+    return np.array(values, dtype)
+
+
+PACKED = {
+    "not ascending": ({"cu_seqlens_q": _cu(0, 15, 5)}, "cu_seqlens_q", "15", "5", "ascending"),
+    "past the end": ({"cu_seqlens_k": _cu(0, 30, 31)}, "cu_seqlens_k", "31", "30"),
+    "not from 0": ({"cu_seqlens_k": _cu(1, 30, 30)}, "cu_seqlens_k", "1", "0"),
+    "negative": ({"cu_seqlens_q": _cu(0, -1, 20)}, "cu_seqlens_q", "-1", "ascending"),
+    "of int64": ({"cu_seqlens_q": _cu(0, 5, 20, dtype=np.int64)}, "cu_seqlens_q", "int64", "int32"),
+    "of another batch": ({"cu_seqlens_k": _cu(0, 10, 20, 30)}, "cu_seqlens_k", "(4,)", "3"),
+    "of rank 2": ({"cu_seqlens_q": _cu([0, 5, 20])}, "cu_seqlens_q", "(1, 3)"),
+    "empty": ({"cu_seqlens_q": _cu(), "cu_seqlens_k": _cu()}, "cu_seqlens_q", "0"),
+    "max_seqlen_q too small": ({"max_seqlen_q": 14}, "max_seqlen_q", "14", "15"),
+    "max_seqlen_k too small": ({"max_seqlen_k": 29}, "max_seqlen_k", "29", "30"),
+    "negative max_seqlen": ({"max_seqlen_q": -1}, "max_seqlen_q", "-1"),
+    "q of rank 4": ({"q": f32(1, 20, 4, 16)}, "q", "(1, 20, 4, 16)", "total_q"),
+    "v of another total": ({"v": f32(29, 2, 24)}, "v", "(29, 2, 24)", "30"),
+    "bias longer than max_seqlen": ({"bias": f32(2, 1, 20, 30)}, "bias", "15"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["mha_varlen_fwd", "mha_varlen_bwd"])
+@pytest.mark.parametrize("case", PACKED.values(), ids=PACKED)
+def test_packed(op, case):
+    change, argument, *words = case
+    refused(op, packed() | change, argument, *words)
+
+
+@pytest.mark.parametrize("op", ["mha_fwd", "mha_bwd"])
+@pytest.mark.parametrize(
+    "blocks, seqlen",
+    [
+        ((2, 2), (20, 17)),
+        ((1, 2), (16, 30)),
+        ((3, 2), (40, 30)),
+        ((3, 2, 2), (20, 30)),
+        ((3, 1, 2, 2), (20, 30)),
+    ],
+)
+def test_layouts_of_another_shape(op, blocks, seqlen):
+    """For other lengths, heads or batches; (2, 2) blocks for 20 x 30 would fit."""
+    mask = fs.BlockMask.from_dense(
+        np.ones(blocks, bool), 16, seqlen_q=seqlen[0], seqlen_k=seqlen[1]
+    )
+    with pytest.raises(fs.Error) as caught:
+        call(op, batched() | {"mask": mask})
+    line = str(caught.value)
+    assert line.startswith("mask")
+    assert "\n" not in line
+    assert "; " in line
+    if len(blocks) == 2:
+        assert any(str(n) in line for n in seqlen), line
+
+
+def test_layout_for_packed_sequences():
+    mask = fs.layouts.dense(15, 31, 16)
+    with pytest.raises(fs.Error, match=r"^mask"):
+        call("mha_varlen_fwd", packed() | {"mask": mask})
+
+
+@pytest.mark.parametrize("bad", [None, 3, "q", [[1.0]], object()])
+def test_no_arrays(bad):
+    for name in ("q", "k", "v"):
+        refused("mha_fwd", batched() | {name: bad}, name)
+    refused("mha_fwd", batched() | {"bias": bad if bad is not None else 1}, "bias")
+
+
+@pytest.mark.parametrize("name", ["seed", "offset"])
+@pytest.mark.parametrize("bad", [-1, 2**64, 1.5, "1"])
+def test_seeds(name, bad):
+    refused("mha_fwd", batched() | {name: bad, "dropout_p": 0.1}, name, str(bad))
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "two"])
+def test_number_of_threads(n):
+    before = fs.get_num_threads()
+    with pytest.raises(fs.Error) as caught:
+        fs.set_num_threads(n)
+    assert str(n) in str(caught.value)
+    assert fs.get_num_threads() == before
+
+
+def test_positional_and_unknown_keywords_are_type_errors():
+    a = batched()
+    with pytest.raises(TypeError):
+        fs.mha_fwd(a["q"], a["k"], a["v"], 0.5)
+    with pytest.raises(TypeError):
+        fs.mha_fwd(a["q"], a["k"], a["v"], causal=True)
+
+
+def test_error_is_a_value_error():
+    assert issubclass(fs.Error, ValueError)
+    with pytest.raises(ValueError, match="softcap"):
+        call("mha_fwd", batched() | {"softcap": -1})
+
+
+def test_the_first_bad_argument_is_named():
+    """With several wrong, one line about one of them, not a list."""
+    line = refused("mha_fwd", batched() | {"k": np.zeros((2, 30, 2, 16)), "softcap": -1}, "k")
+    assert "softcap" not in line

@@ -1,0 +1,75 @@
+"""Memory grows with seqlen, not with its square."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+# VmHWM, the high-water mark of resident memory, before and after a call in a fresh process.
+PROGRAM = """
+import json, sys
+import numpy as np
+import flashsdk as fs
+from flashsdk._problems import numpy_dtype
+
+dtype, seqlen, kind, threads = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+
+def peak():
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")  # the high-water mark starts again from here
+    def read():
+        with open("/proc/self/status") as f:
+            return int(next(line for line in f if line.startswith("VmHWM")).split()[1]) * 1024
+    return read
+
+fs.set_num_threads(threads)
+x = [np.random.default_rng(i).standard_normal((1, seqlen, 1, 64), np.float32) for i in range(4)]
+q, k, v, dout = (a.astype(numpy_dtype(dtype)) for a in x)
+del x
+blocks = fs.layouts.bigbird(seqlen, seqlen, 128)
+mask = {"dense": None, "causal": fs.Causal(), "blocks": blocks}[kind]
+small = [a[:, :16] for a in (q, k, v, dout)]
+fs.mha_bwd(small[3], *small[:3], *fs.mha_fwd(*small[:3]))  # threads and their stacks exist
+out, lse = np.ones_like(q), np.ones((1, 1, seqlen), np.float32)
+grads = {n: np.ones_like(q) for n in ("dq", "dk", "dv")}
+used = {}
+read = peak()
+before = read()
+fs.mha_fwd(q, k, v, mask=mask, out=out, lse=lse)
+used["forward"] = read() - before
+read = peak()
+before = read()
+fs.mha_bwd(dout, q, k, v, out, lse, mask=mask, **grads)
+used["backward"] = read() - before
+print(json.dumps(used))
+"""
+
+
+def extra(dtype: str, seqlen: int, kind: str, threads: int) -> dict[str, int]:
+    """Bytes beyond inputs and outputs at the peak of forward and backward."""
+    arguments = [sys.executable, "-c", PROGRAM, dtype, str(seqlen), kind, str(threads)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    if done.returncode != 0 and "clear_refs" in done.stderr:
+        pytest.skip("this system does not let a process reset its high-water mark")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["dense", "causal", "blocks"])
+def test_extra_memory_is_linear(dtype, kind):
+    """At 8K one head's S alone would be 256 MiB; dq in float32 is 2 MiB, delta 32 KiB."""
+    seqlen = 8192
+    used = extra(dtype, seqlen, kind, threads=2)
+    tiles = 4 << 20  # what two threads keep in their caches, and the allocator's page
+    assert used["forward"] < tiles
+    assert used["backward"] < tiles + 3 * seqlen * (64 * 4 + 8)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_twice_the_length_is_at_most_twice_the_memory():
+    short, long = (extra("float32", n, "causal", 2) for n in (6144, 12288))
+    for name in short:
+        assert long[name] < 2 * short[name] + (1 << 20)

@@ -1,0 +1,174 @@
+"""Numbers that are large, tiny or no numbers."""
+
+import flashsdk as fs
+import numpy as np
+import pytest
+import reference
+from cases import CPU_DTYPES, problem, qkv
+from flashsdk._problems import BandSpec, numpy_dtype
+
+CAUSAL = BandSpec(None, 0, "bottom_right")
+
+
+@pytest.mark.parametrize("values", ["huge", "tiny", "zeros"])
+def test_scales_of_the_input(runner, values):
+    for dtype in runner.dtypes:
+        for mask in (None, CAUSAL):
+            runner.check(problem((70, 210), 2, 64, dtype=dtype, values=values, mask=mask))
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_scores_of_tens_of_thousands(dtype):
+    """exp of no score overflows, and the greatest wins."""
+    q, k, v, dout = qkv((30, 200), 1, 16, dtype=dtype)
+    big = numpy_dtype(dtype).type(200)
+    q, k = q * big, k * big
+    out, lse = fs.mha_fwd(q, k, v)
+    exact, exact_lse = reference.forward(q, k, v)
+    assert np.abs(exact_lse).max() > 2e4
+    assert np.abs(lse / exact_lse - 1).max() < 1e-6
+    score = np.sort(np.einsum("bihd,bjhd->bihj", q.astype(float), k.astype(float)) / 4)
+    clear = score[..., -1] - score[..., -2] > 20  # one key alone counts
+    assert clear.mean() > 0.9
+    assert np.abs(out.astype(float) - exact)[clear].max() < 1e-6
+    for grad in fs.mha_bwd(dout, q, k, v, out, lse):
+        assert np.isfinite(grad.astype(float)).all()
+
+
+def test_scores_that_are_all_very_negative():
+    """A row maximum far below 0 shifts the scores as well: no row becomes 0."""
+    q, k, v, _ = qkv((20, 70), 1, 16)
+    bias = np.full((1, 1, 1, 1), -1e6, np.float32)
+    out, lse = fs.mha_fwd(q, k, v, bias=bias)
+    want, want_lse = fs.mha_fwd(q, k, v)
+    assert np.abs(lse - (want_lse.astype(np.float64) - 1e6)).max() < 0.1
+    assert np.abs(out - want).max() < 0.1
+    assert out.any(axis=-1).all()
+
+
+def test_the_first_keys_are_hidden():
+    """The running maximum starts at -inf for a whole tile of keys, or for many of them."""
+    q, k, v, dout = qkv((40, 1500), 1, 16, batch=1)
+    for first in (10, 200, 1499):
+        bias = np.where(np.arange(1500) < first, -np.inf, 0).astype(np.float32)[None, None, None]
+        out, lse = fs.mha_fwd(q, k, v, bias=bias)
+        rest = fs.mha_fwd(q, k[:, first:], v[:, first:])
+        assert np.abs(out - rest[0]).max() < 2e-6
+        assert np.abs(lse - rest[1]).max() < 4e-6
+        grads = fs.mha_bwd(dout, q, k, v, out, lse, bias=bias)
+        rest = fs.mha_bwd(dout, q, k[:, first:], v[:, first:], *rest)
+        assert np.abs(grads[0] - rest[0]).max() < 4e-6
+        assert not grads[1][:, :first].any()
+        assert np.abs(grads[1][:, first:] - rest[1]).max() < 4e-6
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_rows_of_minus_infinity(dtype):
+    """A bias that hides every key of a row: 0, -inf and no gradient."""
+    q, k, v, dout = qkv((40, 70), 2, 16, dtype=dtype)
+    bias = np.zeros((1, 1, 40, 1), np.float32)
+    bias[:, :, 5:9] = -np.inf
+    for given in (bias, np.isfinite(bias)):
+        out, lse = fs.mha_fwd(q, k, v, bias=given)
+        assert not out[:, 5:9].astype(float).any()
+        assert np.array_equal(
+            np.isneginf(lse), np.isneginf(np.broadcast_to(bias[..., 0], lse.shape))
+        )
+        dq, dk, dv = fs.mha_bwd(dout, q, k, v, out, lse, bias=given)
+        assert not dq[:, 5:9].astype(float).any()
+        assert all(np.isfinite(x.astype(float)).all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_nan_in_a_query(dtype):
+    """Its row is NaN, the others do not notice; all keys get NaN from it."""
+    q, k, v, dout = qkv((70, 90), (2, 1), 32, dtype=dtype)
+    want = fs.mha_fwd(q, k, v)
+    q[1, 40, 1, 3] = np.nan
+    out, lse = fs.mha_fwd(q, k, v)
+    dirty = np.zeros((2, 70, 2), bool)
+    dirty[1, 40, 1] = True
+    assert np.array_equal(np.isnan(out.astype(float)), np.broadcast_to(dirty[..., None], out.shape))
+    assert np.array_equal(np.isnan(lse), dirty.transpose(0, 2, 1))
+    assert np.array_equal(out[~dirty], want[0][~dirty])
+    dq, dk, dv = fs.mha_bwd(dout, q, k, v, out, lse)
+    assert np.array_equal(np.isnan(dq.astype(float)).any(axis=-1), dirty)
+    assert np.isnan(dk[1].astype(float)).all()
+    assert np.isnan(dv[1].astype(float)).all()
+    assert not np.isnan(dk[0].astype(float)).any()
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("seqlen_k", [90, 300])
+def test_nan_in_a_key_reaches_those_who_see_it(dtype, seqlen_k):
+    q, k, v, _ = qkv((seqlen_k, seqlen_k), 1, 32, batch=1, dtype=dtype)
+    want = fs.mha_fwd(q, k, v, mask=fs.Causal())
+    bad = seqlen_k - 20
+    k[:, bad, 0, 0] = np.nan
+    out, lse = fs.mha_fwd(q, k, v, mask=fs.Causal())
+    assert np.isnan(lse[..., bad:]).all()
+    assert np.isnan(out[:, bad:].astype(float)).all()
+    assert np.array_equal(lse[..., :bad], want[1][..., :bad])
+    assert np.array_equal(out[:, :bad], want[0][:, :bad])
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_nan_in_a_value_reaches_its_column(dtype):
+    q, k, v, _ = qkv((70, 90), 1, 32, dtype=dtype)
+    v[1, 33, 0, 5] = np.nan
+    out, lse = fs.mha_fwd(q, k, v)
+    where = np.zeros(out.shape, bool)
+    where[1, ..., 5] = True
+    assert np.array_equal(np.isnan(out.astype(float)), where)
+    assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_nan_beside_the_arrays(dtype):
+    """What lies behind the last row, key and element is never used."""
+    for seqlen, head_dim in (((5, 19), 7), ((66, 195), 33), ((1, 1), 1)):
+        x = qkv(seqlen, 2, head_dim, dtype=dtype)
+        want = fs.mha_fwd(*x[:3])
+        want += fs.mha_bwd(x[3], *x[:3], *want)
+        wide = []
+        for a in x:
+            buffer = np.full(
+                [n + 70 if i in (1, 3) else n for i, n in enumerate(a.shape)], np.nan, a.dtype
+            )
+            view = buffer[:, : a.shape[1], :, : a.shape[3]]
+            view[...] = a
+            wide.append(view)
+        got = fs.mha_fwd(*wide[:3])
+        got += fs.mha_bwd(wide[3], *wide[:3], *got)
+        for a, b in zip(got, want, strict=True):
+            assert np.array_equal(a, b)
+
+
+def test_subnormal_float16_counts():
+    """Values below 2^-14, which flushing to zero would lose."""
+    q, k, v, _ = qkv((20, 40), 1, 16, dtype="float16")
+    v = (v.astype(np.float32) * 2.0**-18).astype(np.float16)
+    assert (np.abs(v) < 2.0**-14).all()
+    out, _ = fs.mha_fwd(q, k, v)
+    exact, _ = reference.forward(q, k, v)
+    assert np.abs(out.astype(float) - exact).max() <= 2.0**-24
+    tiny = (q.astype(np.float32) * 2.0**-17).astype(np.float16)
+    _, lse = fs.mha_fwd(tiny, k, v, softmax_scale=2.0**17)
+    assert np.abs(lse - reference.forward(tiny, k, v, softmax_scale=2.0**17)[1]).max() < 2e-4
+
+
+def test_overflow_of_float16_is_infinite():
+    q, k, v, _ = qkv((30, 5), 1, 16, dtype="float16")
+    v[...] = 60000
+    dropout = {"dropout_p": 0.5, "seed": 1}
+    out, _ = fs.mha_fwd(q, k, v, **dropout)
+    over = reference.forward(q, k, v, **dropout)[0] > 65520
+    assert 0 < over.sum() < over.size
+    assert np.array_equal(np.isinf(out), over)
+
+
+def test_lse_is_as_precise_as_float32():
+    """Over many keys, where errors of exp and of the sum would add up."""
+    q, k, v, _ = qkv((8, 5000), 1, 32, batch=1)
+    _, lse = fs.mha_fwd(q, k, v)
+    assert np.abs(lse - reference.forward(q, k, v)[1]).max() < 3e-6

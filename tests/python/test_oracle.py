@@ -1,0 +1,212 @@
+"""The reference, the bounds and the comparison themselves: a test is worth what its oracle is."""
+
+import numpy as np
+import pytest
+import reference
+from cases import packed, problem, qkv
+from flashsdk import _naive, _verify
+from flashsdk._problems import BandSpec, Blocks, generate, inputs, numpy_dtype, place
+
+
+@pytest.mark.parametrize(
+    "counter, key, rounds, words",
+    [
+        # The known answers of the Random123 distribution.
+        ((0, 0, 0, 0), (0, 0), 7, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, 7, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+        ((0, 0, 0, 0), (0, 0), 10, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            7,
+            "4dfccaba 190a87f0 c47362ba b6b5242a",
+        ),
+    ],
+)
+def test_philox_known_answers(counter, key, rounds, words):
+    got = reference.philox4x32(counter, key, rounds)
+    assert " ".join(f"{int(word):08x}" for word in got) == words
+
+
+def test_dropout_bytes_are_uniform_and_distinct_between_rows():
+    rows = np.array([reference.random_bytes(5, 6, 3, i, 512) for i in range(128)])
+    counts = np.bincount(rows.astype(int).ravel(), minlength=256)
+    assert counts.min() > 150
+    assert counts.max() < 400  # 256 expected, standard deviation 16
+    assert len({row.tobytes() for row in rows}) == len(rows)
+    # The 16 bytes of one call serve rows i and i + 8, columns c, c + 1, and those 8, 16, 24 on.
+    assert len({int(x) for x in rows[0, [0, 1, 8, 9, 16, 17, 24, 25]]}) > 4
+
+
+FEATURES = {
+    "plain": {},
+    "band": {"mask": BandSpec(9, 2, "bottom_right")},
+    "everything": {
+        "mask": BandSpec(30, 3, "top_left"),
+        "softcap": 3.0,
+        "dropout_p": 0.3,
+        "seed": 2**40 + 1,
+        "offset": 2**35,
+        "softmax_scale": 0.4,
+        "alibi_slopes": np.array([0.1, 0.3], np.float32),
+        "bias": np.where(np.arange(9) == 4, -np.inf, np.arange(9) / 5)[None, None, None],
+    },
+}
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+def test_gradients_are_those_of_the_forward(features):
+    q, k, v, dout = (x.astype(np.float64) for x in qkv((7, 9), (2, 1), (4, 3), batch=1))
+    dlse = np.linspace(-1, 1, 14).reshape(1, 2, 7)
+
+    def loss(q, k, v):
+        out, lse = reference.forward(q, k, v, **features)
+        return (out * dout).sum() + (dlse * np.where(np.isfinite(lse), lse, 0)).sum()
+
+    grads = reference.backward(dout, q, k, v, dlse=dlse, **features)
+    step = 1e-5
+    for n, (x, grad) in enumerate(zip((q, k, v), grads, strict=True)):
+        for index in np.ndindex(x.shape):
+            moved = [[a.copy() for a in (q, k, v)] for _ in range(2)]
+            moved[0][n][index] += step
+            moved[1][n][index] -= step
+            slope = (loss(*moved[0]) - loss(*moved[1])) / (2 * step)
+            assert abs(slope - grad[index]) < 1e-7, (n, index)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_standard_attention_in_float64_agrees(seed):
+    p = generate(seed)
+    x = {name: placed.view for name, placed in inputs(p).items()}
+    features = {
+        "softmax_scale": p.softmax_scale,
+        "mask": p.mask,
+        "softcap": p.softcap,
+        "dropout_p": p.dropout_p,
+        "seed": p.dropout_seed,
+        "offset": p.dropout_offset,
+        "bias": x.get("bias"),
+        "alibi_slopes": x.get("alibi_slopes"),
+    }
+    for sequence, at in _verify._parts(p, x):
+        q, k, v, dout = (x[name][at[name]].astype(np.float64) for name in ("q", "k", "v", "dout"))
+        f = {**features, "sequence": sequence}
+        dlse = x["dlse"][at["dlse"]] if p.dlse else None
+        exact = (
+            reference.forward(q, k, v, **f)[0],
+            *reference.backward(dout, q, k, v, dlse=dlse, **f),
+        )
+        naive = (_naive.forward(q, k, v, **f), *_naive.backward(dout, q, k, v, dlse=dlse, **f))
+        for a, b in zip(exact, naive, strict=True):
+            assert np.abs(a - b).max(initial=0) <= 1e-11 * (1 + np.abs(a).max(initial=0))
+
+
+def test_packed_is_every_sequence_alone():
+    q, k, v, dout = (x[0] for x in qkv((12, 20), 2, 8, batch=1))
+    cu_q, cu_k = [0, 5, 5, 12], [0, 8, 11, 20]
+    out, lse = reference.varlen_forward(q, k, v, cu_q, cu_k, mask=BandSpec(None, 0, "bottom_right"))
+    grads = reference.varlen_backward(dout, q, k, v, cu_q, cu_k)
+    for s in (0, 2):
+        a, b = slice(cu_q[s], cu_q[s + 1]), slice(cu_k[s], cu_k[s + 1])
+        one = reference.forward(
+            q[None, a], k[None, b], v[None, b], mask=BandSpec(None, 0, "bottom_right")
+        )
+        assert np.array_equal(one[0][0], out[a])
+        assert np.array_equal(one[1][0], lse[:, a])
+        one = reference.backward(dout[None, a], q[None, a], k[None, b], v[None, b])
+        for got, want, rows in zip(grads, one, (a, b, b), strict=True):
+            assert np.array_equal(got[rows], want[0])
+    assert not grads[1][8:11].any()  # keys of the sequence without queries
+
+
+def test_masks_row_by_row():
+    band = BandSpec(2, 1, "bottom_right")
+    seen = [reference.visible_keys(band, 0, 0, i, 3, 5).astype(int).tolist() for i in range(3)]
+    assert seen == [[1, 1, 1, 1, 0], [0, 1, 1, 1, 1], [0, 0, 1, 1, 1]]
+    band = BandSpec(0, 0, "top_left")
+    seen = [reference.visible_keys(band, 0, 0, i, 3, 2).astype(int).tolist() for i in range(3)]
+    assert seen == [[1, 0], [0, 1], [0, 0]]
+    full, partial = np.array([[[[1, 0]], [[0, 0]]]], bool), np.array([[[[0, 1]], [[0, 0]]]], bool)
+    blocks = Blocks(partial, full, (16, 16), BandSpec(None, 0, "top_left"))
+    assert np.flatnonzero(reference.visible_keys(blocks, 0, 0, 3, 10, 30)).tolist() == [*range(16)]
+    assert not reference.visible_keys(blocks, 0, 1, 3, 10, 30).any()
+
+
+def _exact(p):
+    """The results of a kernel that is exact up to the rounding of its outputs."""
+    placed = inputs(p)
+    want = _verify.expected(p, placed)
+    dtypes = {"lse": np.dtype(np.float32)}
+    arrays = {n: x.astype(dtypes.get(n, numpy_dtype(p.dtype))) for n, x in want.exact.items()}
+    return _verify.Results(arrays), want
+
+
+MUTATED = problem((20, 30), dtype="bfloat16", mask=BandSpec(4, 0, "bottom_right"))
+
+
+def test_exact_results_pass():
+    report = _verify.compare(MUTATED, "cpu", *_exact(MUTATED))
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    "name, index, change, complaint",
+    [
+        ("out", (0, 3, 1, 5), lambda x: x + 0.05, "out: error above its bound at 1 of 1280"),
+        ("out", (0, 3, 1, 5), lambda x: np.nan, "out: NaN at 1 of"),
+        ("dq", (0, 0, 0, 0), lambda x: -x, "dq: error above its bound"),
+        ("dv", (0, 2, 0, 0), lambda x: 1e-39, "dv: not 0 at 1 of"),  # no query sees key 2
+        ("lse", (0, 0, 0), lambda x: x + 3e-4, "lse: error above its bound"),
+        ("lse", (0, 1, 7), lambda x: -np.inf, "lse: -inf on one side only at 1 of 40"),
+        ("dk", (0, 29, 0, 0), lambda x: np.inf, "dk: error above its bound"),
+    ],
+)
+def test_one_wrong_element_is_found(name, index, change, complaint):
+    results, want = _exact(MUTATED)
+    results.arrays[name][index] = change(results.arrays[name][index])
+    report = _verify.compare(MUTATED, "cpu", results, want)
+    assert complaint in str(report)
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        problem((20, 30), dropout_p=0.5),
+        problem((20, 30), softcap=2.0),
+        problem((20, 30), heads=(4, 2), alibi="heads"),
+        problem((20, 30), bias=("float32", (1, 1, 1, 30))),
+        packed(((9, 9), (11, 21)), mask=BandSpec(None, 0, "bottom_right")),
+    ],
+    ids=str,
+)
+def test_a_forgotten_feature_is_found(p):
+    results, _ = _exact(p)
+    other = problem((20, 30), heads=(p.num_heads, p.num_heads_kv), packed=p.packed)
+    if p.packed:
+        other = packed(((9, 9), (11, 21)))
+    report = _verify.compare(other, "cpu", results, _verify.expected(other, inputs(other)))
+    wrong = {"out", "dq", "dk", "dv"} | (set() if p.dropout_p else {"lse"})
+    assert {line.split(":")[0] for line in report.failures} == wrong
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_places_hold_their_values(seed):
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((3, 5, 2, 7)).astype(np.float32)
+    placed = place(values, rng)
+    assert placed.view.strides[-1] == 4
+    assert np.array_equal(placed.view, values)
+    assert np.isnan(placed.buffer).sum() == placed.buffer.size - values.size
+
+
+def test_problems_cover_the_features():
+    problems = [generate(seed) for seed in range(300)]
+    assert {p.dtype for p in problems} == {"float32", "bfloat16", "float16"}
+    for feature in ("packed", "mask", "bias", "alibi", "softcap", "dropout_p", "dlse", "strides"):
+        have = sum(bool(getattr(p, feature)) for p in problems)
+        assert 25 < have < 275, feature
+    assert any(0 in p.lengths_q for p in problems)
+    assert any(0 in p.lengths_k for p in problems)
+    assert any(p.num_heads_kv < p.num_heads for p in problems)
+    assert any(p.head_dim > 192 for p in problems)
+    assert str(generate(7)) == str(problems[7])
