@@ -38,6 +38,7 @@ constexpr bool has(std::uint64_t value, std::initializer_list<int> bits) {
 
 struct Features {
   bool v3 = false, v4 = false, bf16 = false;
+  bool intel = cpuid(0).ebx == 0x756E6547;  // "Genu" of GenuineIntel
 
   Features() {
     const Registers basic = cpuid(1), extended = cpuid(7), extended1 = cpuid(7, 1), amd = cpuid(0x80000001);
@@ -69,6 +70,14 @@ bool cpu_supports(const std::string& isa) {
   if (isa == "avx512_bf16") return features.bf16;
 #endif
   return false;
+}
+
+bool cpu_prefers(const std::string& isa) {
+#if defined(__x86_64__)
+  static const Features features;
+  if (isa == "avx512_bf16" && features.intel) return false;
+#endif
+  return cpu_supports(isa);
 }
 
 }  // namespace flashsdk

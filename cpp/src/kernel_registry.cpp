@@ -67,7 +67,9 @@ std::string machine_refusal(const KernelKey& key, const std::string& forced_isa)
   if (key.backend != Backend::kCpu) return {};
   // An instruction set that adds nothing for a dtype has no kernels for it: slower ones take its place.
   if (!forced_isa.empty() && isa_rank(key.arch) > isa_rank(forced_isa)) return "FLASHSDK_CPU_ISA=" + forced_isa;
-  return cpu_supports(key.arch) ? "" : std::string("this processor has no ") + key.arch;
+  if (!cpu_supports(key.arch)) return std::string("this processor has no ") + key.arch;
+  if (forced_isa.empty() && !cpu_prefers(key.arch)) return std::string(key.arch) + " is slower on this processor";
+  return {};
 }
 
 bool same_device(Backend backend, Device device) {
@@ -88,7 +90,10 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 std::string isa_in_use(const std::vector<std::string>& built, const std::string& forced) {
   std::vector<std::string> usable;
   std::copy_if(built.begin(), built.end(), std::back_inserter(usable), cpu_supports);
-  if (forced.empty()) return usable.empty() ? "" : usable.back();
+  if (forced.empty()) {
+    const auto best = std::find_if(usable.rbegin(), usable.rend(), cpu_prefers);
+    return best == usable.rend() ? "" : *best;
+  }
   if (!contains(known_cpu_isas(), forced)) fail("FLASHSDK_CPU_ISA", forced, joined(known_cpu_isas()));
   if (!contains(built, forced))
     fail("FLASHSDK_CPU_ISA", forced + " is not in this build", joined(usable), ErrorCode::kUnsupported);
