@@ -18,7 +18,7 @@ PY := $(BIN)/python
 BOOTSTRAP := $(PYTHON) scripts/bootstrap.py
 TEST_GROUPS := demo test $(if $(filter-out 0,$(JAX)),jax)
 CMAKE := $(BIN)/cmake
-CONFIGURE = $(CMAKE) -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DPython_EXECUTABLE=$(PY) $(CMAKE_ARGS)
+CONFIGURE = $(CMAKE) -S . -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DPython_EXECUTABLE=$(PY)
 CONFIGURE_DEV = $(CONFIGURE) -B $(BUILD_DIR) -DCMAKE_BUILD_TYPE=Release -DFLASHSDK_BUILD_PYTHON=ON
 CTEST := $(BIN)/ctest --output-on-failure
 
@@ -42,12 +42,13 @@ setup:
 
 build:
 	@$(BOOTSTRAP) build
-	@$(CONFIGURE_DEV)
+	@$(CONFIGURE_DEV) -DFLASHSDK_CPU_ISAS=all $(CMAKE_ARGS)
 	@$(CMAKE) --build $(BUILD_DIR) -j $(JOBS)
 
+# A first build compiles the kernels of this machine's instruction set only; the other targets add the rest.
 demo:
 	@$(BOOTSTRAP) demo
-	@$(CONFIGURE_DEV)
+	@$(CONFIGURE_DEV) $(if $(wildcard $(BUILD_DIR)/CMakeCache.txt),,-DFLASHSDK_CPU_ISAS=native) $(CMAKE_ARGS)
 	@$(CMAKE) --build $(BUILD_DIR) -j $(JOBS) --target _bindings
 	@$(PY) -m flashsdk demo $(DEMO_ARGS)
 
@@ -57,7 +58,7 @@ bench: build
 
 test:
 	@$(BOOTSTRAP) $(TEST_GROUPS)
-	@$(CONFIGURE_DEV) -DFLASHSDK_BUILD_TESTS=ON
+	@$(CONFIGURE_DEV) -DFLASHSDK_CPU_ISAS=all -DFLASHSDK_BUILD_TESTS=ON $(CMAKE_ARGS)
 	@$(CMAKE) --build $(BUILD_DIR) -j $(JOBS)
 	@$(CTEST) --test-dir $(BUILD_DIR) $(CTEST_ARGS)
 	@$(PY) -m pytest $(PYTEST_ARGS)
@@ -65,14 +66,14 @@ test:
 # AddressSanitizer and UndefinedBehaviorSanitizer over every gtest.
 test-asan:
 	@$(BOOTSTRAP) build
-	@$(SANITIZED) -B build/asan -DFLASHSDK_SANITIZE=address,undefined
+	@$(SANITIZED) -B build/asan -DFLASHSDK_SANITIZE=address,undefined $(CMAKE_ARGS)
 	@$(CMAKE) --build build/asan -j $(JOBS) --target flashsdk_tests
 	@UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan -j $(JOBS) $(CTEST_ARGS)
 
 # ThreadSanitizer; without address randomisation, which older runtimes of it cannot bear.
 test-tsan:
 	@$(BOOTSTRAP) build
-	@$(SANITIZED) -B build/tsan -DFLASHSDK_SANITIZE=thread
+	@$(SANITIZED) -B build/tsan -DFLASHSDK_SANITIZE=thread $(CMAKE_ARGS)
 	@$(CMAKE) --build build/tsan -j $(JOBS) --target flashsdk_tests
 	@TSAN_OPTIONS=halt_on_error=1 setarch -R $(CTEST) --test-dir build/tsan $(CTEST_ARGS)
 

@@ -10,14 +10,15 @@ set(FLASHSDK_CPU_FLAGS_avx2 -march=x86-64-v3)
 set(FLASHSDK_CPU_FLAGS_avx512 -march=x86-64-v4 -mprefer-vector-width=512 -Wno-maybe-uninitialized)
 set(FLASHSDK_CPU_FLAGS_avx512_bf16 ${FLASHSDK_CPU_FLAGS_avx512} -mavx512bf16)
 
-# Slowest first. Lists given by the user must be parts of these.
+# Slowest first. Lists given by the user are parts of these.
 set(all_isas portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
   list(APPEND all_isas avx2 avx512 avx512_bf16)
 endif()
 include(${PROJECT_SOURCE_DIR}/cpp/kernels/instantiate/cpu_table.cmake)
 
-set(FLASHSDK_CPU_ISAS "${all_isas}" CACHE STRING "Instruction sets of the CPU kernels, part of: ${all_isas}")
+set(FLASHSDK_CPU_ISAS all CACHE STRING
+  "Instruction sets of the CPU kernels: all, native (the fastest that this machine runs) or part of: ${all_isas}")
 set(FLASHSDK_CPU_DTYPES "${FLASHSDK_CPU_ALL_DTYPES}" CACHE STRING
   "Data types of the CPU kernels, part of: ${FLASHSDK_CPU_ALL_DTYPES}")
 set(FLASHSDK_CPU_HEAD_DIMS "${FLASHSDK_CPU_ALL_HEAD_DIMS}" CACHE STRING
@@ -34,14 +35,22 @@ function(flashsdk_check_list name allowed)
     message(FATAL_ERROR "${name}: empty; allowed here are ${allowed}")
   endif()
 endfunction()
-flashsdk_check_list(FLASHSDK_CPU_ISAS "${all_isas}")
+flashsdk_check_list(FLASHSDK_CPU_ISAS "all;native;${all_isas}")
 flashsdk_check_list(FLASHSDK_CPU_DTYPES "${FLASHSDK_CPU_ALL_DTYPES}")
 flashsdk_check_list(FLASHSDK_CPU_HEAD_DIMS "${FLASHSDK_CPU_ALL_HEAD_DIMS}")
 
-function(flashsdk_usable_isas result)
+# The instruction sets asked for, less those that the compiler refuses.
+function(flashsdk_select_isas result)
+  set(asked ${FLASHSDK_CPU_ISAS})
+  if("all" IN_LIST asked)
+    set(asked ${all_isas})
+  elseif("native" IN_LIST asked)
+    flashsdk_native_isas(native)
+    list(APPEND asked ${native})
+  endif()
   set(usable "")
   foreach(isa IN LISTS all_isas)  # keeps their order
-    if(isa IN_LIST FLASHSDK_CPU_ISAS)
+    if(isa IN_LIST asked)
       list(JOIN FLASHSDK_CPU_FLAGS_${isa} " " CMAKE_REQUIRED_FLAGS)
       check_cxx_source_compiles("int main() { return 0; }" FLASHSDK_COMPILES_${isa})
       if(FLASHSDK_COMPILES_${isa})
@@ -52,6 +61,24 @@ function(flashsdk_usable_isas result)
     endif()
   endforeach()
   set(${result} "${usable}" PARENT_SCOPE)
+endfunction()
+
+# What this machine needs: its fastest instruction set, by the library's own detection, and where that one has kernels
+# for some dtypes only, the next slower.
+function(flashsdk_native_isas result)
+  try_run(exit_code compiled ${PROJECT_BINARY_DIR}/native_isas ${PROJECT_SOURCE_DIR}/cmake/native_isas.cpp
+    CMAKE_FLAGS -DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR}/cpp/src RUN_OUTPUT_VARIABLE fastest_first)
+  if(NOT compiled OR NOT exit_code EQUAL 0)
+    message(FATAL_ERROR "FLASHSDK_CPU_ISAS: native; this machine does not run what it compiles: name the sets")
+  endif()
+  set(needed "")
+  foreach(isa IN LISTS fastest_first)
+    list(APPEND needed ${isa})
+    if(NOT DEFINED FLASHSDK_CPU_ONLY_DTYPES_${isa})
+      break()
+    endif()
+  endforeach()
+  set(${result} "${needed}" PARENT_SCOPE)
 endfunction()
 
 # Writes a file only when its contents change, so that configuring again recompiles nothing.
@@ -88,7 +115,7 @@ function(flashsdk_cpu_entries op type)
 endfunction()
 
 function(flashsdk_add_cpu_kernels)
-  flashsdk_usable_isas(isas)
+  flashsdk_select_isas(isas)
 
   set(objects "")
   set(DECLARATIONS "")
