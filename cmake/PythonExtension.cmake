@@ -7,8 +7,10 @@ if(failed)
 endif()
 find_package(nanobind CONFIG REQUIRED)
 
-nanobind_add_module(_bindings STABLE_ABI NB_STATIC NOMINSIZE python/flashsdk/_bindings.cpp)
-target_link_libraries(_bindings PRIVATE flashsdk_archive flashsdk_warnings)
+nanobind_add_module(_bindings STABLE_ABI NB_STATIC NOMINSIZE
+  python/flashsdk/_bindings.cpp python/flashsdk/_arrays.cpp)
+target_link_libraries(_bindings PRIVATE flashsdk_archive flashsdk_kernels flashsdk_warnings)
+target_include_directories(_bindings PRIVATE ${PROJECT_SOURCE_DIR}/cpp/src)
 # Only the module's init function is visible: two copies of the library in one process do not mix.
 target_link_options(_bindings PRIVATE LINKER:--exclude-libs,ALL)
 

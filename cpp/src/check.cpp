@@ -1,6 +1,6 @@
 #include "check.h"
 
-#include <cstdio>
+#include <charconv>
 #include <limits>
 
 namespace flashsdk {
@@ -9,10 +9,9 @@ void fail(const std::string& argument, const std::string& given, const std::stri
   throw Error(code, argument + ": " + given + "; " + allowed);
 }
 
-std::string number(double x) {
+std::string number(float x) {
   char text[32];
-  std::snprintf(text, sizeof text, "%.9g", x);
-  return text;
+  return {text, std::to_chars(text, text + sizeof text, x).ptr};
 }
 
 namespace {

@@ -26,7 +26,7 @@ struct Dim {
 
 // "(2, 0, 8)"; of a broken rank only that.
 std::string shape_of(const TensorView& t);
-std::string number(double x);
+std::string number(float x);  // in as few digits as tell it apart
 
 void check_given(const char* name, const TensorView& t);
 void check_dtype(const char* name, const TensorView& t, DType expected, const char* whose);

@@ -216,7 +216,6 @@ void validate_common(const AttentionArgs& args, bool packed, bool columns, Forwa
   p.dtype = args.q.dtype;
   p.deterministic = args.deterministic;
   read_sizes(args, packed, p);
-  p.score = read_scores(args, p.head_dim);
 
   Tensors tensors(p, packed, memory);
   p.q = tensors.rows("q", args.q, Side::kQuery, Width::kQk, kRead);
@@ -226,6 +225,7 @@ void validate_common(const AttentionArgs& args, bool packed, bool columns, Forwa
     p.cu_seqlens_q = tensors.cu_seqlens("cu_seqlens_q", args.cu_seqlens_q);
     p.cu_seqlens_k = tensors.cu_seqlens("cu_seqlens_k", args.cu_seqlens_k);
   }
+  p.score = read_scores(args, p.head_dim);
   if (args.bias.given()) p.score.bias = tensors.bias(args.bias);
   if (args.alibi_slopes.given()) tensors.alibi_slopes(args.alibi_slopes, p.score);
   validate_mask(args.mask, columns, p, memory);

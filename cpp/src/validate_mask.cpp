@@ -106,7 +106,12 @@ int check_block(const char* name, int block) {
   return block;
 }
 
-// Without a batch or without queries or keys an offset of a line may not exist.
+void check_length(const char* name, std::int64_t made_for, const char* what, int seqlen) {
+  if (made_for != 0 && made_for != seqlen)
+    fail(name, std::to_string(made_for), std::string(what) + ", which is " + std::to_string(seqlen));
+}
+
+// A layout per batch, and no batch: there are no offsets to read.
 bool empty(const BlockLists& a, const BlockLists& b) { return a.offsets.shape[0] == 0 || b.offsets.shape[0] == 0; }
 
 void validate_layout(const BlockMask& mask, bool columns, ForwardParams& p, MemoryMap& memory) {
@@ -115,6 +120,10 @@ void validate_layout(const BlockMask& mask, bool columns, ForwardParams& p, Memo
   m.block_q = check_block("mask.block_q", mask.block_q);
   m.block_k = check_block("mask.block_k", mask.block_k);
   if (mask.band) m.band = band_param(*mask.band);
+  if (p.cu_seqlens_q == nullptr) {
+    check_length("mask.seqlen_q", mask.seqlen_q, "seqlen_q", p.seqlen_q);
+    check_length("mask.seqlen_k", mask.seqlen_k, "seqlen_k", p.seqlen_k);
+  }
   const int rows = ceil_div(p.seqlen_q, m.block_q), cols = ceil_div(p.seqlen_k, m.block_k);
   const bool readable = p.device.type == DeviceType::kCPU;
 

@@ -51,6 +51,10 @@ struct BlockMask {
   BlockLists row_partial, row_full;  // lines are block rows, indices block columns
   BlockLists col_partial, col_full;  // lines are block columns, indices block rows
   std::optional<Band> band;          // applied inside partial blocks
+
+  // The lengths the layout was made for: which blocks are full, and where the last ones end, hangs on them. 0 means any
+  // with as many blocks. Of packed sequences only the number of blocks is checked, against max_seqlen.
+  std::int64_t seqlen_q = 0, seqlen_k = 0;
 };
 
 using Mask = std::variant<Dense, Band, BlockMask>;

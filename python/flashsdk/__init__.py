@@ -1,0 +1,76 @@
+"""flashsdk: exact attention as fast, memory-efficient kernels, on arrays of any framework.
+
+    import flashsdk as fs
+    out, lse = fs.mha_fwd(q, k, v, mask=fs.Causal())
+    dq, dk, dv = fs.mha_bwd(dout, q, k, v, out, lse, mask=fs.Causal())
+
+``help(flashsdk.ops)`` has the arguments, ``flashsdk.masks`` and ``flashsdk.layouts`` what a query
+sees, ``flashsdk.torch`` the adapter for PyTorch. ``python -m flashsdk info`` shows what runs here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _bindings, layouts
+from ._bindings import __version__
+from ._errors import Error
+from .masks import Band, BlockMask, Causal, Dense, Mask, SlidingWindow
+from .ops import Explanation, explain, mha_bwd, mha_fwd, mha_varlen_bwd, mha_varlen_fwd
+
+__all__ = [
+    "Band",
+    "BlockMask",
+    "Causal",
+    "Dense",
+    "Error",
+    "Explanation",
+    "Mask",
+    "SlidingWindow",
+    "__version__",
+    "build_info",
+    "explain",
+    "get_num_threads",
+    "kernels",
+    "layouts",
+    "mha_bwd",
+    "mha_fwd",
+    "mha_varlen_bwd",
+    "mha_varlen_fwd",
+    "set_num_threads",
+]
+
+
+def kernels() -> list[dict[str, Any]]:
+    """Every kernel of this build, in the order in which a call tries them.
+
+    Keys: name, op ("fwd", "bwd"), backend ("cpu", "sm80", "sm90"), arch (instruction set or GPU
+    architecture), dtype, head_dim (the largest it takes), mask ("dense", "band", "block_sparse"),
+    score_features (bias, ALiBi, softcap and dropout compiled in), tile_m, tile_n (queries, keys),
+    available (whether this machine runs it).
+    """
+    return _bindings.kernels()
+
+
+def build_info() -> dict[str, Any]:
+    """What this build is and uses.
+
+    Keys: version, compiler, cpu_isas (instruction sets built in, slowest first), cpu_isa (the one
+    in use; FLASHSDK_CPU_ISA names the fastest to use), cuda (built with CUDA), cuda_archs,
+    num_threads. Raises Error if FLASHSDK_CPU_ISA names one that this build or processor lacks.
+    """
+    return _bindings.build_info()
+
+
+def set_num_threads(n: int) -> None:
+    """Threads a CPU call may use from now on, the caller's included: 1 to 4096, else Error."""
+    _bindings.set_num_threads(n)
+
+
+def get_num_threads() -> int:
+    """Threads a CPU call may use.
+
+    At first FLASHSDK_NUM_THREADS, else OMP_NUM_THREADS, else the processors of this process.
+    """
+    return _bindings.get_num_threads()
+

@@ -1,0 +1,237 @@
+#include "_arrays.h"
+
+#include <nanobind/ndarray.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <string>
+#include <vector>
+
+namespace flashsdk::python {
+namespace {
+
+// ---- the parts of two C interfaces that are used here
+
+// https://dmlc.github.io/dlpack, version 1
+struct DlTensor {
+  void* data;
+  struct {
+    std::int32_t device_type, device_id;
+  } device;
+  std::int32_t ndim;
+  struct {
+    std::uint8_t code, bits;
+    std::uint16_t lanes;
+  } dtype;
+  std::int64_t *shape, *strides;
+  std::uint64_t byte_offset;
+};
+struct DlVersion {
+  std::uint32_t major, minor;
+};
+struct DlManagedTensorVersioned {
+  DlVersion version;
+  void* manager_context;
+  void (*deleter)(DlManagedTensorVersioned*);
+  std::uint64_t flags;
+  DlTensor tensor;
+};
+constexpr std::uint64_t kDlReadOnly = 1;
+struct DlExchangeApi {
+  DlVersion version;
+  void* previous;
+  void *allocate, *export_managed, *import_managed;
+  int (*export_tensor)(void* object, void* dl_tensor);  // lends the tensor until the interpreter runs on; may be null
+  void* current_stream;
+};
+
+// https://numpy.org/doc/stable/reference/arrays.interface.html
+struct ArrayStruct {
+  int two, nd;
+  char typekind;
+  int itemsize, flags;
+  Py_intptr_t *shape, *strides;  // strides in bytes
+  void* data;
+};
+enum : int { kAligned = 0x100, kNotSwapped = 0x200, kWriteable = 0x400 };
+
+[[noreturn]] void fail(const std::string& name, const std::string& rest) {
+  throw Error(ErrorCode::kInvalidArgument, name + ": " + rest);
+}
+
+// Runs a conversion that speaks of "tensor: …" under the name of the argument.
+template <class F>
+auto named(const char* name, F f) {
+  try {
+    return f();
+  } catch (const Error& e) {
+    throw Error(e.code(), name + std::string(e.what()).substr(std::strlen("tensor")));
+  }
+}
+
+[[noreturn]] void refuse(const char* name, nb::handle array, const nb::python_error& error) {
+  fail(name, class_name(array) + " does not lend its memory (" + describe(error) + "); an array that holds data");
+}
+
+TensorView check_rank(const char* name, const TensorView& t) {
+  if (t.rank == 0) fail(name, "shape (); an array of at least one dimension");
+  return t;
+}
+
+nb::object attribute(nb::handle object, const char* name) {
+  nb::object value = nb::steal(PyObject_GetAttrString(object.ptr(), name));
+  if (!value.is_valid()) PyErr_Clear();
+  return value;
+}
+
+Protocol find_protocol(PyTypeObject* type) {
+  const nb::handle of = reinterpret_cast<PyObject*>(type);
+  if (nb::object capsule = attribute(of, "__dlpack_c_exchange_api__"); capsule.is_valid()) {
+    auto* api = static_cast<DlExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (api == nullptr) PyErr_Clear();
+    if (api != nullptr && api->version.major == 1 && api->export_tensor != nullptr)
+      return {Protocol::kExchange, api->export_tensor};
+  }
+  if (attribute(of, "__array_struct__").is_valid()) return {Protocol::kArrayStruct};
+  if (attribute(of, "__dlpack__").is_valid()) return {Protocol::kDlpack};
+  return {};
+}
+
+// Looking the protocol up costs more than using it, so each thread remembers the types it saw last.
+const Protocol& protocol_of(PyTypeObject* type) {
+  struct Known {
+    PyTypeObject* type = nullptr;  // owned, so that no other type gets its address
+    Protocol protocol;
+  };
+  thread_local std::array<Known, 8> known;
+  thread_local std::size_t oldest = 0;
+  for (const Known& k : known)
+    if (k.type == type) return k.protocol;
+  const Protocol protocol = find_protocol(type);
+  Known& slot = known[oldest++ % known.size()];
+  Py_INCREF(reinterpret_cast<PyObject*>(type));
+  Py_XDECREF(reinterpret_cast<PyObject*>(slot.type));
+  slot = {type, protocol};
+  return slot.protocol;
+}
+
+DType dtype_of(const char* name, nb::handle array, const ArrayStruct& a) {
+  if (a.flags & kNotSwapped || a.typekind == 'V') {
+    if (a.typekind == 'f' && a.itemsize == 4) return DType::kFloat32;
+    if (a.typekind == 'f' && a.itemsize == 2) return DType::kFloat16;
+    if (a.typekind == 'i' && a.itemsize == 4) return DType::kInt32;
+    if (a.typekind == 'b' && a.itemsize == 1) return DType::kBool;
+  }
+  const std::string given = nb::str(array.attr("dtype")).c_str();
+  if (a.typekind == 'V' && given == "bfloat16") return DType::kBFloat16;  // of the package ml_dtypes
+  fail(name, "dtype " + given + "; float32, float16, bfloat16, int32 or bool");
+}
+
+}  // namespace
+
+std::string class_name(nb::handle object) { return nb::inst_name(object).c_str(); }
+
+std::string describe(const nb::python_error& error) {
+  std::string text = class_name(error.value()) + ": " + nb::str(error.value()).c_str();
+  for (char& c : text)
+    if (c == '\n') c = ' ';
+  return text;
+}
+
+TensorView ArrayImporter::take(const char* name, nb::handle array, Access access) {
+  if (array.is_none()) return {};
+  const Protocol protocol = protocol_of(Py_TYPE(array.ptr()));
+  switch (protocol.kind) {
+    case Protocol::kExchange:
+      return check_rank(name, from_exchange(name, array, protocol));
+    case Protocol::kArrayStruct:
+      return check_rank(name, from_array_struct(name, array, access));
+    case Protocol::kDlpack:
+      return check_rank(name, from_dlpack(name, array, access));
+    case Protocol::kNone:
+      break;
+  }
+  fail(name, class_name(array) + "; an array of NumPy, PyTorch, JAX, CuPy or another framework with __dlpack__");
+}
+
+TensorView ArrayImporter::from_exchange(const char* name, nb::handle array, const Protocol& protocol) {
+  DlTensor tensor;
+  if (protocol.export_tensor(array.ptr(), &tensor) != 0) refuse(name, array, nb::python_error());
+  return named(name, [&] { return TensorView(tensor); });
+}
+
+TensorView ArrayImporter::from_array_struct(const char* name, nb::handle array, Access access) {
+  nb::object capsule = nb::steal(PyObject_GetAttrString(array.ptr(), "__array_struct__"));
+  auto* a = capsule.is_valid() ? static_cast<ArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr)) : nullptr;
+  if (a == nullptr) refuse(name, array, nb::python_error());
+  if (access == Access::kWrite && (a->flags & kWriteable) == 0) fail(name, "read-only; a writable array");
+  if (a->nd > kMaxTensorRank) fail(name, std::to_string(a->nd) + " dimensions; at most 5");
+  TensorView t;
+  t.dtype = dtype_of(name, array, *a);
+  t.data = a->data;
+  t.rank = a->nd;
+  for (int d = 0; d < a->nd; ++d) {
+    t.shape[d] = a->shape[d];
+    if (a->shape[d] > 1 && a->strides[d] % a->itemsize != 0)
+      fail(name, "a stride of " + std::to_string(a->strides[d]) + " bytes; multiples of the element size, " +
+                     std::to_string(a->itemsize));
+    t.stride[d] = a->strides[d] / a->itemsize;
+  }
+  return t;
+}
+
+TensorView ArrayImporter::from_dlpack(const char* name, nb::handle array, Access access) {
+  nb::object capsule;
+  try {
+    nb::object method = array.attr("__dlpack__");
+    try {
+      capsule = method(nb::arg("max_version") = nb::make_tuple(1, 0));
+    } catch (nb::python_error& e) {
+      if (!e.matches(PyExc_TypeError)) throw;
+      capsule = method();  // a producer older than version 1
+    }
+  } catch (nb::python_error& e) {
+    refuse(name, array, e);
+  }
+  DlTensor* tensor = nullptr;
+  if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
+    auto* managed = static_cast<DlManagedTensorVersioned*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
+    if (managed->version.major != 1) fail(name, "DLPack version " + std::to_string(managed->version.major) + "; 1");
+    if (access == Access::kWrite && (managed->flags & kDlReadOnly) != 0) fail(name, "read-only; a writable array");
+    tensor = &managed->tensor;
+  } else if (PyCapsule_IsValid(capsule.ptr(), "dltensor")) {
+    tensor = static_cast<DlTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));  // the first member
+  } else {
+    fail(name, "__dlpack__ returned " + class_name(capsule) + "; a DLPack capsule");
+  }
+  capsule_.at(static_cast<std::size_t>(capsules_++)) = capsule;  // not consumed: it frees what it lends when it goes
+  return named(name, [&] { return TensorView(*tensor); });
+}
+
+nb::object empty(const char* dtype, nb::handle shape) {
+  nb::dlpack::dtype of;
+  if (std::strcmp(dtype, "float32") == 0) {
+    of = {static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float), 32, 1};
+  } else if (std::strcmp(dtype, "float16") == 0) {
+    of = {static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+  } else if (std::strcmp(dtype, "bfloat16") == 0) {
+    of = {static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
+  } else {
+    fail("dtype", std::string(dtype) + "; float32, float16 or bfloat16");
+  }
+  constexpr std::size_t kAlignment = 64;
+  std::vector<std::size_t> extents;
+  std::size_t bytes = of.bits / 8;
+  for (nb::handle extent : shape) {
+    extents.push_back(nb::cast<std::size_t>(extent));
+    if (__builtin_mul_overflow(bytes, extents.back(), &bytes)) throw std::bad_alloc();
+  }
+  void* data = std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment);
+  if (data == nullptr) throw std::bad_alloc();
+  nb::capsule owner(data, [](void* p) noexcept { std::free(p); });
+  return nb::cast(
+      nb::ndarray<>(data, extents.size(), extents.data(), owner, nullptr, of, nb::device::cpu::value, 0, 'C'));
+}
+
+}  // namespace flashsdk::python

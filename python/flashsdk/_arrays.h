@@ -1,0 +1,52 @@
+// Arrays of any framework as tensor views, without copies: PyTorch through DLPack's C exchange table, NumPy through
+// __array_struct__ (which knows read-only arrays and bfloat16, unlike its __dlpack__), all others through __dlpack__.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "flashsdk/tensor.h"
+
+namespace flashsdk::python {
+
+namespace nb = nanobind;
+
+// How an array's type hands out its memory.
+struct Protocol {
+  enum Kind : std::uint8_t { kNone, kExchange, kArrayStruct, kDlpack };
+  Kind kind = kNone;
+  int (*export_tensor)(void* object, void* dl_tensor) = nullptr;  // kExchange
+};
+
+// Takes the arrays of one call and keeps what they lend until the call is over.
+class ArrayImporter {
+ public:
+  enum class Access : std::uint8_t { kRead, kWrite };
+
+  // Throws Error under the argument's name. None gives a view that is "not given".
+  TensorView take(const char* name, nb::handle array, Access access = Access::kRead);
+
+ private:
+  TensorView from_exchange(const char* name, nb::handle array, const Protocol& protocol);
+  TensorView from_array_struct(const char* name, nb::handle array, Access access);
+  TensorView from_dlpack(const char* name, nb::handle array, Access access);
+
+  static constexpr int kMaxCapsules = 24;
+  std::array<nb::object, kMaxCapsules> capsule_;
+  int capsules_ = 0;
+};
+
+// "a list" as messages name what was given instead of an array.
+std::string class_name(nb::handle object);
+
+// "ValueError: …" on one line.
+std::string describe(const nb::python_error& error);
+
+// A new row-major array on the CPU, 64-byte aligned, that exports itself through DLPack.
+nb::object empty(const char* dtype, nb::handle shape);
+
+}  // namespace flashsdk::python

@@ -1,0 +1,306 @@
+// flashsdk._bindings: from Python's arguments to flashsdk's, and nothing else. The checks are those of the library.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <new>
+#include <string>
+#include <tuple>
+
+#include "_arrays.h"
+#include "flashsdk/flashsdk.h"
+#include "peak.h"
+#include "plan.h"
+
+namespace flashsdk::python {
+namespace {
+
+using Access = ArrayImporter::Access;
+
+// ---- numbers
+
+[[noreturn]] void fail(const std::string& name, nb::handle given, const char* allowed) {
+  std::string text = nb::repr(given).c_str();
+  for (char& c : text)
+    if (c == '\n') c = ' ';
+  constexpr std::size_t kLongest = 80;
+  if (text.size() > kLongest) text = class_name(given);
+  throw Error(ErrorCode::kInvalidArgument, name + ": " + text + "; " + allowed);
+}
+
+float to_float(const char* name, nb::handle value) {
+  const double x = PyFloat_AsDouble(value.ptr());
+  if (x == -1.0 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    fail(name, value, "a number");
+  }
+  return static_cast<float>(x);
+}
+
+// dropout_p just below 1 must not round up to it.
+float to_probability(const char* name, nb::handle value) {
+  const float p = to_float(name, value);
+  return p == 1.f && PyFloat_AsDouble(value.ptr()) < 1. ? std::nextafter(1.f, 0.f) : p;
+}
+
+template <class T>
+T to_integer(const char* name, nb::handle value, const char* allowed) {
+  nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+  T result{};
+  if (index.is_valid()) {
+    if constexpr (std::is_unsigned_v<T>) {
+      result = PyLong_AsUnsignedLongLong(index.ptr());
+    } else {
+      result = PyLong_AsLongLong(index.ptr());
+    }
+  }
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    fail(name, value, allowed);
+  }
+  return result;
+}
+
+constexpr const char* kUint64 = "an integer from 0 to 2**64 - 1";
+constexpr const char* kInteger = "an integer of 64 bits";
+
+bool to_bool(const char* name, nb::handle value) {
+  const int truth = PyObject_IsTrue(value.ptr());
+  if (truth >= 0) return truth != 0;
+  PyErr_Clear();
+  fail(name, value, "True or False");
+}
+
+// ---- masks, as flashsdk.ops lays them out
+
+std::optional<std::int64_t> to_limit(const char* name, nb::handle value) {
+  if (value.is_none()) return std::nullopt;
+  return to_integer<std::int64_t>(name, value, kInteger);
+}
+
+// (left, right, top_left)
+Band to_band(nb::tuple band) {
+  return {to_limit("mask.left", band[0]), to_limit("mask.right", band[1]),
+          nb::cast<bool>(band[2]) ? Alignment::kTopLeft : Alignment::kBottomRight};
+}
+
+// (block_q, block_k, seqlen_q, seqlen_k, band | None, eight arrays)
+BlockMask to_block_mask(nb::tuple mask, ArrayImporter& arrays) {
+  BlockMask m;
+  m.block_q = nb::cast<int>(mask[0]);
+  m.block_k = nb::cast<int>(mask[1]);
+  m.seqlen_q = nb::cast<std::int64_t>(mask[2]);
+  m.seqlen_k = nb::cast<std::int64_t>(mask[3]);
+  if (!mask[4].is_none()) m.band = to_band(nb::cast<nb::tuple>(mask[4]));
+  m.row_partial = {arrays.take("mask.row_partial.offsets", mask[5]), arrays.take("mask.row_partial.indices", mask[6])};
+  m.row_full = {arrays.take("mask.row_full.offsets", mask[7]), arrays.take("mask.row_full.indices", mask[8])};
+  m.col_partial = {arrays.take("mask.col_partial.offsets", mask[9]), arrays.take("mask.col_partial.indices", mask[10])};
+  m.col_full = {arrays.take("mask.col_full.offsets", mask[11]), arrays.take("mask.col_full.indices", mask[12])};
+  return m;
+}
+
+Mask to_mask(nb::handle mask, ArrayImporter& arrays) {
+  if (mask.is_none()) return Dense{};
+  nb::tuple fields = nb::cast<nb::tuple>(mask);
+  return fields.size() == 3 ? Mask(to_band(fields)) : Mask(to_block_mask(fields, arrays));
+}
+
+// ---- calls
+
+// One call's arguments. `packed` is None or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), `options` is
+// (softmax_scale, mask, bias, alibi_slopes, softcap, dropout_p, seed, offset, deterministic, stream, backend).
+template <class Args>
+struct Call {
+  Args args;
+  LaunchOptions options;
+  bool packed;
+  ArrayImporter arrays;
+
+  Call(nb::handle q, nb::handle k, nb::handle v, nb::handle packed_, nb::tuple o) : packed(!packed_.is_none()) {
+    args.q = required("q", q);
+    args.k = required("k", k);
+    args.v = required("v", v);
+    if (packed) {
+      nb::tuple p = nb::cast<nb::tuple>(packed_);
+      args.cu_seqlens_q = required("cu_seqlens_q", p[0]);
+      args.cu_seqlens_k = required("cu_seqlens_k", p[1]);
+      args.max_seqlen_q = to_integer<std::int64_t>("max_seqlen_q", p[2], kInteger);
+      args.max_seqlen_k = to_integer<std::int64_t>("max_seqlen_k", p[3], kInteger);
+    }
+    if (!o[0].is_none()) args.softmax_scale = to_float("softmax_scale", o[0]);
+    args.mask = to_mask(o[1], arrays);
+    args.bias = arrays.take("bias", o[2]);
+    args.alibi_slopes = arrays.take("alibi_slopes", o[3]);
+    args.softcap = to_float("softcap", o[4]);
+    args.dropout_p = to_probability("dropout_p", o[5]);
+    args.seed = to_integer<std::uint64_t>("seed", o[6], kUint64);
+    args.offset = to_integer<std::uint64_t>("offset", o[7], kUint64);
+    args.deterministic = to_bool("deterministic", o[8]);
+    if (!o[9].is_none()) {
+      if (args.q.device.type == DeviceType::kCPU) fail("stream", o[9], "None, as q is on cpu");
+      options.stream = reinterpret_cast<void*>(to_integer<std::uint64_t>("stream", o[9], "a stream's address"));
+    }
+    if (!o[10].is_none()) {
+      if (!nb::isinstance<nb::str>(o[10])) fail("backend", o[10], "\"cpu\", \"sm80\", \"sm90\" or None");
+      args.backend = nb::cast<std::string>(o[10]);
+    }
+  }
+
+  TensorView required(const char* name, nb::handle array) {
+    if (array.is_none()) throw Error(ErrorCode::kInvalidArgument, std::string(name) + ": None; an array");
+    return arrays.take(name, array);
+  }
+  TensorView output(const char* name, nb::handle array) { return arrays.take(name, array, Access::kWrite); }
+
+  // Runs without the GIL.
+  void launch() {
+    const auto planned = plan(args, packed);
+    nb::gil_scoped_release released;
+    ThreadWorkspace& workspace = ThreadWorkspace::get();
+    options.workspace = workspace.at_least(planned.workspace_size);
+    planned.launch(options);
+    workspace.trim();
+  }
+
+ private:
+  // Scratch memory of each calling thread, kept between calls.
+  class ThreadWorkspace {
+   public:
+    static ThreadWorkspace& get() {
+      thread_local ThreadWorkspace workspace;
+      return workspace;
+    }
+    ~ThreadWorkspace() { std::free(data_); }
+
+    Workspace at_least(std::size_t size) {
+      if (size > size_) {
+        std::free(data_);
+        size_ = (size + kAlignment - 1) / kAlignment * kAlignment;
+        data_ = std::aligned_alloc(kAlignment, size_);
+        if (data_ == nullptr) {
+          size_ = 0;
+          throw Error(ErrorCode::kRuntime, "workspace: no memory for " + std::to_string(size) + " bytes; less is free");
+        }
+      }
+      return {data_, size_};
+    }
+    // Large ones are not worth keeping: getting them anew costs little beside the call.
+    void trim() {
+      if (size_ <= kMostKept) return;
+      std::free(data_);
+      data_ = nullptr;
+      size_ = 0;
+    }
+
+   private:
+    static constexpr std::size_t kAlignment = 256, kMostKept = std::size_t{64} << 20;
+    void* data_ = nullptr;
+    std::size_t size_ = 0;
+  };
+};
+
+void forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle packed,
+             nb::tuple options) {
+  Call<ForwardArgs> call(q, k, v, packed, options);
+  call.args.out = call.output("out", out);
+  call.args.lse = call.output("lse", lse);
+  call.launch();
+}
+
+void backward(nb::handle dout, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
+              nb::handle dlse, nb::handle dq, nb::handle dk, nb::handle dv, nb::handle packed, nb::tuple options) {
+  Call<BackwardArgs> call(q, k, v, packed, options);
+  call.args.dout = call.required("dout", dout);
+  call.args.out = call.required("out", out);
+  call.args.lse = call.required("lse", lse);
+  call.args.dlse = call.arrays.take("dlse", dlse);
+  call.args.dq = call.output("dq", dq);
+  call.args.dk = call.output("dk", dk);
+  call.args.dv = call.output("dv", dv);
+  call.launch();
+}
+
+std::tuple<std::string, nb::list> explain_call(bool is_backward, nb::handle q, nb::handle k, nb::handle v,
+                                               nb::handle packed, nb::tuple options) {
+  const Explanation why = is_backward ? explain(Call<BackwardArgs>(q, k, v, packed, options).args)
+                                      : explain(Call<ForwardArgs>(q, k, v, packed, options).args);
+  nb::list refused;
+  for (const Explanation::Refusal& r : why.refused) refused.append(nb::make_tuple(r.kernel, r.reason));
+  return {why.kernel, refused};
+}
+
+nb::list list_kernels() {
+  nb::list list;
+  for (const KernelInfo& k : kernels()) {
+    nb::dict d;
+    d["name"] = k.name;
+    d["op"] = k.op;
+    d["backend"] = k.backend;
+    d["arch"] = k.arch;
+    d["dtype"] = k.dtype;
+    d["head_dim"] = k.head_dim;
+    d["mask"] = k.mask;
+    d["score_features"] = k.score_features;
+    d["tile_m"] = k.tile_m;
+    d["tile_n"] = k.tile_n;
+    d["available"] = k.available;
+    list.append(d);
+  }
+  return list;
+}
+
+nb::dict describe_build() {
+  const BuildInfo info = build_info();
+  nb::dict d;
+  d["version"] = info.version;
+  d["compiler"] = info.compiler;
+  d["cpu_isas"] = info.cpu_isas;
+  d["cpu_isa"] = info.cpu_isa;
+  d["cuda"] = info.cuda;
+  d["cuda_archs"] = info.cuda_archs;
+  d["num_threads"] = get_num_threads();
+  return d;
+}
+
+void set_threads(nb::handle n) {
+  const auto threads = to_integer<std::int64_t>("n", n, "a positive integer");
+  set_num_threads(threads > INT32_MAX ? INT32_MAX : threads < 0 ? 0 : static_cast<int>(threads));
+}
+
+double peak_of_machine(const std::string& kind, double seconds) {
+  if (kind != "fp32" && kind != "bf16_dot") fail("kind", nb::str(kind.c_str()), "\"fp32\" or \"bf16_dot\"");
+  nb::gil_scoped_release released;
+  return measure_peak(kind == "fp32" ? PeakKind::kFp32 : PeakKind::kBf16Dot, build_info().cpu_isa, get_num_threads(),
+                      seconds);
+}
+
+// Every Error of the library is one flashsdk.Error, a subclass of ValueError.
+void translate(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const Error& e) {
+    nb::object type = nb::module_::import_("flashsdk._errors").attr("Error");
+    nb::object error = type(e.what(), to_string(e.code()));
+    PyErr_SetObject(type.ptr(), error.ptr());
+  }
+}
+
+}  // namespace
+}  // namespace flashsdk::python
+
+NB_MODULE(_bindings, m) {
+  namespace py = flashsdk::python;
+  nanobind::register_exception_translator(py::translate);
+  m.attr("__version__") = FLASHSDK_VERSION;
+  m.def("forward", py::forward);
+  m.def("backward", py::backward);
+  m.def("explain", py::explain_call);
+  m.def("kernels", py::list_kernels);
+  m.def("build_info", py::describe_build);
+  m.def("set_num_threads", py::set_threads);
+  m.def("get_num_threads", flashsdk::get_num_threads);
+  m.def("measure_peak", py::peak_of_machine);
+  m.def("empty", py::empty);
+}

@@ -1,0 +1,50 @@
+"""The compiled core. Use ``flashsdk.ops``: here arguments are positional and unexplained."""
+
+from typing import Any, TypeAlias
+
+__version__: str
+
+# (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+Packed: TypeAlias = tuple[Any, Any, int, int] | None
+# (left, right, top_left)
+BandFields: TypeAlias = tuple[int | None, int | None, bool]
+# a band; or (block_q, block_k, seqlen_q, seqlen_k, band | None, the arrays of BlockMask._arrays)
+Mask: TypeAlias = BandFields | tuple[Any, ...] | None
+# (softmax_scale, mask, bias, alibi_slopes, softcap, dropout_p, seed, offset, deterministic,
+#  stream, backend)
+Options: TypeAlias = tuple[
+    float | None, Mask, Any, Any, float, float, int, int, bool, int | None, str | None
+]
+
+def forward(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, packed: Packed, options: Options, /
+) -> None: ...
+def backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    packed: Packed,
+    options: Options,
+    /,
+) -> None: ...
+def explain(
+    backward: bool, q: Any, k: Any, v: Any, packed: Packed, options: Options, /
+) -> tuple[str, list[tuple[str, str]]]:
+    """The kernel's name and (name, reason) of those refused; validates all but the outputs."""
+
+def kernels() -> list[dict[str, Any]]: ...
+def build_info() -> dict[str, Any]: ...
+def set_num_threads(n: int, /) -> None: ...
+def get_num_threads() -> int: ...
+def measure_peak(kind: str, seconds: float, /) -> float:
+    """GFLOP/s of the machine for "fp32" or "bf16_dot", with the threads and instructions in use."""
+
+def empty(dtype: str, shape: tuple[int, ...], /) -> Any:
+    """Uninitialised row-major CPU memory that speaks DLPack; float32, float16 or bfloat16."""

@@ -1,0 +1,344 @@
+"""Exact attention on arrays of NumPy, PyTorch, JAX, CuPy and other frameworks, without copies.
+
+Forward and backward of FlashAttention (arXiv 2205.14135), for batches and for packed sequences.
+The meaning of every argument is fixed in docs/semantics.md; this is the short form.
+
+Shapes, batched and packed (varlen)::
+
+    q, dq       (batch, seqlen_q, num_heads, head_dim)       (total_q, num_heads, head_dim)
+    k, dk       (batch, seqlen_k, num_heads_kv, head_dim)    (total_k, num_heads_kv, head_dim)
+    v, dv       (batch, seqlen_k, num_heads_kv, head_dim_v)  (total_k, num_heads_kv, head_dim_v)
+    out, dout   (batch, seqlen_q, num_heads, head_dim_v)     (total_q, num_heads, head_dim_v)
+    lse, dlse   (batch, num_heads, seqlen_q)                 (num_heads, total_q)
+
+float32, bfloat16 or float16, all the same; lse and dlse are float32. head_dim and head_dim_v are 1
+to 256, num_heads is a multiple of num_heads_kv. Any strides, except that the last dimension is
+contiguous. Inputs may be read-only. Tensors of PyTorch that require gradients are read like any
+other: autograd belongs to ``flashsdk.torch``.
+
+Keywords of all four functions::
+
+    softmax_scale  factor of q·k; None is head_dim ** -0.5
+    mask           Dense(), Causal(), SlidingWindow(), a Band or a BlockMask; None is Dense()
+    bias           added to the scores, float32, bfloat16 or float16; or bool, True = attend.
+                   (batch, num_heads, seqlen_q, seqlen_k), each of them or 1; for packed sequences
+                   max_seqlen_q and max_seqlen_k, indexed from the start of each sequence
+    alibi_slopes   float32 (num_heads,) or (batch, num_heads):
+                   -slope * |i + seqlen_k - seqlen_q - j| is added to the scores
+    softcap        > 0: scores s become softcap * tanh(s / softcap), before bias; 0 is off
+    dropout_p      probability to drop an element of softmax's result, 0 <= dropout_p < 1, rounded
+                   to the nearest 1/256
+    seed, offset   what the dropout pattern is a function of; 0 to 2**64 - 1
+    deterministic  the same bits from run to run, or an Error; CPU kernels always are
+    stream         address of a CUDA stream; None is the current one. None on a CPU
+    backend        "cpu", "sm80" or "sm90"; None is the fastest that fits
+
+A query that sees no key has out = 0, lse = -inf and gradients 0.
+
+Every function raises ``Error``, one line "<argument>: <given>; <allowed>", before anything is
+written. They release the GIL and may be called from several threads at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from . import _bindings, _frameworks
+from ._errors import Error
+from .masks import Band, BlockMask, Dense, Mask
+
+__all__ = [
+    "Explanation",
+    "explain",
+    "mha_bwd",
+    "mha_fwd",
+    "mha_varlen_bwd",
+    "mha_varlen_fwd",
+]
+
+Array = TypeVar("Array")  # of any framework; results are of q's
+
+
+def mha_fwd(
+    q: Array,
+    k: Any,
+    v: Any,
+    *,
+    softmax_scale: float | None = None,
+    mask: Mask | None = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    deterministic: bool = False,
+    out: Array | None = None,
+    lse: Array | None = None,
+    stream: int | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Array]:
+    """Attention: (out, lse), new arrays of q's framework unless given.
+
+    q, k, v
+        (batch, seqlen_q, num_heads, head_dim), (batch, seqlen_k, num_heads_kv, head_dim) and
+        (batch, seqlen_k, num_heads_kv, head_dim_v).
+    out, lse
+        Where to write (batch, seqlen_q, num_heads, head_dim_v) and float32 (batch, num_heads,
+        seqlen_q). lse is the natural logarithm of the sum of the exponentials of the final scores.
+
+    The other keywords, dtypes, strides and errors: ``help(flashsdk.ops)``. Source: FlashAttention,
+    arXiv 2205.14135, algorithm 1.
+    """
+    options = (softmax_scale, _mask(mask), bias, alibi_slopes, softcap, dropout_p,
+               seed, offset, deterministic, stream, backend)  # fmt: skip
+    return _forward(q, k, v, out, lse, None, options)
+
+
+def mha_varlen_fwd(
+    q: Array,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = None,
+    mask: Mask | None = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    deterministic: bool = False,
+    out: Array | None = None,
+    lse: Array | None = None,
+    stream: int | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Array]:
+    """Attention on sequences of different lengths, packed one behind the other: (out, lse).
+
+    q, k, v
+        (total_q, num_heads, head_dim), (total_k, num_heads_kv, head_dim) and (total_k,
+        num_heads_kv, head_dim_v).
+    cu_seqlens_q, cu_seqlens_k
+        int32 (batch + 1,): sequence b is rows cu_seqlens[b] to cu_seqlens[b + 1] - 1. From 0,
+        ascending; sequences may be empty. Rows behind the last one see no key.
+    max_seqlen_q, max_seqlen_k
+        Upper bounds of the lengths, in tokens.
+    out, lse
+        Where to write (total_q, num_heads, head_dim_v) and float32 (num_heads, total_q).
+
+    Masks and positions count from the start of each sequence; a BlockMask needs as many blocks as
+    the max_seqlens have. The other keywords, dtypes, strides and errors: ``help(flashsdk.ops)``.
+    Source: FlashAttention, arXiv 2205.14135, algorithm 1.
+    """
+    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (softmax_scale, _mask(mask), bias, alibi_slopes, softcap, dropout_p,
+               seed, offset, deterministic, stream, backend)  # fmt: skip
+    return _forward(q, k, v, out, lse, packed, options)
+
+
+def mha_bwd(
+    dout: Any,
+    q: Array,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    softmax_scale: float | None = None,
+    mask: Mask | None = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    deterministic: bool = False,
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
+    stream: int | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Array, Array]:
+    """Gradients of mha_fwd: (dq, dk, dv), new arrays of q's framework unless given.
+
+    dout
+        Gradient of out, same shape.
+    q, k, v, out, lse
+        What mha_fwd was given and gave; the keywords must be the same as there.
+    dlse
+        Gradient of lse, same shape; None is zero.
+    dq, dk, dv
+        Where to write the gradients, with the shapes of q, k and v.
+
+    The other keywords, dtypes, strides and errors: ``help(flashsdk.ops)``. Source: FlashAttention,
+    arXiv 2205.14135, algorithm 4.
+    """
+    options = (softmax_scale, _mask(mask), bias, alibi_slopes, softcap, dropout_p,
+               seed, offset, deterministic, stream, backend)  # fmt: skip
+    return _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, None, options)
+
+
+def mha_varlen_bwd(
+    dout: Any,
+    q: Array,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    dlse: Any = None,
+    softmax_scale: float | None = None,
+    mask: Mask | None = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    deterministic: bool = False,
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
+    stream: int | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Array, Array]:
+    """Gradients of mha_varlen_fwd: (dq, dk, dv), new arrays of q's framework unless given.
+
+    dout
+        Gradient of out, same shape: (total_q, num_heads, head_dim_v).
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        What mha_varlen_fwd was given and gave; the keywords must be the same as there.
+    dlse
+        Gradient of lse, float32 (num_heads, total_q); None is zero.
+    dq, dk, dv
+        Where to write the gradients, with the shapes of q, k and v.
+
+    The other keywords, dtypes, strides and errors: ``help(flashsdk.ops)``. Source: FlashAttention,
+    arXiv 2205.14135, algorithm 4.
+    """
+    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (softmax_scale, _mask(mask), bias, alibi_slopes, softcap, dropout_p,
+               seed, offset, deterministic, stream, backend)  # fmt: skip
+    return _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, packed, options)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel a call takes, and why not those that come before it.
+
+    ``kernel`` is its name, "" if none fits. ``refused`` are (name, reason) of the kernels for this
+    dtype, head_dim and mask with a higher priority. ``str()`` says the same for people.
+    """
+
+    kernel: str
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [self.kernel or "no kernel fits"]
+        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused])
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    *,
+    op: Literal["fwd", "bwd"] = "fwd",
+    softmax_scale: float | None = None,
+    mask: Mask | None = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Explanation:
+    """The kernel that mha_fwd (mha_varlen_fwd with cu_seqlens) or, for "bwd", its gradient takes.
+
+    Arguments are those of the call; nothing is computed. Raises Error like the call.
+    """
+    if op not in ("fwd", "bwd"):
+        raise Error(f'op: {op!r}; "fwd" or "bwd"')
+    packed = None
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (softmax_scale, _mask(mask), bias, alibi_slopes, softcap, dropout_p,
+               0, 0, deterministic, None, backend)  # fmt: skip
+    return Explanation(*_bindings.explain(op == "bwd", q, k, v, packed, options))
+
+
+# ---- from arguments to bindings
+
+
+def _forward(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, packed: _bindings.Packed, options: _bindings.Options
+) -> tuple[Any, Any]:
+    framework = _frameworks.of(q)
+    new_out, new_lse = out is None, lse is None
+    try:
+        if new_out:
+            out = framework.empty(q, (*q.shape[:-1], v.shape[-1]))
+        else:
+            _frameworks.own("out", out)
+        if new_lse:
+            *batch, rows, num_heads, _ = q.shape
+            lse = framework.empty_float32(q, (*batch, num_heads, rows))
+        else:
+            _frameworks.own("lse", lse)
+    except Exception:
+        # Arguments that outputs cannot be made for are most likely wrong: that says more.
+        _bindings.explain(False, q, k, v, packed, options)
+        raise
+    _bindings.forward(q, k, v, out, lse, packed, options)
+    return framework.finish(out) if new_out else out, framework.finish(lse) if new_lse else lse
+
+
+def _backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, dq: Any, dk: Any, dv: Any,
+    packed: _bindings.Packed, options: _bindings.Options,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    framework = _frameworks.of(q)
+    given = dq, dk, dv
+    try:
+        dq, dk, dv = (
+            framework.empty(q, tuple(of.shape)) if array is None else _frameworks.own(name, array)
+            for name, array, of in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v))
+        )
+    except Exception:
+        _bindings.explain(True, q, k, v, packed, options)
+        raise
+    _bindings.backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, packed, options)
+    results = (
+        framework.finish(new) if array is None else array
+        for new, array in zip((dq, dk, dv), given, strict=True)
+    )
+    dq, dk, dv = results
+    return dq, dk, dv
+
+
+def _mask(mask: Mask | None) -> _bindings.Mask:
+    """A mask as the bindings take it: None, a band, or a layout with its lists."""
+    if mask is None or isinstance(mask, Dense):
+        return None
+    if isinstance(mask, Band):
+        return mask.left, mask.right, mask.alignment == "top_left"
+    if isinstance(mask, BlockMask):
+        band = _mask(mask.band)
+        return (*mask.block_size, mask.seqlen_q, mask.seqlen_k, band, *mask._arrays)
+    allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
+    raise Error(f"mask: {mask!r:.60}; {allowed}")
