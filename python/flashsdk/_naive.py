@@ -1,8 +1,7 @@
-"""Standard attention, S and P as whole matrices: the yardstick for rounding errors.
+"""Attention of one head as whole matrices, with the rounding of a dtype: the yardstick of errors.
 
-``storage`` is the dtype every tensor is rounded to between operations, as a chain of framework
-operators rounds; inside an operation the sums are float32. With storage float64 nothing is rounded:
-a second opinion on _reference.py.
+``standard`` rounds like a chain of framework operators, ``flash_backward`` like FlashAttention.
+With storage float64 nothing is rounded: a second opinion on _reference.py.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ._reference import Array, Features, Head, heads, random_bytes, visible_keys
+from ._reference import Array, Float64, Head
 
 Round = Callable[[Array], Array]
 
 
 def rounding(storage: Any) -> Round:
-    """x to the nearest values of `storage`, held as float32 (float64 for float64)."""
+    """x to the nearest values of ``storage``, held as float32 (float64 for float64)."""
     storage = np.dtype(storage)
     held = np.float64 if storage == np.float64 else np.float32
 
@@ -32,7 +31,7 @@ def rounding(storage: Any) -> Round:
 
 @dataclass(frozen=True)
 class Matrices:
-    """S, P and what the backward needs of them, for one head: each (seqlen_q, seqlen_k)."""
+    """S, P and what the backward needs of them: each (seqlen_q, seqlen_k)."""
 
     score: Array
     p: Array
@@ -41,139 +40,77 @@ class Matrices:
 
 
 def matrices(head: Head, round_to: Round) -> Matrices:
-    f, q, k = head.f, round_to(head.q), round_to(head.k)
-    seqlen_q, seqlen_k = len(q), len(k)
-    one = round_to(np.ones(1))
-    score = round_to(round_to(q @ k.T) * one.dtype.type(f.scale(q.shape[1])))
+    q, k = round_to(head.q), round_to(head.k)
+    rows, of = range(len(q)), q.dtype.type
+    shape = len(q), len(k)
+    score = round_to(round_to(q @ k.T) * of(head.scale))
     slope = np.ones_like(score)
-    if f.softcap > 0:
-        cap = one.dtype.type(np.float32(f.softcap))
-        tanh = round_to(np.tanh(round_to(score / cap)))
-        score, slope = round_to(cap * tanh), round_to(1 - tanh**2)
-    hidden = np.zeros(score.shape, bool)
-    if f.mask is not None:
-        rows = [
-            visible_keys(f.mask, head.sequence, head.head, i, seqlen_q, seqlen_k)
-            for i in range(seqlen_q)
-        ]
-        hidden = ~np.array(rows, bool).reshape(score.shape)
-    if f.bias is not None:
-        bias = _of_head(f.bias, head)
-        bias = bias if bias.shape[0] == 1 else bias[:seqlen_q]
-        bias = bias if bias.shape[1] == 1 else bias[:, :seqlen_k]
-        if bias.dtype == bool:
-            hidden = hidden | ~bias
-        else:
-            score = round_to(score + bias.astype(score.dtype))
-    if f.alibi_slopes is not None:
-        slopes = np.atleast_2d(f.alibi_slopes)
-        slope_of_head = one.dtype.type(slopes[min(head.sequence, len(slopes) - 1), head.head])
-        i, j = np.ogrid[:seqlen_q, :seqlen_k]
-        score = round_to(
-            score - slope_of_head * np.abs(i + seqlen_k - seqlen_q - j).astype(score.dtype)
-        )
-    score = np.where(hidden, -np.inf, score)
-
-    top = score.max(axis=1, initial=-np.inf, keepdims=True)
-    e = np.exp(score - np.where(np.isneginf(top), 0, top))
+    if head.f.softcap > 0:
+        softcap = of(np.float32(head.f.softcap))
+        tanh = round_to(np.tanh(round_to(score / softcap)))
+        score, slope = round_to(softcap * tanh), round_to(1 - tanh**2)
+    if head.f.bias is not None or head.f.alibi_slopes is not None:
+        bias = np.array([head.bias(i) for i in rows], score.dtype).reshape(shape)
+        score = round_to(score + bias)
+    if head.f.mask is not None or head.f.bias is not None:
+        visible = np.array([head.visible(i) for i in rows], bool).reshape(shape)
+        score = np.where(visible, score, -np.inf)
+    top = finite_max(score)
+    e = np.exp(score - top)
     p = round_to(e / np.maximum(e.sum(axis=1, keepdims=True), np.finfo(e.dtype).tiny))
     drop = np.ones_like(score)
-    threshold = f.dropout_threshold()
-    if threshold:
-        index = head.sequence * head.num_heads + head.head
-        random = [random_bytes(f.seed, f.offset, index, i, seqlen_k) for i in range(seqlen_q)]
-        kept = np.array(random, np.uint64).reshape(score.shape) >= threshold
-        drop = kept * one.dtype.type(256 / (256 - threshold))
+    if head.f.dropout_threshold():
+        drop = np.array([head.drop(i) for i in rows], score.dtype).reshape(shape)
     return Matrices(score, p, drop, slope)
 
 
-def _of_head(x: Array, head: Head) -> Array:
-    return np.asarray(x[min(head.sequence, x.shape[0] - 1), min(head.head, x.shape[1] - 1)])
+def finite_max(score: Array) -> Array:
+    """The largest score (seqlen_q, 1) of each row, 0 where it sees no key."""
+    top = score.max(axis=1, initial=-np.inf, keepdims=True)
+    return np.where(np.isneginf(top), 0, top).astype(score.dtype)
 
 
-def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    storage: Any = None,
-    sequence: int | None = None,
-    **features: Any,
-) -> Array:
-    """out, with the rounding of `storage` (None: q's dtype). float32 or float64."""
-    round_to = rounding(q.dtype if storage is None else storage)
-    q, k, v = round_to(q), round_to(k), round_to(v)
-    out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype)
-    for b, h, h_kv, head in heads(q, k, Features(**features), sequence):
-        m = matrices(head, round_to)
-        out[b, :, h] = round_to(round_to(m.p * m.drop) @ v[b, :, h_kv])
-    return out
+def standard(head: Head, storage: Any) -> dict[str, Array]:
+    """out, dq, dk, dv by matrix products and softmax, every tensor rounded to ``storage``.
 
-
-def backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    dlse: Array | None = None,
-    storage: Any = None,
-    sequence: int | None = None,
-    **features: Any,
-) -> tuple[Array, Array, Array]:
-    """dq, dk, dv, with the rounding of ``storage``; heads that share k and v add in float32."""
-    f = Features(**features)
-    round_to = rounding(q.dtype if storage is None else storage)
-    dout, q, k, v = round_to(dout), round_to(q), round_to(k), round_to(v)
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    scale = q.dtype.type(f.scale(q.shape[3]))
-    for b, h, h_kv, head in heads(q, k, f, sequence):
-        m = matrices(head, round_to)
-        do = dout[b, :, h]
-        dp = round_to(round_to(do @ v[b, :, h_kv].T) * m.drop)
-        ds = m.p * (dp - (m.p * dp).sum(axis=1, keepdims=True))
-        if dlse is not None:
-            ds = ds + m.p * np.asarray(dlse[b, h], ds.dtype)[:, None]
-        ds = round_to(round_to(round_to(ds) * m.slope) * scale)
-        dq[b, :, h] = round_to(ds @ k[b, :, h_kv])
-        dk[b, :, h_kv] += round_to(ds.T @ q[b, :, h])
-        dv[b, :, h_kv] += round_to(round_to(m.p * m.drop).T @ do)
-    return dq, round_to(dk), round_to(dv)
-
-
-def backward_of_rounded(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    dlse: Array | None = None,
-    sequence: int | None = None,
-    **features: Any,
-) -> tuple[Array, Array, Array]:
-    """dq, dk, dv in float64 from out in q's dtype, lse in float32, dP and delta as float32 sums.
-
-    What any backward that is given out and lse must lose; standard attention keeps P instead and
-    can be luckier.
+    Inside an operation sums are float32. dk and dv are this head's part alone.
     """
-    f, storage = Features(**features), q.dtype
-    dout, q, k, v = (np.asarray(x).astype(np.float64) for x in (dout, q, k, v))
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    for b, h, h_kv, head in heads(q, k, f, sequence):
-        m = matrices(head, np.asarray)
-        top = m.score.max(axis=1, initial=-np.inf, keepdims=True)
-        top = np.where(np.isneginf(top), 0, top)
-        total = np.exp(m.score - top).sum(axis=1, keepdims=True)
-        lse = top + np.log(np.where(total > 0, total, 1))
-        p = m.p * np.exp(lse - lse.astype(np.float32))
-        out = ((m.p * m.drop) @ v[b, :, h_kv]).astype(storage).astype(np.float32)
-        do = dout[b, :, h].astype(np.float32)
-        dp = m.drop * (do @ v[b, :, h_kv].astype(np.float32).T)
-        delta = (do * out).sum(axis=1)
-        if dlse is not None:
-            delta = delta - dlse[b, h]
-        ds = f.scale(q.shape[3]) * p * m.slope * (dp - delta[:, None].astype(np.float64))
-        dq[b, :, h] = ds @ k[b, :, h_kv]
-        dk[b, :, h_kv] += ds.T @ q[b, :, h]
-        dv[b, :, h_kv] += (p * m.drop).T @ dout[b, :, h]
-    return dq, dk, dv
+    assert head.dout is not None
+    round_to = rounding(storage)
+    m = matrices(head, round_to)
+    q, k, v, dout = (round_to(x) for x in (head.q, head.k, head.v, head.dout))
+    dropped = round_to(m.p * m.drop)
+    dp = round_to(round_to(dout @ v.T) * m.drop)
+    with np.errstate(invalid="ignore"):  # float16 may overflow
+        ds = m.p * (dp - (m.p * dp).sum(axis=1, keepdims=True))
+        ds = round_to(ds + m.p * head.dlse[:, None].astype(ds.dtype))
+        ds = round_to(round_to(ds * m.slope) * ds.dtype.type(head.scale))
+        return {
+            "out": round_to(dropped @ v),
+            "dq": round_to(ds @ k),
+            "dk": round_to(ds.T @ q),
+            "dv": round_to(dropped.T @ dout),
+        }
+
+
+def flash_backward(head: Head, m: Matrices, storage: Any) -> dict[str, Float64]:
+    """dq, dk, dv as FlashAttention's backward has to: from a rounded out and a float32 lse.
+
+    Exact but for what that costs: rounded P and dS in the products, dP and delta as float32 sums.
+    Standard attention, which keeps P, can be luckier. ``m`` is in float64.
+    """
+    assert head.dout is not None
+    round_to = rounding(storage)
+    top = finite_max(m.score)
+    e = np.exp(m.score - top)
+    total = e.sum(axis=1, keepdims=True)
+    total = np.where(total > 0, total, 1)
+    out = round_to(round_to(e) * m.drop @ head.v / total)
+    lse = top + np.log(total)
+    p = m.p * np.exp(lse - lse.astype(np.float32))
+
+    dout, v = head.dout.astype(np.float32), head.v.astype(np.float32)
+    dp = m.drop * (dout @ v.T)
+    delta = (dout * out).sum(axis=1) - head.dlse
+    ds = head.scale * round_to(p * m.slope * (dp - delta[:, None])).astype(np.float64)
+    return {"dq": ds @ head.k, "dk": ds.T @ head.q, "dv": (round_to(p) * m.drop).T @ head.dout}

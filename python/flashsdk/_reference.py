@@ -168,83 +168,131 @@ class Row:
     lse: float  # logarithm of the sum of exp(score); -inf when no key is seen
 
 
+@dataclass(frozen=True)
 class Head:
-    """The rows of one (batch, head). ``sequence`` is the batch index, or the packed sequence."""
+    """One head of one sequence, in float64."""
 
-    def __init__(
-        self, q: Float64, k: Float64, f: Features, sequence: int, head: int, num_heads: int
-    ):
-        self.q, self.k, self.f = q, k, f  # (seqlen_q, head_dim), (seqlen_k, head_dim)
-        self.sequence, self.head, self.num_heads = sequence, head, num_heads
+    f: Features
+    sequence: int  # batch index, or the number of the packed sequence
+    head: int
+    num_heads: int
+    q: Float64  # (seqlen_q, head_dim)
+    k: Float64  # (seqlen_k, head_dim)
+    v: Float64  # (seqlen_k, head_dim_v)
+    dout: Float64 | None  # (seqlen_q, head_dim_v)
+    dlse: Float64  # (seqlen_q,)
+    # Where it lies: in q, dout and out; in k and v; in lse
+    at_q: Any
+    at_k: Any
+    at_lse: Any
+
+    @property
+    def scale(self) -> float:
+        return self.f.scale(self.q.shape[1])
+
+    @property
+    def alibi_slope(self) -> float:
+        if self.f.alibi_slopes is None:
+            return 0.0
+        return float(_broadcast(np.atleast_2d(self.f.alibi_slopes), self.sequence, self.head))
+
+    def visible(self, i: int) -> Bool:
+        """Keys (seqlen_k,) that the mask and a boolean bias show to query i."""
+        seqlen = len(self.q), len(self.k)
+        seen = visible_keys(self.f.mask, self.sequence, self.head, i, *seqlen)
+        bias = self._bias(i)
+        return seen & bias if bias is not None and bias.dtype == bool else seen
+
+    def bias(self, i: int) -> Float64:
+        """What is added to the scores (seqlen_k,) of query i: bias and ALiBi."""
+        seqlen_q, seqlen_k = len(self.q), len(self.k)
+        added = -self.alibi_slope * np.abs(i + seqlen_k - seqlen_q - np.arange(seqlen_k))
+        bias = self._bias(i)
+        return added if bias is None or bias.dtype == bool else added + bias.astype(np.float64)
+
+    def _bias(self, i: int) -> Array | None:
+        if self.f.bias is None:
+            return None
+        bias = _broadcast(self.f.bias, self.sequence, self.head, i)
+        return np.broadcast_to(bias if len(bias) == 1 else bias[: len(self.k)], len(self.k))
+
+    def drop(self, i: int) -> Float64:
+        """What dropout multiplies the probabilities (seqlen_k,) of query i with: 0 or its scale."""
+        threshold = self.f.dropout_threshold()
+        if threshold == 0:
+            return np.ones(len(self.k))
+        index = self.sequence * self.num_heads + self.head
+        byte = random_bytes(self.f.seed, self.f.offset, index, i, len(self.k))
+        return np.where(byte >= threshold, 256 / (256 - threshold), 0.0)
 
     def row(self, i: int) -> Row:
-        f, (seqlen_q, seqlen_k) = self.f, (len(self.q), len(self.k))
-        seen = visible_keys(f.mask, self.sequence, self.head, i, seqlen_q, seqlen_k)
-        bias = None
-        if f.bias is not None:
-            bias = _broadcast(f.bias, self.sequence, self.head, i)
-            bias = np.broadcast_to(bias if len(bias) == 1 else bias[:seqlen_k], seqlen_k)
-            if bias.dtype == bool:
-                seen, bias = seen & bias, None
-        keys = np.flatnonzero(seen)
-
-        score = f.scale(self.q.shape[1]) * (self.k[keys] @ self.q[i])
+        keys = np.flatnonzero(self.visible(i))
+        score = self.scale * (self.k[keys] @ self.q[i])
         slope = np.ones(len(keys))
-        if f.softcap > 0:
-            tanh = np.tanh(score / float(np.float32(f.softcap)))
-            score, slope = float(np.float32(f.softcap)) * tanh, 1 - tanh**2
-        if bias is not None:
-            score = score + bias[keys].astype(np.float64)
-        if f.alibi_slopes is not None:
-            alibi = _broadcast(np.atleast_2d(f.alibi_slopes), self.sequence, self.head)
-            score = score - float(alibi) * np.abs(i + seqlen_k - seqlen_q - keys)
+        if self.f.softcap > 0:
+            softcap = float(np.float32(self.f.softcap))
+            tanh = np.tanh(score / softcap)
+            score, slope = softcap * tanh, 1 - tanh**2
+        score = score + self.bias(i)[keys]
 
-        # A bias of -inf hides a key as well.
-        shown = score != -np.inf
+        shown = score != -np.inf  # a bias of -inf hides a key as well
         keys, score, slope = keys[shown], score[shown], slope[shown]
-        drop = np.ones(len(keys))
-        threshold = f.dropout_threshold()
-        if threshold:
-            index = self.sequence * self.num_heads + self.head
-            kept = random_bytes(f.seed, f.offset, index, i, seqlen_k)[keys] >= threshold
-            drop = kept * (256 / (256 - threshold))
+        drop = self.drop(i)[keys]
         if len(keys) == 0:
             return Row(keys, score, drop, slope, -np.inf)
         e = np.exp(score - score.max())
         return Row(keys, e / e.sum(), drop, slope, float(score.max() + np.log(e.sum())))
 
 
+CuSeqlens = tuple[Array, Array] | None  # cu_seqlens_q and cu_seqlens_k of a packed problem
+
+
 def heads(
-    q: Float64, k: Float64, f: Features, sequence: int | None = None
-) -> Iterator[tuple[int, int, int, Head]]:
-    """(batch, head, head of k and v, Head) of all; ``sequence`` replaces the batch index."""
-    batch, _, num_heads, _ = q.shape
+    f: Features,
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array | None = None,
+    dlse: Array | None = None,
+    cu_seqlens: CuSeqlens = None,
+) -> Iterator[Head]:
+    """Every head of a batched or, with ``cu_seqlens``, packed problem."""
+    num_heads, num_heads_kv = q.shape[-2], k.shape[-2]
+    batch = len(q) if cu_seqlens is None else len(cu_seqlens[0]) - 1
     for b, h in np.ndindex(batch, num_heads):
-        h_kv = h // (num_heads // k.shape[2])
-        yield (
+        h_kv = h // (num_heads // num_heads_kv)
+        every = slice(None)
+        at_q, at_k, at_lse = (b, every, h), (b, every, h_kv), (b, h, every)
+        if cu_seqlens is not None:
+            rows, rows_k = (slice(int(cu[b]), int(cu[b + 1])) for cu in cu_seqlens)
+            at_q, at_k, at_lse = (rows, h), (rows_k, h_kv), (h, rows)  # type: ignore[assignment]
+        yield Head(
+            f,
             b,
             h,
-            h_kv,
-            Head(q[b, :, h], k[b, :, h_kv], f, b if sequence is None else sequence, h, num_heads),
+            num_heads,
+            q[at_q].astype(np.float64),
+            k[at_k].astype(np.float64),
+            v[at_k].astype(np.float64),
+            None if dout is None else dout[at_q].astype(np.float64),
+            np.zeros(len(q[at_q])) if dlse is None else dlse[at_lse].astype(np.float64),
+            at_q,
+            at_k,
+            at_lse,
         )
 
 
-def _double(*arrays: Array) -> Iterator[Float64]:
-    return (np.asarray(a).astype(np.float64) for a in arrays)
-
-
 def forward(
-    q: Array, k: Array, v: Array, *, sequence: int | None = None, **features: Any
+    q: Array, k: Array, v: Array, *, cu_seqlens: CuSeqlens = None, **features: Any
 ) -> tuple[Float64, Float64]:
     """out, lse."""
-    q, k, v = _double(q, k, v)
-    out = np.zeros((*q.shape[:3], v.shape[3]))
-    lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf)
-    for b, h, h_kv, head in heads(q, k, Features(**features), sequence):
-        for i in range(q.shape[1]):
+    out = np.zeros((*q.shape[:-1], v.shape[-1]))
+    lse = np.full(_lse_shape(q), -np.inf)
+    for head in heads(Features(**features), q, k, v, cu_seqlens=cu_seqlens):
+        for i in range(len(head.q)):
             row = head.row(i)
-            out[b, i, h] = (row.p * row.drop) @ v[b, row.keys, h_kv]
-            lse[b, h, i] = row.lse
+            out[head.at_q][i] = (row.p * row.drop) @ head.v[row.keys]
+            lse[head.at_lse][i] = row.lse
     return out, lse
 
 
@@ -255,49 +303,35 @@ def backward(
     v: Array,
     *,
     dlse: Array | None = None,
-    sequence: int | None = None,
+    cu_seqlens: CuSeqlens = None,
     **features: Any,
 ) -> tuple[Float64, Float64, Float64]:
     """dq, dk, dv of sum(dout·out) + sum(dlse·lse)."""
-    f = Features(**features)
-    dout, q, k, v = _double(dout, q, k, v)
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    scale = f.scale(q.shape[3])
-    for b, h, h_kv, head in heads(q, k, f, sequence):
-        for i in range(q.shape[1]):
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    for head in heads(Features(**features), q, k, v, dout, dlse, cu_seqlens):
+        assert head.dout is not None
+        for i in range(len(head.q)):
             row = head.row(i)
             dropped = row.p * row.drop
-            dp = row.drop * (v[b, row.keys, h_kv] @ dout[b, i, h])
-            delta = dout[b, i, h] @ (dropped @ v[b, row.keys, h_kv])
-            if dlse is not None:
-                delta -= float(dlse[b, h, i])
-            ds = scale * row.slope * row.p * (dp - delta)
-            dq[b, i, h] = ds @ k[b, row.keys, h_kv]
-            dk[b, row.keys, h_kv] += np.outer(ds, q[b, i, h])
-            dv[b, row.keys, h_kv] += np.outer(dropped, dout[b, i, h])
+            dp = row.drop * (head.v[row.keys] @ head.dout[i])
+            delta = head.dout[i] @ (dropped @ head.v[row.keys]) - head.dlse[i]
+            ds = head.scale * row.slope * row.p * (dp - delta)
+            dq[head.at_q][i] = ds @ head.k[row.keys]
+            dk[head.at_k][row.keys] += np.outer(ds, head.q[i])
+            dv[head.at_k][row.keys] += np.outer(dropped, head.dout[i])
     return dq, dk, dv
 
 
-def sequences(cu_seqlens_q: Array, cu_seqlens_k: Array) -> Iterator[tuple[int, slice, slice]]:
-    """(sequence, its rows of q, its rows of k and v) of a packed problem."""
-    for s in range(len(cu_seqlens_q) - 1):
-        yield (
-            s,
-            slice(int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1])),
-            slice(int(cu_seqlens_k[s]), int(cu_seqlens_k[s + 1])),
-        )
+def _lse_shape(q: Array) -> tuple[int, ...]:
+    """(batch, num_heads, seqlen_q), packed (num_heads, total_q)."""
+    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
 
 
 def varlen_forward(
     q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array, **features: Any
 ) -> tuple[Float64, Float64]:
-    """out (total_q, num_heads, head_dim_v), lse (num_heads, total_q); every sequence on its own."""
-    out = np.zeros((*q.shape[:2], v.shape[2]))
-    lse = np.full((q.shape[1], q.shape[0]), -np.inf)
-    for s, rows_q, rows_k in sequences(cu_seqlens_q, cu_seqlens_k):
-        o, m = forward(q[None, rows_q], k[None, rows_k], v[None, rows_k], sequence=s, **features)
-        out[rows_q], lse[:, rows_q] = o[0], m[0]
-    return out, lse
+    """out, lse of packed sequences."""
+    return forward(q, k, v, cu_seqlens=(cu_seqlens_q, cu_seqlens_k), **features)
 
 
 def varlen_backward(
@@ -307,19 +341,10 @@ def varlen_backward(
     v: Array,
     cu_seqlens_q: Array,
     cu_seqlens_k: Array,
-    *,
-    dlse: Array | None = None,
     **features: Any,
 ) -> tuple[Float64, Float64, Float64]:
-    """dq, dk, dv of a packed problem; dlse (num_heads, total_q)."""
-    dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
-    for s, rows_q, rows_k in sequences(cu_seqlens_q, cu_seqlens_k):
-        of_one = (dout[None, rows_q], q[None, rows_q], k[None, rows_k], v[None, rows_k])
-        g = backward(
-            *of_one, dlse=None if dlse is None else dlse[None, :, rows_q], sequence=s, **features
-        )
-        dq[rows_q], dk[rows_k], dv[rows_k] = (x[0] for x in g)
-    return dq, dk, dv
+    """dq, dk, dv of packed sequences."""
+    return backward(dout, q, k, v, cu_seqlens=(cu_seqlens_q, cu_seqlens_k), **features)
 
 
 __all__ = [
@@ -332,7 +357,6 @@ __all__ = [
     "heads",
     "philox4x32",
     "random_bytes",
-    "sequences",
     "varlen_backward",
     "varlen_forward",
     "visible_keys",

@@ -28,9 +28,15 @@ class Target:
         return "-".join(part for part in parts if part)
 
 
+def isas() -> list[str]:
+    """The CPU instruction sets of this build that this machine has, slowest first."""
+    here = {k["arch"] for k in fs.kernels() if k["backend"] == "cpu" and k["available"]}
+    return [isa for isa in fs.build_info()["cpu_isas"] if isa in here]
+
+
 def targets() -> list[Target]:
-    isas = [Target("cpu", isa) for isa in fs.build_info()["cpu_isas"]]
-    return isas + [Target(backend, missing=_missing(backend)) for backend in ("sm80", "sm90")]
+    gpus = [Target(backend, missing=_missing(backend)) for backend in ("sm80", "sm90")]
+    return [Target("cpu", isa) for isa in isas()] + gpus
 
 
 def _missing(backend: str) -> str:
@@ -44,9 +50,8 @@ def _missing(backend: str) -> str:
         return "no PyTorch to make arrays"
     if not torch.cuda.is_available():
         return "no GPU"
-    need = {"sm80": (8, 0), "sm90": (9, 0)}[backend]
-    have = torch.cuda.get_device_capability()
-    return "" if have >= need and (backend == "sm80" or have[0] == 9) else "other GPU"
+    available = any(k["available"] for k in fs.kernels() if k["backend"] == backend)
+    return "" if available else "not for this GPU"
 
 
 class Runner:

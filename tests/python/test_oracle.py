@@ -74,31 +74,31 @@ def test_gradients_are_those_of_the_forward(features):
             assert abs(slope - grad[index]) < 1e-7, (n, index)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_standard_attention_in_float64_agrees(seed):
     p = generate(seed)
-    x = {name: placed.view for name, placed in inputs(p).items()}
-    features = {
-        "softmax_scale": p.softmax_scale,
-        "mask": p.mask,
-        "softcap": p.softcap,
-        "dropout_p": p.dropout_p,
-        "seed": p.dropout_seed,
-        "offset": p.dropout_offset,
-        "bias": x.get("bias"),
-        "alibi_slopes": x.get("alibi_slopes"),
-    }
-    for sequence, at in _verify._parts(p, x):
-        q, k, v, dout = (x[name][at[name]].astype(np.float64) for name in ("q", "k", "v", "dout"))
-        f = {**features, "sequence": sequence}
-        dlse = x["dlse"][at["dlse"]] if p.dlse else None
-        exact = (
-            reference.forward(q, k, v, **f)[0],
-            *reference.backward(dout, q, k, v, dlse=dlse, **f),
-        )
-        naive = (_naive.forward(q, k, v, **f), *_naive.backward(dout, q, k, v, dlse=dlse, **f))
-        for a, b in zip(exact, naive, strict=True):
-            assert np.abs(a - b).max(initial=0) <= 1e-11 * (1 + np.abs(a).max(initial=0))
+    placed = inputs(p)
+    x = {name: placed.view for name, placed in placed.items()}
+    f = reference.Features(
+        softmax_scale=p.softmax_scale,
+        mask=p.mask,
+        softcap=p.softcap,
+        dropout_p=p.dropout_p,
+        seed=p.dropout_seed,
+        offset=p.dropout_offset,
+        bias=x.get("bias"),
+        alibi_slopes=x.get("alibi_slopes"),
+    )
+    exact = _verify.expected(p, placed).exact
+    cu_seqlens = (x["cu_seqlens_q"], x["cu_seqlens_k"]) if p.packed else None
+    got = {name: np.zeros(e.shape) for name, e in exact.items()}
+    for head in reference.heads(f, x["q"], x["k"], x["v"], x["dout"], x.get("dlse"), cu_seqlens):
+        at = {"out": head.at_q, "dq": head.at_q, "dk": head.at_k, "dv": head.at_k}
+        for name, part in _naive.standard(head, np.float64).items():
+            got[name][at[name]] += part
+    for name in ("out", "dq", "dk", "dv"):
+        scale = 1 + np.abs(exact[name]).max(initial=0)
+        assert np.abs(got[name] - exact[name]).max(initial=0) <= 1e-11 * scale
 
 
 def test_packed_is_every_sequence_alone():
