@@ -6,8 +6,7 @@ include(CheckCXXSourceCompiles)
 
 set(FLASHSDK_CPU_FLAGS_portable "")
 set(FLASHSDK_CPU_FLAGS_avx2 -march=x86-64-v3)
-# GCC 12 warns of uninitialised values inside its own AVX-512 intrinsics (GCC bug 105593).
-set(FLASHSDK_CPU_FLAGS_avx512 -march=x86-64-v4 -mprefer-vector-width=512 -Wno-maybe-uninitialized)
+set(FLASHSDK_CPU_FLAGS_avx512 -march=x86-64-v4 -mprefer-vector-width=512)
 set(FLASHSDK_CPU_FLAGS_avx512_bf16 ${FLASHSDK_CPU_FLAGS_avx512} -mavx512bf16)
 
 # Slowest first. Lists given by the user are parts of these.
@@ -96,6 +95,10 @@ function(flashsdk_add_isa_objects target isa)
   add_library(${target} OBJECT ${ARGN})
   target_link_libraries(${target} PRIVATE flashsdk_kernels flashsdk_warnings)
   target_compile_options(${target} PRIVATE ${optimise} ${FLASHSDK_CPU_FLAGS_${isa}})
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND isa MATCHES "avx512")
+    # GCC 12 warns of uninitialised values inside its own intrinsics (GCC bug 105593).
+    target_compile_options(${target} PRIVATE -Wno-uninitialized -Wno-maybe-uninitialized)
+  endif()
 endfunction()
 
 # The lines of one generated file: smallest head dimension first, and without score features before with them.
