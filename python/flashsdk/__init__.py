@@ -73,4 +73,3 @@ def get_num_threads() -> int:
     At first FLASHSDK_NUM_THREADS, else OMP_NUM_THREADS, else the processors of this process.
     """
     return _bindings.get_num_threads()
-

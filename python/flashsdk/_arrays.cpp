@@ -2,6 +2,7 @@
 
 #include <nanobind/ndarray.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -123,8 +124,16 @@ DType dtype_of(const char* name, nb::handle array, const ArrayStruct& a) {
     if (a.typekind == 'i' && a.itemsize == 4) return DType::kInt32;
     if (a.typekind == 'b' && a.itemsize == 1) return DType::kBool;
   }
-  const std::string given = nb::str(array.attr("dtype")).c_str();
-  if (a.typekind == 'V' && given == "bfloat16") return DType::kBFloat16;  // of the package ml_dtypes
+  const nb::object dtype = array.attr("dtype");
+  // NumPy calls the bfloat16 of the package ml_dtypes void, and spelling a dtype out costs microseconds.
+  static std::atomic<PyObject*> bfloat16{nullptr};  // owned
+  if (a.typekind == 'V' && dtype.ptr() == bfloat16.load(std::memory_order_relaxed)) return DType::kBFloat16;
+  const std::string given = nb::str(dtype).c_str();
+  if (a.typekind == 'V' && given == "bfloat16") {
+    Py_INCREF(dtype.ptr());
+    bfloat16.store(dtype.ptr(), std::memory_order_relaxed);
+    return DType::kBFloat16;
+  }
   fail(name, "dtype " + given + "; float32, float16, bfloat16, int32 or bool");
 }
 
@@ -230,8 +239,8 @@ nb::object empty(const char* dtype, nb::handle shape) {
   void* data = std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment);
   if (data == nullptr) throw std::bad_alloc();
   nb::capsule owner(data, [](void* p) noexcept { std::free(p); });
-  return nb::cast(
-      nb::ndarray<>(data, extents.size(), extents.data(), owner, nullptr, of, nb::device::cpu::value, 0, 'C'));
+  return nb::cast(nb::ndarray<nb::array_api>(data, extents.size(), extents.data(), owner, nullptr, of,
+                                             nb::device::cpu::value, 0, 'C'));
 }
 
 }  // namespace flashsdk::python

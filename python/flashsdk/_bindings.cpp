@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <new>
 #include <string>
-#include <tuple>
 
 #include "_arrays.h"
 #include "flashsdk/flashsdk.h"
@@ -109,7 +108,7 @@ Mask to_mask(nb::handle mask, ArrayImporter& arrays) {
 
 // ---- calls
 
-// One call's arguments. `packed` is None or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), `options` is
+// One call's arguments. `tensors` begins with q, k, v; `packed` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), `options` is
 // (softmax_scale, mask, bias, alibi_slopes, softcap, dropout_p, seed, offset, deterministic, stream, backend).
 template <class Args>
 struct Call {
@@ -118,12 +117,11 @@ struct Call {
   bool packed;
   ArrayImporter arrays;
 
-  Call(nb::handle q, nb::handle k, nb::handle v, nb::handle packed_, nb::tuple o) : packed(!packed_.is_none()) {
-    args.q = required("q", q);
-    args.k = required("k", k);
-    args.v = required("v", v);
+  Call(nb::tuple tensors, nb::tuple p, nb::tuple o) : packed(p.size() > 0) {
+    args.q = required("q", tensors[0]);
+    args.k = required("k", tensors[1]);
+    args.v = required("v", tensors[2]);
     if (packed) {
-      nb::tuple p = nb::cast<nb::tuple>(packed_);
       args.cu_seqlens_q = required("cu_seqlens_q", p[0]);
       args.cu_seqlens_k = required("cu_seqlens_k", p[1]);
       args.max_seqlen_q = to_integer<std::int64_t>("max_seqlen_q", p[2], kInteger);
@@ -201,34 +199,34 @@ struct Call {
   };
 };
 
-void forward(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse, nb::handle packed,
-             nb::tuple options) {
-  Call<ForwardArgs> call(q, k, v, packed, options);
-  call.args.out = call.output("out", out);
-  call.args.lse = call.output("lse", lse);
+// tensors: (q, k, v, out, lse)
+void forward(nb::tuple tensors, nb::tuple packed, nb::tuple options) {
+  Call<ForwardArgs> call(tensors, packed, options);
+  call.args.out = call.output("out", tensors[3]);
+  call.args.lse = call.output("lse", tensors[4]);
   call.launch();
 }
 
-void backward(nb::handle dout, nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle lse,
-              nb::handle dlse, nb::handle dq, nb::handle dk, nb::handle dv, nb::handle packed, nb::tuple options) {
-  Call<BackwardArgs> call(q, k, v, packed, options);
-  call.args.dout = call.required("dout", dout);
-  call.args.out = call.required("out", out);
-  call.args.lse = call.required("lse", lse);
-  call.args.dlse = call.arrays.take("dlse", dlse);
-  call.args.dq = call.output("dq", dq);
-  call.args.dk = call.output("dk", dk);
-  call.args.dv = call.output("dv", dv);
+// tensors: (q, k, v, dout, out, lse, dlse | None, dq, dk, dv)
+void backward(nb::tuple tensors, nb::tuple packed, nb::tuple options) {
+  Call<BackwardArgs> call(tensors, packed, options);
+  call.args.dout = call.required("dout", tensors[3]);
+  call.args.out = call.required("out", tensors[4]);
+  call.args.lse = call.required("lse", tensors[5]);
+  call.args.dlse = call.arrays.take("dlse", tensors[6]);
+  call.args.dq = call.output("dq", tensors[7]);
+  call.args.dk = call.output("dk", tensors[8]);
+  call.args.dv = call.output("dv", tensors[9]);
   call.launch();
 }
 
-std::tuple<std::string, nb::list> explain_call(bool is_backward, nb::handle q, nb::handle k, nb::handle v,
-                                               nb::handle packed, nb::tuple options) {
-  const Explanation why = is_backward ? explain(Call<BackwardArgs>(q, k, v, packed, options).args)
-                                      : explain(Call<ForwardArgs>(q, k, v, packed, options).args);
+// tensors: (q, k, v)
+nb::tuple explain_call(bool is_backward, nb::tuple tensors, nb::tuple packed, nb::tuple options) {
+  const Explanation why = is_backward ? explain(Call<BackwardArgs>(tensors, packed, options).args)
+                                      : explain(Call<ForwardArgs>(tensors, packed, options).args);
   nb::list refused;
   for (const Explanation::Refusal& r : why.refused) refused.append(nb::make_tuple(r.kernel, r.reason));
-  return {why.kernel, refused};
+  return nb::make_tuple(why.kernel, refused);
 }
 
 nb::list list_kernels() {

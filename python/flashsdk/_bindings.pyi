@@ -4,8 +4,8 @@ from typing import Any, TypeAlias
 
 __version__: str
 
-# (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-Packed: TypeAlias = tuple[Any, Any, int, int] | None
+# () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+Packed: TypeAlias = tuple[()] | tuple[Any, Any, int, int]
 # (left, right, top_left)
 BandFields: TypeAlias = tuple[int | None, int | None, bool]
 # a band; or (block_q, block_k, seqlen_q, seqlen_k, band | None, the arrays of BlockMask._arrays)
@@ -16,26 +16,14 @@ Options: TypeAlias = tuple[
     float | None, Mask, Any, Any, float, float, int, int, bool, int | None, str | None
 ]
 
-def forward(
-    q: Any, k: Any, v: Any, out: Any, lse: Any, packed: Packed, options: Options, /
-) -> None: ...
-def backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dlse: Any,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-    packed: Packed,
-    options: Options,
-    /,
-) -> None: ...
+def forward(tensors: tuple[Any, Any, Any, Any, Any], packed: Packed, options: Options, /) -> None:
+    """tensors: (q, k, v, out, lse)"""
+
+def backward(tensors: tuple[Any, ...], packed: Packed, options: Options, /) -> None:
+    """tensors: (q, k, v, dout, out, lse, dlse | None, dq, dk, dv)"""
+
 def explain(
-    backward: bool, q: Any, k: Any, v: Any, packed: Packed, options: Options, /
+    backward: bool, tensors: tuple[Any, Any, Any], packed: Packed, options: Options, /
 ) -> tuple[str, list[tuple[str, str]]]:
     """The kernel's name and (name, reason) of those refused; validates all but the outputs."""
 

@@ -93,7 +93,7 @@ def mha_fwd(
     """
     options = (softmax_scale, _mask(mask), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, deterministic, stream, backend)  # fmt: skip
-    return _forward(q, k, v, out, lse, None, options)
+    return _forward(q, k, v, out, lse, (), options)
 
 
 def mha_varlen_fwd(
@@ -182,7 +182,7 @@ def mha_bwd(
     """
     options = (softmax_scale, _mask(mask), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, deterministic, stream, backend)  # fmt: skip
-    return _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, None, options)
+    return _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, (), options)
 
 
 def mha_varlen_bwd(
@@ -274,12 +274,12 @@ def explain(
     """
     if op not in ("fwd", "bwd"):
         raise Error(f'op: {op!r}; "fwd" or "bwd"')
-    packed = None
+    packed: _bindings.Packed = ()
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (softmax_scale, _mask(mask), bias, alibi_slopes, softcap, dropout_p,
                0, 0, deterministic, None, backend)  # fmt: skip
-    return Explanation(*_bindings.explain(op == "bwd", q, k, v, packed, options))
+    return Explanation(*_bindings.explain(op == "bwd", (q, k, v), packed, options))
 
 
 # ---- from arguments to bindings
@@ -302,9 +302,9 @@ def _forward(
             _frameworks.own("lse", lse)
     except Exception:
         # Arguments that outputs cannot be made for are most likely wrong: that says more.
-        _bindings.explain(False, q, k, v, packed, options)
+        _bindings.explain(False, (q, k, v), packed, options)
         raise
-    _bindings.forward(q, k, v, out, lse, packed, options)
+    _bindings.forward((q, k, v, out, lse), packed, options)
     return framework.finish(out) if new_out else out, framework.finish(lse) if new_lse else lse
 
 
@@ -320,9 +320,9 @@ def _backward(
             for name, array, of in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v))
         )
     except Exception:
-        _bindings.explain(True, q, k, v, packed, options)
+        _bindings.explain(True, (q, k, v), packed, options)
         raise
-    _bindings.backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, packed, options)
+    _bindings.backward((q, k, v, dout, out, lse, dlse, dq, dk, dv), packed, options)
     results = (
         framework.finish(new) if array is None else array
         for new, array in zip((dq, dk, dv), given, strict=True)
@@ -331,7 +331,7 @@ def _backward(
     return dq, dk, dv
 
 
-def _mask(mask: Mask | None) -> _bindings.Mask:
+def _mask(mask: object) -> _bindings.Mask:
     """A mask as the bindings take it: None, a band, or a layout with its lists."""
     if mask is None or isinstance(mask, Dense):
         return None
