@@ -5,7 +5,8 @@ set(FLASHSDK_CPU_TYPE_bf16 cpu::Bf16)
 set(FLASHSDK_CPU_TYPE_fp16 cpu::Fp16)
 
 set(FLASHSDK_CPU_OPS forward backward)
-set(FLASHSDK_CPU_ALL_HEAD_DIMS 64 128 192 256)
+# Widths of packed tiles, not of loops: a smaller head_dim runs in the next one and computes no more for it.
+set(FLASHSDK_CPU_ALL_HEAD_DIMS 128 256)
 set(FLASHSDK_CPU_POLICIES DensePolicy BandPolicy BlockSparsePolicy)
 
 # Instruction sets that add something for some dtypes only: the others of them fall to the next slower set.
