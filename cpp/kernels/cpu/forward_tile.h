@@ -59,6 +59,7 @@ class ForwardTile {
     alignas(64) Word q[kHeadDim / kStep * kPanel];  // Q^T (head_dim, lanes)
     alignas(64) float o[kHeadDim * kPanel];         // O^T (head_dim_v, lanes), not normalised
     Vec max[kVecs], sum[kVecs];
+    Vec log2_max[kVecs];  // max in units of log2
     LaneKeys<kPanel> keys;
     int i0, lanes;
   };
@@ -97,7 +98,7 @@ class ForwardTile {
     scale_operand(panel.q, scale_.q_factor, d_padded / kStep * kPanel);
     std::memset(panel.o, 0, sizeof(float) * Tr::padded(p_.head_dim_v) * kPanel);
     for (int v = 0; v < kVecs; ++v) {
-      panel.max[v] = set1(-INFINITY);
+      panel.max[v] = panel.log2_max[v] = set1(-INFINITY);
       panel.sum[v] = zero();
     }
   }
@@ -149,9 +150,12 @@ class ForwardTile {
     // m' and exp(m - m'), both in units of log2; a row that has seen no key yet takes m' = 0 instead of -inf.
     Vec rescale[kVecs], shift[kVecs];
     for (int v = 0; v < kVecs; ++v) {
-      shift[v] = finite_or_zero(mul(maximum[v], set1(factor_)));
-      rescale[v] = exp2<5>(fms(panel.max[v], set1(factor_), shift[v]));
+      const Vec log2_max = mul(maximum[v], set1(factor_));
+      shift[v] = finite_or_zero(log2_max);
+      // Of two rounded numbers: exactly 1 where the maximum stays.
+      rescale[v] = exp2<5>(sub(panel.log2_max[v], shift[v]));
       panel.max[v] = maximum[v];
+      panel.log2_max[v] = log2_max;
       panel.sum[v] = mul(panel.sum[v], rescale[v]);
     }
     exponentiate(panel, begin, end, shift);
