@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import flashsdk as fs
 import numpy as np
+
+import flashsdk as fs
 from flashsdk import _bindings
 from flashsdk._commands import goals
 from flashsdk._commands.standard import have_torch

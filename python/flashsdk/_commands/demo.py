@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import flashsdk as fs
 import numpy as np
+from numpy.typing import NDArray
+
+import flashsdk as fs
 from flashsdk._commands import exact, figures, machine, standard, table
 from flashsdk._commands.files import writable_file
 from flashsdk._commands.memory import available_bytes, extra_bytes
 from flashsdk._commands.progress import Progress
 from flashsdk._commands.timing import Interleaved, median
-from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 SCORE_BYTES = 640 << 20  # most that one score matrix of standard attention may take here

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from flashsdk.masks import Band, BlockMask, Causal, Dense
 from numpy.typing import NDArray
+
+from flashsdk.masks import Band, BlockMask, Causal, Dense
 
 Array = NDArray[Any]
 ROWS = 512
@@ -67,7 +68,7 @@ class Gradients:
 
 
 def attention(
-    q: Array, k: Array, v: Array, dout: Array, visibility: Visibility, dtype: type
+    q: Array, k: Array, v: Array, dout: Array, visibility: Visibility, dtype: Any
 ) -> Gradients:
     """q and dout (seqlen_q, heads, head_dim), k and v (seqlen_k, head_dim)."""
     seqlen_q, heads, head_dim = q.shape
@@ -81,13 +82,13 @@ def attention(
         if not len(keys):
             continue
         hidden = None if seen.all() else ~seen
-        some = slice(None) if len(keys) == seqlen_k else keys
+        some: Any = slice(None) if len(keys) == seqlen_k else keys
         kb, vb = k[some], v[some]
         for h in range(heads):
             p = q[rows, h] @ kb.T  # (rows, keys): scores, then probabilities
             p *= scale
             if hidden is not None:
-                p[hidden] = -np.inf
+                np.copyto(p, -np.inf, where=hidden)
             top = p.max(axis=1, keepdims=True)
             p -= np.where(np.isneginf(top), 0, top)
             np.exp(p, out=p)

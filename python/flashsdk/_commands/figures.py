@@ -27,7 +27,7 @@ def save(draw: Callable[[Figure, Record], None], record: Record, path: str | Pat
         from matplotlib.figure import Figure
     except ImportError:
         return "no picture: matplotlib is not installed; pip install 'flashsdk[plot]'"
-    style = {
+    style: Any = {
         "font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": "#bbbbbb",
         "xtick.color": INK, "ytick.color": INK,
         "axes.spines.top": False, "axes.spines.right": False,
@@ -170,7 +170,8 @@ def _shares(axes: Axes, dtype: str, rows: list[Record]) -> None:
                     points.append((x + (i - 1.5) * 0.2, 100 * share))
         if points:
             label = f"{names[who]}, {names[op]}"
-            bar = axes.bar(*zip(*points, strict=True), width=0.19, color=color, label=label)
+            x_of, heights = zip(*points, strict=True)
+            bar = axes.bar(x_of, heights, 0.19, color=color, label=label)
             axes.bar_label(bar, fmt="%.0f", fontsize=7, padding=1)
     labels = [
         f"{table.length(n)} × {d}" + ("\ncausal" if mask == "causal" else "")

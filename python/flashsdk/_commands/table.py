@@ -16,8 +16,8 @@ def text_table(
     body = [header[-1], *rows]
     widths = [max(len(row[i]) for row in body) for i in range(len(body[0]))]
     titles = [_spans(line) for line in header[:-1]]
-    for line in titles:
-        for start, stop, title in line:
+    for spans in titles:
+        for start, stop, title in spans:
             missing = len(title) - sum(widths[start:stop]) - 2 * (stop - start - 1)
             widths[stop - 1] += max(0, missing)
 

@@ -33,12 +33,10 @@ class Tally:
             part = (error / limit if limit else 0.0, report.problem.seed)
             self.closest[name] = max(part, self.closest.get(name, part))
 
-    def describe(self, seconds: float, where: str) -> str:
+    def describe(self, seconds: float) -> str:
         count = sum(self.problems.values())
         dtypes = ", ".join(f"{n} {dtype}" for dtype, n in sorted(self.problems.items()))
-        lines = [
-            f"{count} problems in {seconds:.0f} s on {where}" + (f": {dtypes}" if dtypes else "")
-        ]
+        lines = [f"{count} problems in {seconds:.0f} s" + (f": {dtypes}" if dtypes else "")]
         if self.closest:
             parts = [f"{name} {part:.0%}" for name, (part, _) in self.closest.items()]
             lines.append(f"largest error as a part of what is allowed: {', '.join(parts)}")
@@ -60,6 +58,8 @@ def run(
     if seconds is None and count is None:
         seconds = DEFAULT_SECONDS
     first = secrets.randbelow(1 << 31)
+    where = f"{backend}, {fs.build_info()['cpu_isa']}" if backend == "cpu" else backend
+    print(f"random problems on {where}, from seed {first} on", flush=True)
     tally, failure, interrupted = Tally(), None, False
     start = time.monotonic()
     try:
@@ -76,8 +76,7 @@ def run(
                 tally.add(report)
     except KeyboardInterrupt:
         interrupted = True
-    where = f"{backend}, {fs.build_info()['cpu_isa']}" if backend == "cpu" else backend
-    print(tally.describe(time.monotonic() - start, where))
+    print(tally.describe(time.monotonic() - start))
     if failure is not None:
         print(f"FAILED: {failure}")
         return 1

@@ -1,0 +1,308 @@
+"""The command line: what it prints, what it writes, and how it ends."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import flashsdk as fs
+import numpy as np
+import pytest
+from flashsdk import _reference
+from flashsdk._commands import (
+    bench_cpu,
+    demo,
+    exact,
+    goals,
+    machine,
+    memory,
+    standard,
+    table,
+    verify,
+)
+from flashsdk._commands.timing import Interleaved
+from flashsdk._problems import generate
+from flashsdk._verify import Report
+
+PNG = b"\x89PNG"
+has_matplotlib = pytest.mark.skipif(
+    machine.version("matplotlib") is None, reason="matplotlib is not installed"
+)
+
+
+def start(*args: str, **kwargs) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "flashsdk", *args]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **kwargs)
+
+
+def run(*args: str, code: int = 0, **kwargs) -> str:
+    """Output of a command that must end with `code`; of errors what it says about them."""
+    process = start(*args, **kwargs)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, out + err
+    return out if code in (0, 1) else err
+
+
+# ---- info
+
+
+def test_info_names_what_is_in_use():
+    out = run("info")
+    assert fs.__version__ in out
+    assert f"{fs.build_info()['cpu_isa']} in use" in out
+    assert "float32, bfloat16, float16" in out
+
+
+def test_info_lists_every_kernel():
+    out = run("info", "--all")
+    assert all(kernel["name"] in out for kernel in fs.kernels())
+
+
+def test_info_json():
+    info = json.loads(run("info", "--json"))
+    assert info["flashsdk"] == fs.__version__
+    assert len(info["kernels"]) == len(fs.kernels())
+    assert info["threads"] >= 1
+
+
+def test_threads_and_isa_are_taken():
+    info = json.loads(run("info", "--json", "--threads", "3", "--isa", "portable"))
+    assert info["threads"] == 3
+    assert info["build"]["cpu_isa"] == "portable"
+
+
+# ---- errors: one line that names the argument, exit code 2
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["nonsense"], "nonsense"),
+        (["info", "--isa", "mmx"], "mmx"),
+        (["info", "--threads", "0"], "--threads: '0'"),
+        (["verify", "--seconds", "-1"], "--seconds"),
+        (["verify", "--seed", "1.5"], "--seed: '1.5'"),
+        (["verify", "--backend", "tpu"], "tpu"),
+        (["bench", "--filter", "fp64"], "--filter: 'fp64'"),
+        (["bench", "--out", "/proc/nowhere"], "--out: '/proc/nowhere'"),
+        (["demo", "--out", "/proc/nowhere/demo.png"], "--out: '/proc/nowhere'"),
+    ],
+)
+def test_errors_are_one_line(args, says):
+    err = run(*args, code=2)
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+
+
+# ---- verify
+
+
+def test_verify_repeats_a_seed_exactly():
+    out = run("verify", "--seed", "7")
+    assert str(generate(7)).splitlines()[0] in out
+    assert out.endswith("passed\n")
+    assert out == run("verify", "--seed", "7")
+
+
+def test_verify_stops_at_a_count():
+    out = run("verify", "--count", "5")
+    assert "\n5 problems in " in out
+    assert out.endswith("no failure\n")
+
+
+def test_verify_stops_at_a_time():
+    begin = time.monotonic()
+    assert "no failure" in run("verify", "--seconds", "1")
+    assert time.monotonic() - begin < 60
+
+
+def test_verify_ends_cleanly_on_ctrl_c():
+    process = start("verify", "--seconds", "200")
+    assert "from seed" in process.stdout.readline()
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "problems in" in out and "stopped by Ctrl-C; no failure" in out
+    assert "Traceback" not in err
+
+
+def test_verify_says_how_to_repeat_a_failure(monkeypatch, capsys):
+    monkeypatch.setattr(verify, "check", lambda p, *_: Report(p, "cpu", ["out: NaN"], {}))
+    assert verify.run(seconds=None, count=3, seed=None, backend="cpu", framework=None) == 1
+    out = capsys.readouterr().out
+    assert "out: NaN" in out
+    seed = int(out.split("--seed ")[1].split()[0])
+    assert verify.run(seconds=None, count=None, seed=seed, backend="cpu", framework=None) == 1
+    assert str(generate(seed)).splitlines()[0] in capsys.readouterr().out
+
+
+def test_verify_reports_an_exception_as_a_failure(monkeypatch, capsys):
+    def refuse(*_):
+        raise fs.Error("q: no; yes")
+
+    monkeypatch.setattr(verify, "check", refuse)
+    assert verify.run(seconds=None, count=1, seed=None, backend="cpu", framework=None) == 1
+    assert "Error: q: no; yes" in capsys.readouterr().out
+
+
+# ---- demo
+
+
+@pytest.fixture
+def small_demo(monkeypatch):
+    small = [dataclasses.replace(s, seqlen=s.seqlen // 8) for s in demo.SHAPES]
+    monkeypatch.setattr(demo, "SHAPES", tuple(s for s in small if s.seqlen <= 256))
+
+
+@has_matplotlib
+def test_demo_draws_and_records(small_demo, tmp_path, capsys):
+    picture, record = tmp_path / "demo.png", tmp_path / "demo.json"
+    assert demo.run(str(picture), str(record)) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("GPT-2 small", "BERT-large", "Llama-3-8B", str(picture)))
+    assert picture.read_bytes().startswith(PNG)
+    data = json.loads(record.read_text())
+    assert all(row["ok"] and 0 < row["error_out"] < 1e-5 for row in data["rows"])
+    assert demo.describe(data) in out
+
+
+def test_demo_fails_when_a_result_is_wrong(small_demo, tmp_path, monkeypatch, capsys):
+    forward = fs.mha_fwd
+
+    def wrong(*args, **kwargs):
+        out, lse = forward(*args, **kwargs)
+        out[0, 3] += 1e-3
+        return out, lse
+
+    monkeypatch.setattr(fs, "mha_fwd", wrong)
+    assert demo.run(str(tmp_path / "demo.png"), None) == 1
+    assert "error bound missed" in capsys.readouterr().out
+
+
+def test_demo_fails_on_nan(small_demo, tmp_path, monkeypatch):
+    backward = fs.mha_bwd
+
+    def wrong(*args, **kwargs):
+        dq, dk, dv = backward(*args, **kwargs)
+        dk[...] = np.nan
+        return dq, dk, dv
+
+    monkeypatch.setattr(fs, "mha_bwd", wrong)
+    assert demo.run(str(tmp_path / "demo.png"), None) == 1
+
+
+MASKS = {
+    "none": fs.Dense(),
+    "causal": fs.Causal(),
+    "blocks": fs.layouts.random(96, 96, 16, density=0.4, seed=1),
+    "causal blocks": fs.BlockMask.from_dense(np.ones((6, 6), bool), 16, band=fs.Causal()),
+}
+
+
+def random_inputs(seqlen: int, heads: int, heads_kv: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(3)
+    shapes = [heads, heads_kv, heads_kv, heads]
+    return [rng.standard_normal((1, seqlen, n, 16), dtype=np.float32) for n in shapes]
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_exact_attention_is_the_definition(mask, monkeypatch):
+    monkeypatch.setattr(exact, "ROWS", 40)
+    q, k, v, dout = random_inputs(96, 3, 1)
+    seen = exact.Visibility.of(mask)
+    got = exact.attention(q[0], k[0, :, 0], v[0, :, 0], dout[0], seen, np.float64)
+    out, _ = _reference.forward(q, k, v, mask=mask)
+    dq, dk, dv = _reference.backward(dout, q, k, v, mask=mask)
+    pairs = ((got.out, out[0]), (got.dq, dq[0]), (got.dk, dk[0, :, 0]), (got.dv, dv[0, :, 0]))
+    for ours, want in pairs:
+        np.testing.assert_allclose(ours, want, rtol=0, atol=1e-12 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", ["NumpyAttention", "TorchAttention"])
+@pytest.mark.parametrize("mask", [fs.Dense(), fs.Causal()], ids=["none", "causal"])
+def test_standard_attention_is_the_definition(kind, mask):
+    if kind == "TorchAttention":
+        pytest.importorskip("torch")
+    q, k, v, dout = random_inputs(32, 4, 2)
+    visible = exact.Visibility.of(mask).dense(0, 32, 32, 32)
+    attention = getattr(standard, kind)(q, k, v, dout, visible, 2)
+    out, grads = attention.forward(), attention.backward()
+    want = (
+        _reference.forward(q, k, v, mask=mask)[0],
+        *_reference.backward(dout, q, k, v, mask=mask),
+    )
+    for ours, exactly in zip((out, *grads), want, strict=True):
+        ours = np.asarray(ours.detach() if hasattr(ours, "detach") else ours)
+        np.testing.assert_allclose(ours.swapaxes(1, 2), exactly, rtol=0, atol=2e-5)
+    attention.step()
+
+
+# ---- bench
+
+
+@has_matplotlib
+def test_bench_writes_table_record_and_picture(tmp_path):
+    out = run("bench", "--quick", "--filter", "dense", "fp32", "d64", "--out", str(tmp_path))
+    assert "of peak" in out
+    isa = fs.build_info()["cpu_isa"]
+    record = json.loads((tmp_path / f"cpu_{isa}.json").read_text())
+    assert (tmp_path / f"cpu_{isa}.png").read_bytes().startswith(PNG)
+    assert {row["op"] for row in record["rows"]} == {"fwd", "bwd"}
+    for row in record["rows"]:
+        assert 0 < row["share"] < 1.2
+        assert len(row["peaks"]) == len(row["samples"]["ours"])
+
+
+def test_bench_counts_flops_as_stated():
+    case = bench_cpu.Case("dense", "fp32", "fwd", heads=16, seqlen=1024, head_dim=64)
+    assert case.flops == 4 * 16 * 1024**2 * 64
+    assert dataclasses.replace(case, mask="causal").flops == case.flops / 2
+    assert dataclasses.replace(case, op="bwd").flops == case.flops * 2.5
+
+
+def test_bench_has_every_row_of_the_goals():
+    cases = [dataclasses.asdict(c) | {"share": 0.9} for c in bench_cpu.cases(quick=False)]
+    dense = [c for c in cases if c["kind"] == "dense"]
+    found = [goals.goal(row, dense, "avx512_bf16") for row in dense]
+    shares = len(goals.SHARE_4096) + len(goals.SHARE_1024)
+    assert sum(g.share is not None for g in found) >= shares
+    # Six at each of two head dimensions, and causal forward at 1K in three dtypes.
+    assert sum(g.ratio is not None for g in found) == 2 * len(goals.RATIO_4096) + 3
+
+
+def test_interleaved_times_in_turns():
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    samples = Interleaved(calls, slice=0).run(rounds=3, seconds=10)
+    assert order == list("ab" * 4)  # the first is the warm-up
+    assert {name: len(s) for name, s in samples.items()} == {"a": 3, "b": 3}
+
+
+def test_slow_calls_run_once():
+    samples = Interleaved({"a": lambda: time.sleep(0.02)}, slow=0.01).run(rounds=3, seconds=10)
+    assert len(samples["a"]) == 1
+
+
+def test_extra_bytes_sees_what_a_call_takes():
+    taken = 64 << 20
+    extra = memory.extra_bytes(lambda: np.ones(taken // 8))
+    assert taken * 0.95 < extra < taken * 1.2
+    assert memory.extra_bytes(lambda: None) < 4 << 20
+
+
+# ---- tables
+
+
+def test_quantities():
+    assert [table.seconds(x) for x in (1.234, 0.0123, 2e-6)] == ["1.23 s", "12.3 ms", "2.00 µs"]
+    assert [table.size(x) for x in (3 << 30, 100 << 20, 512)] == ["3.00 GiB", "100 MiB", "0.50 KiB"]
+    assert [table.length(n) for n in (512, 1024, 16384, 1025)] == ["512", "1K", "16K", "1025"]
+
+
+def test_table_aligns_columns_under_titles():
+    text = table.text_table([["", "time", ""], ["name", "a", "b"]], [["x", "1", "22"]], left=1)
+    assert text.splitlines() == ["       time", "name  a   b", "────  ─  ──", "x     1  22"]
