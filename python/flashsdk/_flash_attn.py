@@ -259,6 +259,8 @@ def _flash_attn(
             f"return_attn_probs: True with dropout_p = {dropout_p}; False, as P is never stored",
             "unsupported",
         )
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        raise Error(f"window_size: {window_size!r}; (left, right)")
     left, right = (None if n < 0 else n for n in window_size)
     if causal:
         right = 0

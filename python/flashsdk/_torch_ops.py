@@ -67,7 +67,7 @@ _PACKED = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt
 # ---- masks as integers
 
 
-def encode_mask(mask: Mask | None) -> tuple[list[int], Tensor | None]:
+def encode_mask(mask: object) -> tuple[list[int], Tensor | None]:
     """A mask as (integers, block lists); ``decode_mask`` is the inverse.
 
     Nothing for Dense; left, right, alignment for a Band, where INT32_MAX is unlimited; for a
@@ -203,7 +203,7 @@ def _differentiable(operator: Any, save: Operator, gradient: Operator) -> Operat
     # and torch.func.grad works with no other.
     methods = {"forward": operator.__call__, "setup_context": save, "backward": gradient}
     members = {name: staticmethod(method) for name, method in methods.items()}
-    function = type(operator._name, (Function,), {**members, "generate_vmap_rule": True})
+    function: Any = type(operator._name, (Function,), {**members, "generate_vmap_rule": True})
 
     def call(*inputs: Any) -> Any:
         eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()

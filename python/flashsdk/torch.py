@@ -220,7 +220,8 @@ def scaled_dot_product_attention(
         raise Error(f"key: {num_heads_kv} heads; query's {num_heads}, or enable_gqa=True")
     batch = query.shape[:-3]
     if not batch == key.shape[:-3] == value.shape[:-3]:
-        batch = torch.broadcast_shapes(batch, key.shape[:-3], value.shape[:-3])
+        shapes = (batch, key.shape[:-3], value.shape[:-3])
+        batch = torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     scores = (num_heads, query.shape[-2], key.shape[-2])
     mask = Causal("top_left") if is_causal else None
     bias = None
@@ -261,7 +262,8 @@ def _bias(attn_mask: Tensor, batch: torch.Size, scores: tuple[int, int, int]) ->
 
 
 def _causal_bias(attn_mask: CausalBias, scores: tuple[int, int, int]) -> Band:
-    if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != scores[1:]:
-        raise Error(f"attn_mask: shape {tuple(attn_mask.shape)}; {scores[1:]}")
+    shape = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+    if shape != scores[1:]:
+        raise Error(f"attn_mask: shape {shape}; {scores[1:]}")
     upper_left = attn_mask.variant == CausalVariant.UPPER_LEFT
     return Causal("top_left" if upper_left else "bottom_right")

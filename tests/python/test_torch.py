@@ -1,0 +1,378 @@
+"""flashsdk.torch: values and gradients, and how they behave under autograd."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flashsdk as fs  # noqa: E402
+from flashsdk.torch import attention, varlen_attention  # noqa: E402
+from standard_attention import assert_close, check, standard  # noqa: E402
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CAUSAL = fs.Causal()
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def qkv(
+    batch=2, seqlen_q=70, seqlen_k=None, heads=4, heads_kv=None, dim=32, dim_v=None, dtype=None
+):
+    """q, k and v of the shapes that attention takes."""
+    seqlen_k, heads_kv = seqlen_k or seqlen_q, heads_kv or heads
+    shapes = ((seqlen_q, heads, dim), (seqlen_k, heads_kv, dim), (seqlen_k, heads_kv, dim_v or dim))
+    return [torch.randn(batch, *shape).to(dtype or torch.float32) for shape in shapes]
+
+
+def with_gradients(tensors):
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def block_mask(seqlen_q=70, seqlen_k=70, band=None):
+    blocks = [[[True, False, True, False, True]] * 5, [[False, True, True, True, False]] * 5]
+    blocks[1][2] = [False] * 5  # rows that see nothing
+    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    return fs.BlockMask.from_dense([b for b in blocks for _ in (0, 1)], 16, **sizes, band=band)
+
+
+# ---- values and gradients, against standard attention
+
+FEATURES = {
+    "dense": ({}, {}),
+    "grouped": ({"heads_kv": 2}, {}),
+    "one k and v head": ({"heads_kv": 1, "dim_v": 24}, {}),
+    "causal": ({}, {"mask": CAUSAL}),
+    "causal, more keys": ({"seqlen_k": 90}, {"mask": CAUSAL}),
+    "causal, rows without keys": ({"seqlen_k": 40}, {"mask": CAUSAL}),
+    "top left": ({"seqlen_k": 90}, {"mask": fs.Causal("top_left")}),
+    "window": ({"heads_kv": 2}, {"mask": fs.SlidingWindow(9, 3)}),
+    "blocks": ({}, {"mask": block_mask()}),
+    "blocks and band": ({}, {"mask": block_mask(band=CAUSAL)}),
+    "bias": ({}, {"bias": torch.linspace(-2, 2, 4 * 70 * 70).view(1, 4, 70, 70)}),
+    "boolean bias": ({}, {"bias": torch.arange(140).view(2, 1, 1, 70) % 3 > 0}),
+    "ALiBi": ({}, {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0])}),
+    "softcap and scale": ({}, {"softcap": 3.0, "softmax_scale": 0.4, "mask": CAUSAL}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape, options", FEATURES.values(), ids=FEATURES)
+def test_agrees_with_standard_attention(shape, options, dtype):
+    inputs = qkv(**shape, dtype=dtype)
+    defined = {**options}
+    if mask := defined.pop("mask", None):
+        lengths = () if isinstance(mask, fs.BlockMask) else (70, shape.get("seqlen_k", 70))
+        defined["visible"] = torch.from_numpy(mask.to_dense(*lengths))
+    check(lambda *x: attention(*x, **options, return_lse=True), inputs, **defined)
+
+
+@pytest.mark.parametrize("mask", [None, CAUSAL, fs.SlidingWindow(5, 5)], ids=str)
+def test_packed_agrees_with_standard_attention(mask):
+    lengths_q, lengths_k = (33, 0, 1, 40), (20, 7, 64, 40)
+    offsets_q, offsets_k = (
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        for lengths in (lengths_q, lengths_k)
+    )
+    q, k, v = (
+        torch.randn(sum(lengths), heads, 16)
+        for lengths, heads in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2))
+    )
+
+    def one_by_one(q, k, v):
+        parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
+        outs, lses = [], []
+        for a, b, c in parts:
+            seen = None if mask is None else torch.from_numpy(mask.to_dense(len(a), len(b)))
+            out, lse = standard(a[None], b[None], c[None], visible=seen)
+            outs.append(out[0])
+            lses.append(lse[0])
+        return torch.cat(outs), torch.cat(lses, 1)
+
+    def ours(q, k, v):
+        return varlen_attention(q, k, v, offsets_q, offsets_k, 40, 64, mask=mask, return_lse=True)
+
+    check(ours, (q, k, v), one_by_one)
+
+
+def test_lse_alone_has_gradients():
+    inputs = with_gradients(qkv())
+    _, lse = attention(*inputs, return_lse=True)
+    _, expected = standard(*inputs)
+    ours = torch.autograd.grad(lse.sum(), inputs[:2], retain_graph=True)
+    for a, b in zip(ours, torch.autograd.grad(expected.sum(), inputs[:2]), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not torch.autograd.grad(lse.sum(), inputs[2])[0].any()
+
+
+# ---- dropout
+
+
+def test_dropout_follows_manual_seed():
+    q, k, v = qkv()
+    torch.manual_seed(3)
+    first, second = (attention(q, k, v, dropout_p=0.3) for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(first, attention(q, k, v, dropout_p=0.3))
+
+
+def test_dropout_leaves_the_generator_alone_without_need():
+    q, k, v = qkv()
+    before = torch.get_rng_state()
+    attention(q, k, v)
+    attention(q, k, v, dropout_p=0.3, seed=1)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63, 2**64 - 1])
+def test_dropout_with_a_seed_is_that_of_the_core(seed):
+    q, k, v = qkv()
+    expected, _ = fs.mha_fwd(q, k, v, dropout_p=0.3, seed=seed)
+    assert torch.equal(attention(q, k, v, dropout_p=0.3, seed=seed), expected)
+
+
+def test_backward_drops_what_forward_dropped():
+    q, k, v = with_gradients(qkv())
+    out = attention(q, k, v, dropout_p=0.4)
+    dout = torch.randn_like(out)
+    dv = torch.autograd.grad(out, v, dout)[0]
+    # out is linear in v, so v·dv is dout·out with the same elements dropped.
+    torch.testing.assert_close((v * dv).sum(), (dout * out).sum(), rtol=1e-4, atol=1e-3)
+
+
+# ---- autograd
+
+
+@pytest.mark.parametrize("needed", list(itertools.product((False, True), repeat=3))[1:])
+def test_gradients_only_where_required(needed):
+    inputs = qkv()
+    everything = with_gradients(inputs)
+    attention(*everything, mask=CAUSAL).sum().backward()
+    some = [x.detach().requires_grad_(need) for x, need in zip(inputs, needed, strict=True)]
+    attention(*some, mask=CAUSAL).sum().backward()
+    for x, y, need in zip(some, everything, needed, strict=True):
+        assert torch.equal(x.grad, y.grad) if need else x.grad is None
+
+
+def test_one_tensor_as_q_k_and_v():
+    x = torch.randn(2, 70, 4, 32)
+    check(lambda x: attention(x, x, x, return_lse=True), [x], lambda x: standard(x, x, x))
+
+
+def test_retained_graph_gives_the_same_again():
+    inputs = with_gradients(qkv())
+    loss = attention(*inputs, mask=CAUSAL).square().sum()
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    second = torch.autograd.grad(loss, inputs)
+    assert all(map(torch.equal, first, second))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, inputs)
+
+
+def test_no_second_derivative():
+    inputs = with_gradients(qkv())
+    gradient = torch.autograd.grad(attention(*inputs).sum(), inputs[0], create_graph=True)[0]
+    with pytest.raises(fs.Error, match="second derivative"):
+        gradient.sum().backward()
+
+
+def test_graph_free_modes():
+    inputs = with_gradients(qkv())
+    expected = attention(*inputs).detach()
+    with torch.no_grad():
+        out = attention(*inputs)
+    assert torch.equal(out, expected) and not out.requires_grad
+    with torch.inference_mode():
+        out = attention(*(x.clone() for x in inputs))
+        assert torch.equal(out, expected) and out.is_inference()
+
+
+def test_changing_an_input_before_backward_is_noticed():
+    q, k, v = with_gradients(qkv())
+    k = k * 1
+    out = attention(q, k, v)
+    k.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("layout", ["heads first", "fused", "reversed batch", "expanded"])
+def test_strides(layout):
+    q, k, v = qkv()
+    if layout == "heads first":
+        strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    elif layout == "fused":
+        strided = list(torch.stack((q, k, v), 2).unbind(2))
+    elif layout == "reversed batch":
+        strided = [
+            x.permute(3, 2, 1, 0).flip(3).contiguous().permute(3, 2, 1, 0) for x in (q, k, v)
+        ]
+        strided = [x.contiguous().transpose(0, 1).contiguous().transpose(0, 1) for x in strided]
+    else:
+        strided = [x[:1].expand(2, -1, -1, -1) for x in (q, k, v)]
+    strided, dense = with_gradients(strided), with_gradients([x.contiguous() for x in strided])
+    assert not any(x.is_contiguous() for x in strided)
+    outs = [attention(*x, mask=CAUSAL) for x in (strided, dense)]
+    assert torch.equal(*outs)
+    dout = torch.randn(4, 2, 32, 70).permute(1, 3, 0, 2)  # the last dimension not contiguous
+    for a, b in zip(
+        torch.autograd.grad(outs[0], strided, dout),
+        torch.autograd.grad(outs[1], dense, dout.contiguous()),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_saved_for_backward_is_linear_in_the_length():
+    def saved(seqlen):
+        sizes = {}
+
+        def note(x):
+            sizes[x.data_ptr()] = x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            attention(*with_gradients(qkv(seqlen_q=seqlen)), mask=CAUSAL)
+        return sum(sizes.values())
+
+    batch, heads, dim = 2, 4, 32
+    assert saved(64) == batch * 64 * heads * (4 * dim + 1)  # q, k, v, out and lse
+    assert saved(128) == 2 * saved(64)
+
+
+# ---- autocast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype):
+    inputs = with_gradients(qkv())
+    bias = torch.randn(1, 1, 70, 70)
+    slopes = torch.rand(4)
+    with torch.autocast("cpu", dtype):
+        out, lse = attention(*inputs, bias=bias, alibi_slopes=slopes, return_lse=True)
+        with torch.autocast("cpu", enabled=False):
+            assert attention(*inputs).dtype == torch.float32
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    cast = [x.to(dtype) for x in inputs]
+    assert torch.equal(out, attention(*cast, bias=bias, alibi_slopes=slopes))
+    dout = torch.randn_like(out)
+    for a, b in zip(
+        torch.autograd.grad(out, inputs, dout),
+        torch.autograd.grad(attention(*cast, bias=bias, alibi_slopes=slopes), inputs, dout),
+        strict=True,
+    ):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
+
+
+def test_autocast_leaves_float64_to_be_refused():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fs.Error):
+        attention(*(x.double() for x in qkv()))
+
+
+# ---- modules
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, mask=None):
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 3 * 32)
+        self.mask = mask
+
+    def forward(self, x):  # (batch, seqlen, 32)
+        q, k, v = self.qkv(x).unflatten(2, (3, 4, 8)).unbind(2)
+        return attention(q, k, v, mask=self.mask).flatten(2)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, block_mask()], ids=["band", "blocks"])
+def test_modules_can_be_copied_and_pickled(mask):
+    layer, x = Layer(mask), torch.randn(2, 70, 32)
+    expected = layer(x)
+    assert torch.equal(copy.deepcopy(layer)(x), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), expected)
+    assert set(layer.state_dict()) == {"qkv.weight", "qkv.bias"}
+
+
+def test_checkpointing_repeats_dropout():
+    inputs = with_gradients(qkv())
+
+    def run(*x):
+        return attention(*x, dropout_p=0.5)
+
+    torch.manual_seed(5)
+    plain = torch.autograd.grad(run(*inputs).square().sum(), inputs)
+    torch.manual_seed(5)
+    out = torch.utils.checkpoint.checkpoint(run, *inputs, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(out.square().sum(), inputs), plain, strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- functorch
+
+
+def test_functorch():
+    def loss(q, k, v):
+        return attention(q, k, v, mask=CAUSAL).square().sum()
+
+    inputs = [torch.stack([x, -x, x + 1]) for x in qkv(seqlen_q=20)]
+    looped = [
+        torch.autograd.grad(loss(*x), x) for x in map(with_gradients, zip(*inputs, strict=True))
+    ]
+    expected = [torch.stack(x) for x in zip(*looped, strict=True)]
+    gradient = torch.func.grad(loss, argnums=(0, 1, 2))
+    assert_close(torch.func.vmap(gradient)(*inputs), expected, [x.double() for x in expected])
+    out = torch.func.vmap(lambda q, k: attention(q, k, k), in_dims=(0, None))(
+        inputs[0], inputs[1][0]
+    )
+    assert torch.equal(out[1], attention(inputs[0][1], inputs[1][0], inputs[1][0]))
+
+
+# ---- what is refused
+
+
+def refused(match, *inputs, code="invalid_argument", **options):
+    with pytest.raises(fs.Error, match=match) as info:
+        attention(*inputs, **options)
+    assert code in (None, info.value.code)
+    assert "\n" not in str(info.value)
+
+
+def test_refusals():
+    q, k, v = qkv()
+    refused(r"^q: shape \(70, 4, 32\); \(batch, seqlen", q[0], k[0], v[0])
+    refused("^bias: a tensor that requires a gradient", q, k, v, code="unsupported",
+            bias=torch.zeros(1, 1, 70, 70, requires_grad=True))  # fmt: skip
+    refused("^alibi_slopes: a tensor that requires a gradient", q, k, v, code="unsupported",
+            alibi_slopes=torch.zeros(4, requires_grad=True))  # fmt: skip
+    refused("^mask: str", q, k, v, mask="causal")
+    refused("^mask", q, k, v, mask=fs.layouts.causal(64, 64, 16))
+    refused("^seed: -1; 0 to", q, k, v, dropout_p=0.5, seed=-1)
+    refused("^dropout_p", q, k, v, dropout_p=1.0)
+    refused("^dropout_p", q, k, v, dropout_p=-0.1)
+    refused("^backend", q, k, v, backend="tpu", code=None)
+    refused(None, q, k.half(), v)
+    refused(None, q.transpose(1, 3).contiguous().transpose(1, 3), k, v)
+    refused(None, q.double(), k.double(), v.double())
+    refused(None, q[:, :, :3], k[:, :, :2], v[:, :, :2])
+
+
+def test_a_bias_that_requires_a_gradient_is_fine_where_none_is_recorded():
+    q, k, v = qkv()
+    with torch.no_grad():
+        attention(q, k, v, bias=torch.zeros(1, 1, 70, 70, requires_grad=True))
+
+
+def test_deterministic_follows_torch():
+    inputs = with_gradients(qkv())
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert attention(*inputs).grad_fn.numbers[-2] is True
+        assert attention(*inputs, deterministic=False).grad_fn.numbers[-2] is False
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert attention(*inputs).grad_fn.numbers[-2] is False

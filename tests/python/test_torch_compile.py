@@ -1,0 +1,228 @@
+"""The operators under flashsdk.torch: torch.library.opcheck, torch.compile and torch.export."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flashsdk as fs  # noqa: E402
+from flashsdk import torch as adapter  # noqa: E402
+from flashsdk._torch_ops import decode_mask, encode_mask  # noqa: E402
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+
+CAUSAL = fs.Causal()
+BLOCKS = fs.layouts.bigbird(48, 48, 16, window_blocks=1, global_blocks=0, random_blocks=1)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+def qkv(seqlen=48, heads=4, requires_grad=True):
+    """(2, seqlen, 4 | heads | heads, 16)"""
+    shapes = [(2, seqlen, h, 16) for h in (4, heads, heads)]
+    return [torch.randn(shape, requires_grad=requires_grad) for shape in shapes]
+
+
+# ---- masks
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        fs.Dense(),
+        fs.Band(),
+        CAUSAL,
+        fs.Band(-3, 7, "top_left"),
+        fs.Band(2**31, None),
+        BLOCKS,
+        fs.layouts.causal(100, 70, (32, 16)),
+        fs.layouts.stack_heads([fs.layouts.causal(64, 64, 16), fs.layouts.dense(64, 64, 16)]),
+    ],
+    ids=repr,
+)
+def test_masks_survive_the_boundary(mask):
+    code, blocks = encode_mask(mask)
+    assert all(type(n) is int for n in code)
+    assert decode_mask(code, blocks) == mask
+
+
+# ---- opcheck
+
+
+def options(mask=None, bias=None, slopes=None, seed=None, softcap=0.0):
+    code, blocks = encode_mask(mask)
+    seed_tensor = None if seed is None else torch.tensor([seed])
+    dropout_p = 0.0 if seed is None else 0.2
+    return bias, slopes, seed_tensor, blocks, code, None, softcap, dropout_p, False, ""
+
+
+VARIANTS = {
+    "dense": options(),
+    "causal": options(CAUSAL),
+    "blocks": options(BLOCKS),
+    "all": options(
+        CAUSAL, torch.zeros(1, 1, 48, 48), torch.tensor([0.5, 0.2, 0.1, 0.0]), 7, softcap=5.0
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_opcheck(variant):
+    q, k, v = qkv(heads=2)
+    torch.library.opcheck(torch.ops.flashsdk.mha_fwd.default, (q, k, v, *variant))
+    q, k, v = (x.detach() for x in (q, k, v))
+    out, lse = torch.ops.flashsdk.mha_fwd(q, k, v, *variant)
+    dlse = None if variant is VARIANTS["dense"] else torch.randn_like(lse)
+    arguments = (torch.randn_like(out), dlse, q, k, v, out, lse, *variant)
+    torch.library.opcheck(torch.ops.flashsdk.mha_bwd.default, arguments)
+
+
+def test_opcheck_packed():
+    q, k, v = (torch.randn(50, 4, 16, requires_grad=True) for _ in range(3))
+    offsets = torch.tensor([0, 20, 20, 50], dtype=torch.int32)
+    rest = (offsets, offsets, 30, 30, *options(CAUSAL))
+    torch.library.opcheck(torch.ops.flashsdk.mha_varlen_fwd.default, (q, k, v, *rest))
+    q, k, v = (x.detach() for x in (q, k, v))
+    out, lse = torch.ops.flashsdk.mha_varlen_fwd(q, k, v, *rest)
+    arguments = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, *rest)
+    torch.library.opcheck(torch.ops.flashsdk.mha_varlen_bwd.default, arguments)
+
+
+# ---- torch.compile
+
+
+def same_as_eager(function, *inputs, compiled=None, backend="aot_eager", **how):
+    """Outputs and gradients of a compiled function, which must have no graph break."""
+    compiled = compiled or torch.compile(function, fullgraph=True, backend=backend, **how)
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    results = []
+    for run in (function, compiled):
+        torch.manual_seed(1)
+        out = run(*inputs)
+        outs = out if isinstance(out, tuple) else (out,)
+        loss = sum(x.float().square().sum() for x in outs)
+        results.append((*outs, *torch.autograd.grad(loss, tensors)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+    return compiled
+
+
+def packed_attention(q, k, v):
+    offsets = torch.tensor([0, 40, 96], dtype=torch.int32)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    return adapter.varlen_attention(q, k, v, offsets, offsets, 56, 56, mask=CAUSAL)
+
+
+def heads_first(q, k, v, **options):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return adapter.scaled_dot_product_attention(q, k, v, **options)
+
+
+FUNCTIONS = {
+    "attention": lambda q, k, v: adapter.attention(q, k, v, mask=CAUSAL, return_lse=True),
+    "softcap": lambda q, k, v: adapter.attention(q, k, v, softcap=4.0, softmax_scale=0.3),
+    "blocks": lambda q, k, v: adapter.attention(q, k, v, mask=BLOCKS),
+    "packed": packed_attention,
+    "seed": lambda q, k, v: adapter.attention(q, k, v, dropout_p=0.2, seed=2**63 + 5),
+    "dropout": lambda q, k, v: adapter.attention(q, k, v, dropout_p=0.2),
+    "flash_attn_func": lambda q, k, v: adapter.flash_attn_func(
+        q, k, v, causal=True, window_size=(8, 8), return_attn_probs=True
+    )[:2],
+    "flash_attn_qkvpacked_func": lambda q, k, v: adapter.flash_attn_qkvpacked_func(
+        torch.stack((q, k, v), 2), causal=True
+    ),
+    "is_causal": lambda q, k, v: heads_first(q, k, v, is_causal=True),
+    "attn_mask": lambda q, k, v: heads_first(
+        q, k, v, attn_mask=torch.ones(48, 48, dtype=torch.bool).tril(), scale=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_compiles_into_one_graph(function):
+    same_as_eager(function, *qkv())
+
+
+@pytest.mark.filterwarnings("error:.*NumPy array is not writable")
+def test_masks_as_arguments():
+    def function(q, k, v, mask):
+        return adapter.attention(q, k, v, mask=mask)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
+    inputs, graphs = qkv(), 0
+    for seed in range(4):  # more blocks each time, in other places: the graph stays
+        mask = fs.layouts.random(48, 48, 16, density=0.3 + 0.1 * seed, seed=seed)
+        same_as_eager(function, *inputs, mask, compiled=compiled)
+        graphs = graphs if seed else counter.frame_count
+    assert counter.frame_count == graphs
+    same_as_eager(function, *inputs, CAUSAL, compiled=compiled)
+    same_as_eager(function, *inputs, None, compiled=compiled)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q, k, v: adapter.attention(q, k, v, mask=CAUSAL),
+        lambda q, k, v: heads_first(q, k, v, is_causal=True),
+    ],
+    ids=["attention", "heads first"],
+)
+def test_dynamic_shapes(function):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
+    same_as_eager(function, *qkv(48), compiled=compiled)
+    graphs = counter.frame_count
+    for seqlen in (31, 64):
+        same_as_eager(function, *qkv(seqlen), compiled=compiled)
+    assert counter.frame_count == graphs
+
+
+def test_numbers_that_change():
+    def function(q, k, v, softcap, scale):
+        return adapter.attention(q, k, v, softcap=softcap, softmax_scale=scale)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    inputs = qkv()
+    for softcap, scale in ((1.0, 0.5), (2.0, 0.25), (3.0, None)):
+        same_as_eager(function, *inputs, softcap, scale, compiled=compiled)
+
+
+def test_autocast_is_compiled():
+    def function(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return adapter.attention(q, k, v)
+
+    inputs = qkv()
+    same_as_eager(function, *inputs)
+    assert torch.compile(function, backend="aot_eager")(*inputs).dtype == torch.bfloat16
+
+
+class Block(torch.nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.qkv, self.mask = torch.nn.Linear(64, 192), mask
+
+    def forward(self, x):  # (batch, seqlen, 64)
+        q, k, v = self.qkv(x).unflatten(2, (3, 4, 16)).unbind(2)
+        return x + adapter.attention(q, k, v, mask=self.mask).flatten(2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+def test_inductor():
+    block, x = Block(BLOCKS), torch.randn(2, 48, 64)
+    compiled = torch.compile(block, fullgraph=True)
+    compiled(x).sum().backward()
+    gradient = block.qkv.weight.grad.clone()
+    block.zero_grad()
+    block(x).sum().backward()
+    torch.testing.assert_close(gradient, block.qkv.weight.grad)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, BLOCKS], ids=["band", "blocks"])
+def test_export(mask):
+    block, x = Block(mask), torch.randn(2, 48, 64)
+    exported = torch.export.export(block, (x,)).module()
+    torch.testing.assert_close(exported(x), block(x))

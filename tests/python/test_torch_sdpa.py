@@ -1,0 +1,212 @@
+"""scaled_dot_product_attention: what torch.nn.functional's gives, and what is refused."""
+
+import inspect
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flashsdk as fs  # noqa: E402
+import torch.nn.functional as functional  # noqa: E402
+from flashsdk.torch import scaled_dot_product_attention  # noqa: E402
+from standard_attention import check  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def qkv(*batch, heads=4, heads_kv=None, seqlen_q=40, seqlen_k=50, dim=16, dim_v=16):
+    heads_kv = heads_kv or heads
+    shapes = ((heads, seqlen_q, dim), (heads_kv, seqlen_k, dim), (heads_kv, seqlen_k, dim_v))
+    return [torch.randn(*batch, *shape) for shape in shapes]
+
+
+def same_as_torch(inputs, *args, dtype=torch.float32, **options):
+    """Outputs and gradients, by the error bound, from torch's plain implementation in float64."""
+
+    def theirs(*x):
+        rest = [_like(a, x[0]) for a in args]
+        named = {name: _like(a, x[0]) for name, a in options.items()}
+        with sdpa_kernel(SDPBackend.MATH):
+            return (functional.scaled_dot_product_attention(*x, *rest, **named),)
+
+    def ours(*x):
+        return (scaled_dot_product_attention(*x, *args, **options),)
+
+    check(ours, [x.to(dtype) for x in inputs], theirs)
+
+
+def _like(x, q):
+    is_bias = isinstance(x, torch.Tensor) and type(x) is torch.Tensor and x.is_floating_point()
+    return x.to(q.dtype) if is_bias else x
+
+
+def test_signature():
+    parameters = inspect.signature(scaled_dot_product_attention).parameters.values()
+    signature = str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters]))
+    assert signature == (
+        "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
+        "enable_gqa=False)"
+    )
+    documented = " ".join(functional.scaled_dot_product_attention.__doc__.split())
+    assert f"scaled_dot_product_attention{signature}" in documented
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dtypes(dtype, is_causal):
+    same_as_torch(qkv(2), dtype=dtype, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (1,), (2, 3), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_leading_dimensions(batch, is_causal):
+    same_as_torch(qkv(*batch, dim_v=8), is_causal=is_causal)
+
+
+def test_without_heads():
+    q, k, v = (x[0] for x in qkv())
+    same_as_torch((q, k, v))
+    assert scaled_dot_product_attention(q, k, v).shape == (40, 16)
+
+
+def test_leading_dimensions_broadcast():
+    q, k, v = qkv(2, 3)
+    same_as_torch((q, k[:1], v[:, :1]))
+    same_as_torch((q, k[0], v[0]))
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 50), (50, 1), (50, 40)])
+def test_causal_is_top_left(seqlen_q, seqlen_k):
+    same_as_torch(qkv(2, seqlen_q=seqlen_q, seqlen_k=seqlen_k), is_causal=True)
+
+
+MASK_SHAPES = [
+    shape[drop:]
+    for shape in itertools.product((2, 1), (4, 1), (40, 1), (50, 1))
+    for drop in range(4)
+    if all(n == 1 for n in shape[:drop])
+]
+
+
+@pytest.mark.parametrize("shape", [*MASK_SHAPES, (50,)], ids=str)
+def test_boolean_masks(shape):
+    mask = torch.rand(shape) < 0.7
+    mask[..., :2] = True  # every query sees a key: releases of torch differ otherwise
+    same_as_torch(qkv(2), mask)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 40, 50), (1, 4, 1, 50), (40, 50), (50,), (40, 1)], ids=str
+)
+def test_float_masks(shape):
+    same_as_torch(qkv(2), torch.randn(shape), scale=0.3)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 40, 50), (3, 1, 40, 50), (2, 1, 1, 1, 50)], ids=str)
+def test_masks_with_more_dimensions(shape):
+    same_as_torch(qkv(2, 3), torch.randn(shape))
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+def test_causal_bias(bias):
+    q, k, v = qkv(2)
+    expected = functional.scaled_dot_product_attention(q, k, v, bias(40, 50))
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, bias(40, 50)), expected)
+
+
+def test_expanded_and_transposed_masks():
+    q, k, v = qkv(2)
+    for mask in (torch.randn(40, 1).expand(40, 50), torch.randn(50, 40).T):
+        expected = functional.scaled_dot_product_attention(q, k, v, mask)
+        torch.testing.assert_close(scaled_dot_product_attention(q, k, v, mask), expected)
+
+
+def test_grouped_heads():
+    same_as_torch(qkv(2, heads=6, heads_kv=2), enable_gqa=True)
+    same_as_torch(qkv(2, heads=6, heads_kv=1), enable_gqa=True, is_causal=True)
+    same_as_torch(qkv(2), enable_gqa=True)
+
+
+def test_a_query_that_sees_nothing():
+    q, k, v = (x.requires_grad_() for x in qkv(2))
+    mask = torch.ones(40, 50, dtype=torch.bool)
+    mask[3] = False
+    out = scaled_dot_product_attention(q, k, v, mask)
+    assert not out[:, :, 3].any() and out.isfinite().all()
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert gradient.isfinite().all()
+    infinite = torch.zeros(40, 50).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, infinite), out)
+
+
+def test_layout_is_that_of_a_transformer():
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(2, seqlen_k=40))
+    out = scaled_dot_product_attention(q, k, v)
+    assert out.transpose(1, 2).is_contiguous()  # so that merging the heads copies nothing
+
+
+def test_last_dimension_not_contiguous():
+    inputs = qkv(2)
+    strided = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in inputs]
+    assert torch.equal(
+        scaled_dot_product_attention(*strided), scaled_dot_product_attention(*inputs)
+    )
+
+
+def test_dropout():
+    q, k, v = qkv(2)
+    outs = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        outs.append(scaled_dot_product_attention(q, k, v, dropout_p=0.5))
+    assert torch.equal(*outs) and not torch.equal(outs[0], scaled_dot_product_attention(q, k, v))
+
+
+def test_swapped_under_a_model(monkeypatch):
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True).train()
+    x = torch.randn(2, 20, 32)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(20)
+    expected = layer(x, src_mask=mask)
+    calls = []
+
+    def swapped(*args, **options):
+        calls.append(options)
+        return scaled_dot_product_attention(*args, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", swapped)
+    torch.testing.assert_close(layer(x, src_mask=mask), expected)
+    assert calls
+
+
+def refused(match, *inputs, code="invalid_argument", **options):
+    with pytest.raises(fs.Error, match=match) as info:
+        scaled_dot_product_attention(*inputs, **options)
+    assert code in (None, info.value.code)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_refusals():
+    q, k, v = qkv(2)
+    mask = torch.zeros(40, 50)
+    refused("^is_causal: True with an attn_mask", q, k, v, attn_mask=mask, is_causal=True)
+    refused("^is_causal: True with an attn_mask", q, k, v, attn_mask=causal_upper_left(40, 50),
+            is_causal=True)  # fmt: skip
+    refused("^attn_mask: a tensor that requires a gradient", q, k, v, code="unsupported",
+            attn_mask=mask.clone().requires_grad_())  # fmt: skip
+    refused(r"^attn_mask: shape \(40, 40\)", q, k, v, attn_mask=mask[:, :40])
+    refused(r"^attn_mask: shape \(3, 1, 40, 50\)", q, k, v, attn_mask=mask.expand(3, 1, 40, 50))
+    refused(r"^attn_mask: shape \(1, 1, 1, 40, 50\)", q, k, v, attn_mask=mask[None, None, None])
+    refused(r"^attn_mask: shape \(30, 50\)", q, k, v, attn_mask=causal_lower_right(30, 50))
+    refused("^key: 2 heads; query's 4, or enable_gqa", q, k[:, :2], v[:, :2])
+    refused(None, q, k[:, :3], v[:, :3], enable_gqa=True)
+    refused(r"^query: shape \(16,\)", q[0, 0, 0], k, v)
+    refused(None, q.double(), k.double(), v.double(), code=None)
+    refused("^dropout_p", q, k, v, dropout_p=1.5)
+    nested = torch.nested.nested_tensor([torch.randn(4, 5, 16), torch.randn(4, 7, 16)])
+    refused("^query: a nested tensor", nested, nested, nested, code="unsupported")
