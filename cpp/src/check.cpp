@@ -24,6 +24,13 @@ std::string tuple_of(const std::int64_t* values, int count) {
 
 std::string strides_of(const TensorView& t) { return "strides " + tuple_of(t.stride.data(), t.rank); }
 
+// Without elements strides mean nothing, and no memory is touched.
+bool is_empty(const TensorView& t) {
+  for (int d = 0; d < t.rank; ++d)
+    if (t.shape[d] == 0) return true;
+  return false;
+}
+
 // "(batch 2, seqlen_k, num_heads_kv, head_dim 64)"
 std::string describe(std::initializer_list<Dim> dims) {
   std::string text;
@@ -68,11 +75,12 @@ void check_shape(const char* name, const TensorView& t, std::initializer_list<Di
 }
 
 void check_last_dim_contiguous(const char* name, const TensorView& t) {
-  if (t.shape[t.rank - 1] > 1 && t.stride[t.rank - 1] != 1)
+  if (t.shape[t.rank - 1] > 1 && t.stride[t.rank - 1] != 1 && !is_empty(t))
     fail(name, strides_of(t), "the last dimension contiguous (stride 1)");
 }
 
 void check_row_major(const char* name, const TensorView& t) {
+  if (is_empty(t)) return;
   std::int64_t step = 1;
   for (int d = t.rank - 1; d >= 0; --d) {
     if (t.shape[d] > 1 && t.stride[d] != step) fail(name, strides_of(t), "contiguous");
@@ -89,8 +97,7 @@ void check_extent(const char* name, const char* dim, std::int64_t extent, std::i
 }
 
 void MemoryMap::add(const char* name, const TensorView& t, Access access) {
-  for (int d = 0; d < t.rank; ++d)
-    if (t.shape[d] == 0) return;  // no element: nothing is touched
+  if (is_empty(t)) return;
   // Bytes below and above the address of element (0, …, 0).
   std::int64_t below = 0, above = size_of(t.dtype);
   for (int d = 0; d < t.rank; ++d) {

@@ -120,10 +120,9 @@ void validate_layout(const BlockMask& mask, bool columns, ForwardParams& p, Memo
   m.block_q = check_block("mask.block_q", mask.block_q);
   m.block_k = check_block("mask.block_k", mask.block_k);
   if (mask.band) m.band = band_param(*mask.band);
-  if (p.cu_seqlens_q == nullptr) {
-    check_length("mask.seqlen_q", mask.seqlen_q, "seqlen_q", p.seqlen_q);
-    check_length("mask.seqlen_k", mask.seqlen_k, "seqlen_k", p.seqlen_k);
-  }
+  const bool packed = p.cu_seqlens_q != nullptr;
+  check_length("mask.seqlen_q", mask.seqlen_q, packed ? "max_seqlen_q" : "seqlen_q", p.seqlen_q);
+  check_length("mask.seqlen_k", mask.seqlen_k, packed ? "max_seqlen_k" : "seqlen_k", p.seqlen_k);
   const int rows = ceil_div(p.seqlen_q, m.block_q), cols = ceil_div(p.seqlen_k, m.block_k);
   const bool readable = p.device.type == DeviceType::kCPU;
 

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <new>
@@ -264,7 +265,7 @@ nb::dict describe_build() {
 
 void set_threads(nb::handle n) {
   const auto threads = to_integer<std::int64_t>("n", n, "a positive integer");
-  set_num_threads(threads > INT32_MAX ? INT32_MAX : threads < 0 ? 0 : static_cast<int>(threads));
+  set_num_threads(static_cast<int>(std::clamp<std::int64_t>(threads, INT32_MIN, INT32_MAX)));
 }
 
 double peak_of_machine(const std::string& kind, double seconds) {

@@ -52,8 +52,8 @@ struct BlockMask {
   BlockLists col_partial, col_full;  // lines are block columns, indices block rows
   std::optional<Band> band;          // applied inside partial blocks
 
-  // The lengths the layout was made for: which blocks are full, and where the last ones end, hangs on them. 0 means any
-  // with as many blocks. Of packed sequences only the number of blocks is checked, against max_seqlen.
+  // The lengths the layout was made for, which tell full blocks from partial ones. Those of the call, max_seqlen for
+  // packed sequences, must be the same; 0 means any with as many blocks.
   std::int64_t seqlen_q = 0, seqlen_k = 0;
 };
 
