@@ -90,7 +90,7 @@ function(flashsdk_add_isa_objects target isa)
   # NaN and infinity must work, so not -ffast-math.
   set(optimise -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast)
   if(FLASHSDK_SANITIZE OR CMAKE_BUILD_TYPE STREQUAL "Debug")
-    set(optimise -O1 -ffp-contract=fast)
+    set(optimise -O1 -fno-math-errno -fno-trapping-math -ffp-contract=fast)
   endif()
   add_library(${target} OBJECT ${ARGN})
   target_link_libraries(${target} PRIVATE flashsdk_kernels flashsdk_warnings)

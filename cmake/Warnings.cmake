@@ -8,6 +8,6 @@ set(FLASHSDK_SANITIZE_LINK "")
 if(FLASHSDK_SANITIZE)
   string(REPLACE ";" "," sanitizers "${FLASHSDK_SANITIZE}")
   target_compile_options(flashsdk_warnings INTERFACE
-    -fsanitize=${sanitizers} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
+    -fsanitize=${sanitizers} -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g1)
   set(FLASHSDK_SANITIZE_LINK -fsanitize=${sanitizers})
 endif()

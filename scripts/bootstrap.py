@@ -48,7 +48,7 @@ def debian_package(missing: str, package: str) -> None:
 def compiles(source: str, *flags: str) -> bool:
     """Whether the C++ compiler accepts and links a small program."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if not compiler:
+    if not compiler or not shutil.which(compiler.split()[0]):
         return False
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "probe.cpp")
@@ -141,7 +141,11 @@ def packages(group: str) -> list[str]:
     project = settings["project"]
     extras = project["optional-dependencies"]
     return {
-        "build": [*settings["build-system"]["requires"], *extras["build"], *project["dependencies"]],
+        "build": [
+            *settings["build-system"]["requires"],
+            *extras["build"],
+            *project["dependencies"],
+        ],
         "demo": extras["plot"],
         "test": extras["test"],
         "lint": extras["lint"],

@@ -16,7 +16,9 @@ import sys
 
 
 def dangerous_symbols(nm: str, isa: str, path: str) -> list[str]:
-    listing = subprocess.run([nm, "--defined-only", path], check=True, capture_output=True, text=True)
+    listing = subprocess.run(
+        [nm, "--defined-only", path], check=True, capture_output=True, text=True
+    )
     own = f"{len(isa)}{isa}"  # how the Itanium ABI spells a namespace
     found = []
     for line in listing.stdout.splitlines():
@@ -40,7 +42,9 @@ def main() -> int:
             print(f"{path}: {problem}")
             failed = True
     if not failed:
-        print(f"{arguments.isa}: no weak symbols or initialisers in {len(arguments.objects)} objects")
+        print(
+            f"{arguments.isa}: no weak symbols or initialisers in {len(arguments.objects)} objects"
+        )
     return failed
 
 
