@@ -59,7 +59,7 @@ def compiles(source: str, *flags: str) -> bool:
 
 def check_system() -> None:
     """The compiler, the Python headers and the venv module."""
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 (this runs before anything checks it)
         sys.exit(f"[setup] Python 3.10 or newer is needed; this is {sys.version.split()[0]}")
     if not compiles(PROBE):
         debian_package("a C++ compiler", "g++")
@@ -138,14 +138,10 @@ def packages(group: str) -> list[str]:
         from pip._vendor import tomli as tomllib
     with open(ROOT / "pyproject.toml", "rb") as file:
         settings = tomllib.load(file)
-    project = settings["project"]
+    project, tools = settings["project"], settings["build-system"]["requires"]
     extras = project["optional-dependencies"]
     return {
-        "build": [
-            *settings["build-system"]["requires"],
-            *extras["build"],
-            *project["dependencies"],
-        ],
+        "build": [*tools, *extras["build"], *project["dependencies"]],
         "demo": extras["plot"],
         "test": extras["test"],
         "lint": extras["lint"],

@@ -1,8 +1,8 @@
 """Builds and installs the package the way a machine without a network does, and calls it.
 
-Each way goes into a fresh virtual environment that sees the build tools of .venv: a wheel, `pip install .`
-and `pip install -e .`, all with --no-build-isolation --no-index. One instruction set and one head
-dimension are compiled: this checks the packaging.
+Each way goes into a fresh virtual environment that sees the build tools of .venv: a wheel,
+`pip install .` and `pip install -e .`, all with --no-build-isolation --no-index. One instruction
+set, dtype and head dimension are compiled: this checks the packaging.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OFFLINE = ["--no-build-isolation", "--no-index", "--no-deps", "--disable-pip-version-check", "-q"]
 SMALL = [
     "--config-settings=cmake.define.FLASHSDK_CPU_ISAS=portable",
-    "--config-settings=cmake.define.FLASHSDK_CPU_HEAD_DIMS=64",
+    "--config-settings=cmake.define.FLASHSDK_CPU_HEAD_DIMS=128",
+    "--config-settings=cmake.define.FLASHSDK_CPU_DTYPES=fp32",
     "--config-settings=build-dir=build/package",
 ]
 CALL = """
@@ -25,7 +26,7 @@ import numpy as np, flashsdk as fs
 q = np.ones((1, 5, 2, 16), np.float32)
 out, lse = fs.mha_fwd(q, q, q, mask=fs.Causal())
 assert np.allclose(out, 1) and lse.shape == (1, 2, 5)
-print(fs.__version__, fs.build_info()["cpu_isas"], fs.__file__)
+print(fs.__version__, fs.build_info()["cpu_isas"], fs._bindings.__file__)
 """
 
 
@@ -38,7 +39,7 @@ def main() -> None:
         folder = Path(name)
         run(sys.executable, "-m", "venv", folder / "env")
         python = folder / "env" / "bin" / "python"
-        # The packages of this environment, but not its link to the source tree, which is a .pth file too.
+        # The packages of this environment, but not its link to the source tree, a .pth file too.
         site = next((folder / "env" / "lib").glob("python3*/site-packages"))
         (site / "tools.pth").write_text(sysconfig.get_path("purelib") + "\n")
 

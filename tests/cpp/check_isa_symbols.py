@@ -3,9 +3,9 @@
     python check_isa_symbols.py [--nm NM] ISA OBJECT...
 
 The linker keeps one definition of each weak symbol (inline functions, templates). Were that the
-AVX-512 version of, say, std::vector's growth, a machine without AVX-512 would crash in code that has
-nothing to do with kernels. Symbols inside the instruction set's own namespace are safe: nobody else
-defines them. Static initialisers would run on every machine, so there must be none either.
+AVX-512 version of, say, std::vector's growth, a machine without AVX-512 would crash in code that
+has nothing to do with kernels. Symbols inside the instruction set's own namespace are safe: nobody
+else defines them. Static initialisers would run on every machine, so there must be none either.
 """
 
 from __future__ import annotations
