@@ -40,6 +40,8 @@ class TileWalk {
     w.partial_end_ = partial + num_partial;
     w.full_ = full;
     w.full_list_end_ = full + num_full;
+    w.next_partial_ = num_partial > 0 ? *partial : kNone;
+    w.next_full_ = num_full > 0 ? *full : kNone;
     w.split_ = w.part_ = split;
     w.end_ = end;
     return w;
@@ -87,18 +89,25 @@ class TileWalk {
     }
     return static_cast<int>(begin - first);
   }
+  // The heads of both lists were read a block ago, so that nobody waits for memory here.
   FLASHSDK_HD bool next_block() {
-    bool has_partial = partial_ != partial_end_, has_full = full_ != full_list_end_;
-    if (!has_partial && !has_full) return false;
-    block_partial_ = has_partial && (!has_full || *partial_ < *full_);
-    block_ = block_partial_ ? *partial_++ : *full_++;
+    block_partial_ = next_partial_ < next_full_;
+    block_ = block_partial_ ? next_partial_ : next_full_;
+    if (block_ == kNone) return false;
+    if (block_partial_) {
+      next_partial_ = ++partial_ != partial_end_ ? *partial_ : kNone;
+    } else {
+      next_full_ = ++full_ != full_list_end_ ? *full_ : kNone;
+    }
     part_ = 0;
     return true;
   }
 
+  static constexpr int kNone = 0x7fffffff;  // behind every block: a list has ended
   int position_ = 0, full_begin_ = 0, full_end_ = 0, end_ = 0;
   const std::int32_t *partial_ = nullptr, *partial_end_ = nullptr, *full_ = nullptr, *full_list_end_ = nullptr;
   int split_ = 0, part_ = 0, block_ = 0;
+  int next_partial_ = kNone, next_full_ = kNone;
   bool block_partial_ = false;
 };
 

@@ -6,34 +6,52 @@ set(FLASHSDK_SM80_ALL_DTYPES float16 bfloat16)
 set(FLASHSDK_SM80_TYPE_float16 cutlass::half_t)
 set(FLASHSDK_SM80_TYPE_bfloat16 cutlass::bfloat16_t)
 set(FLASHSDK_SM80_ALL_HEAD_DIMS 32 64 96 128 192 256)
+set(FLASHSDK_SM80_ALL_FEATURES None Dropout All)
 
 # What CI compiles: every kind of kernel, few sizes.
 set(FLASHSDK_SM80_CI_DTYPES bfloat16)
 set(FLASHSDK_SM80_CI_HEAD_DIMS 64)
 
-set(FLASHSDK_SM80_FORWARD_32 128x128_4_2_true_2)
-set(FLASHSDK_SM80_FORWARD_64 128x128_4_2_true_2)
-set(FLASHSDK_SM80_FORWARD_96 128x64_4_2_false_2)
-set(FLASHSDK_SM80_FORWARD_128 128x64_4_2_false_2)
+set(FLASHSDK_SM80_FORWARD_32 128x128_4_1_true_2)
+set(FLASHSDK_SM80_FORWARD_64 128x128_4_1_false_2)
+set(FLASHSDK_SM80_FORWARD_96 128x64_4_1_false_2)
+set(FLASHSDK_SM80_FORWARD_128 128x48_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_192 64x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_256 64x64_4_1_false_2)
 
-set(FLASHSDK_SM80_BACKWARD_32 64x128_8_8_8_4_1)
-set(FLASHSDK_SM80_BACKWARD_64 64x128_8_8_8_4_1)
-set(FLASHSDK_SM80_BACKWARD_96 64x128_8_8_8_4_1)
-set(FLASHSDK_SM80_BACKWARD_128 64x128_8_8_8_2_1)
-set(FLASHSDK_SM80_BACKWARD_192 64x64_8_4_4_2_1)
-set(FLASHSDK_SM80_BACKWARD_256 64x64_8_4_2_2_1)
+# Tiles that divide the usual blocks of 64 and 128, and that leave registers for lists and features.
+set(FLASHSDK_SM80_FORWARD_OTHER_32 128x64_4_1_true_2)
+set(FLASHSDK_SM80_FORWARD_OTHER_64 128x64_4_1_true_2)
+set(FLASHSDK_SM80_FORWARD_OTHER_96 128x64_4_1_false_2)
+set(FLASHSDK_SM80_FORWARD_OTHER_128 128x64_4_1_false_2)
+set(FLASHSDK_SM80_FORWARD_OTHER_192 64x64_4_1_false_2)
+set(FLASHSDK_SM80_FORWARD_OTHER_256 64x64_4_1_false_2)
+set(FLASHSDK_SM80_FORWARD_ALL_FEATURES_128 128x32_4_1_false_2)
 
-# Layouts with blocks smaller than those tiles. One warp a tile of 16 x 16: any layout, at a price. Such kernels exist
-# with features only, which take problems without them as well.
+set(FLASHSDK_SM80_BACKWARD_32 32x128_4_4_4_2_2)
+set(FLASHSDK_SM80_BACKWARD_64 32x128_4_4_4_2_2)
+set(FLASHSDK_SM80_BACKWARD_96 64x128_8_4_4_4_1)
+set(FLASHSDK_SM80_BACKWARD_128 64x128_8_4_4_2_1)
+set(FLASHSDK_SM80_BACKWARD_192 64x64_8_2_2_2_1)
+set(FLASHSDK_SM80_BACKWARD_256 64x64_8_2_2_2_1)
+
+# Layouts with smaller blocks than those tiles: one warp a tile of 16 x 16 takes any layout, at a price. Such kernels
+# have all features compiled in and take problems without them as well.
 set(FLASHSDK_SM80_FORWARD_SMALL 16x16_1_1_false_1)
 set(FLASHSDK_SM80_BACKWARD_SMALL 16x16_1_1_1_1_1)
 
+# The tiles of one kind of kernel, in priority order.
 function(flashsdk_sm80_tiles result op head_dim policy features)
   string(TOUPPER ${op} OP)
   set(tiles ${FLASHSDK_SM80_${OP}_${head_dim}})
-  if(policy STREQUAL "BlockSparse" AND features)
+  if(op STREQUAL "forward")
+    if(features STREQUAL "All" AND DEFINED FLASHSDK_SM80_FORWARD_ALL_FEATURES_${head_dim})
+      set(tiles ${FLASHSDK_SM80_FORWARD_ALL_FEATURES_${head_dim}})
+    elseif(NOT features STREQUAL "None" OR policy STREQUAL "BlockSparse")
+      set(tiles ${FLASHSDK_SM80_FORWARD_OTHER_${head_dim}})
+    endif()
+  endif()
+  if(policy STREQUAL "BlockSparse" AND features STREQUAL "All")
     list(APPEND tiles ${FLASHSDK_SM80_${OP}_SMALL})
   endif()
   set(${result} "${tiles}" PARENT_SCOPE)

@@ -1,0 +1,84 @@
+// The small kernels around the backward: delta before it, the conversion of dq after it.
+#pragma once
+
+#include "common/params.h"
+#include "cuda/backward_workspace.h"
+#include "cuda/math.h"
+
+namespace flashsdk::cuda {
+
+// delta = rowsum(dout∘out) − dlse and lse in units of log2, for one tile of queries; clears its part of dq_accum.
+// Eight lanes a row. Grid: (tiles of a sequence, num_heads, batch).
+template <class Element, int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    backward_prepare_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace ws) {
+  constexpr int kLanesPerRow = 8, kVector = 8;
+  const int m_block = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
+  const SeqlenInfo seq(p, batch);
+  const int m0 = m_block * ws.tile_rows;
+  if (m0 >= seq.seqlen_q) return;
+  const std::int64_t tile = ws.tile(p, seq, batch, head, m_block);
+
+  const Element* out = seq.head_q<const Element>(p.out, batch, head);
+  const Element* dout = seq.head_q<const Element>(p.dout, batch, head);
+  const float* lse = seq.rows(p.lse, batch, head);
+  const int lane = threadIdx.x % kLanesPerRow;
+  for (int r = threadIdx.x / kLanesPerRow; r < ws.tile_rows; r += kThreads / kLanesPerRow) {
+    const int row = m0 + r;
+    const bool valid = row < seq.seqlen_q;
+    float sum = 0.f;
+    if (valid) {
+      for (int c = lane * kVector; c < p.head_dim_v; c += kLanesPerRow * kVector) {
+        uint4 a = *reinterpret_cast<const uint4*>(out + row * p.out.row + c);
+        uint4 b = *reinterpret_cast<const uint4*>(dout + row * p.dout.row + c);
+        const Element* x = reinterpret_cast<const Element*>(&a);
+        const Element* y = reinterpret_cast<const Element*>(&b);
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) sum = fmaf(static_cast<float>(x[e]), static_cast<float>(y[e]), sum);
+      }
+    }
+#pragma unroll
+    for (int step = kLanesPerRow / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (lane == 0) {
+      float row_lse = valid ? lse[row * p.lse.row] : -INFINITY;
+      // A row that sees nothing has lse −inf; +inf makes its probabilities zero.
+      ws.lse_log2[tile * ws.tile_rows + r] = row_lse == -INFINITY ? INFINITY : row_lse * kLog2e;
+      if (valid && p.dlse.ptr != nullptr) sum -= seq.rows(p.dlse, batch, head)[row * p.dlse.row];
+      ws.delta[tile * ws.tile_rows + r] = sum;
+    }
+  }
+
+  const std::int64_t tile_size = std::int64_t{ws.tile_rows} * ws.head_dim;
+  float4* accum = reinterpret_cast<float4*>(ws.dq_accum + tile * tile_size);
+  for (int i = threadIdx.x; i < tile_size / 4; i += kThreads) accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (threadIdx.x == 0) ws.turn[tile] = 0;
+}
+
+// Where accumulator register e of a thread lies in its tile of dq_accum: neighbouring threads, neighbouring addresses.
+template <int kThreads>
+__device__ __forceinline__ int dq_accum_index(int e, int thread) {
+#if __CUDA_ARCH__ >= 900
+  return (e / 4 * kThreads + thread) * 4 + e % 4;  // four registers by one red.v4
+#else
+  return e * kThreads + thread;
+#endif
+}
+
+// Adds a thread's accumulator to a tile of dq_accum.
+template <int kThreads, int kElements>
+__device__ __forceinline__ void add_to_dq_accum(float* tile, const float* acc, int thread) {
+#pragma unroll
+  for (int e = 0; e < kElements; e += 4) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(tile + dq_accum_index<kThreads>(e, thread)),
+        "f"(acc[e]), "f"(acc[e + 1]), "f"(acc[e + 2]), "f"(acc[e + 3])
+        : "memory");
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) atomicAdd(tile + dq_accum_index<kThreads>(e + i, thread), acc[e + i]);
+#endif
+  }
+}
+
+}  // namespace flashsdk::cuda

@@ -1,0 +1,46 @@
+// What the three backward kernels hand each other, and where it lies in the caller's workspace.
+//
+// Rows are padded to whole query tiles, so that the main kernel reads and adds without asking whether a row exists:
+// a missing row has lse +inf, and so probability 0 everywhere.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/params.h"
+#include "common/seqlen_info.h"
+
+namespace flashsdk::cuda {
+
+struct BackwardWorkspace {
+  std::int64_t tiles_per_head = 0;  // query tiles of all sequences
+  int tile_rows = 0, head_dim = 0;
+  float* dq_accum = nullptr;  // (num_heads, tiles_per_head, tile_rows · head_dim), each tile in fragment order
+  float* lse_log2 = nullptr;  // (num_heads, tiles_per_head, tile_rows): lse in units of log2
+  float* delta = nullptr;     // (num_heads, tiles_per_head, tile_rows): rowsum(dout∘out) − dlse
+  int* turn = nullptr;        // (num_heads, tiles_per_head): key tiles added to dq_accum so far (deterministic)
+
+  // base may be null to learn the size alone.
+  BackwardWorkspace(const ForwardParams& p, int tile_rows_, int head_dim_, void* base)
+      : tile_rows(tile_rows_), head_dim(head_dim_) {
+    // A packed sequence starts at tile offset / tile_rows + batch, which leaves room for the rounding of each.
+    tiles_per_head = p.cu_seqlens_q != nullptr ? std::int64_t{p.total_q} / tile_rows + p.batch
+                                               : std::int64_t{p.batch} * ceil_div(p.seqlen_q, tile_rows);
+    const std::int64_t tiles = tiles_per_head * p.num_heads;
+    dq_accum = static_cast<float*>(base);
+    lse_log2 = dq_accum + tiles * tile_rows * head_dim;
+    delta = lse_log2 + tiles * tile_rows;
+    turn = reinterpret_cast<int*>(delta + tiles * tile_rows);
+    size = static_cast<std::size_t>(tiles * tile_rows * (head_dim + 2) + tiles) * sizeof(float);
+  }
+  std::size_t size = 0;  // bytes
+
+  // Index of a query tile over all heads and sequences.
+  FLASHSDK_HD std::int64_t tile(const ForwardParams& p, const SeqlenInfo& seq, int batch, int head, int m_block) const {
+    std::int64_t first =
+        p.cu_seqlens_q != nullptr ? seq.offset_q / tile_rows + batch : batch * ceil_div(p.seqlen_q, tile_rows);
+    return head * tiles_per_head + first + m_block;
+  }
+};
+
+}  // namespace flashsdk::cuda

@@ -1,0 +1,37 @@
+// What the host asks of a CUDA device, without a CUDA header. Implemented in cuda/device.cpp.
+#pragma once
+
+namespace flashsdk::cuda {
+
+struct DeviceLimits {
+  int capability = 0;               // 90 for compute capability 9.0
+  int shared_memory_per_block = 0;  // bytes a thread block may opt in to
+  int shared_memory_per_multiprocessor = 0;
+};
+
+// The architectures this build has code for, as CMAKE_CUDA_ARCHITECTURES lists them, separated by spaces. Generated.
+const char* built_architectures();
+
+// Whether code of one such architecture ("80-real", "90a", "80-virtual") runs on a device of that capability.
+bool runs_on(const char* architecture, int capability);
+
+// Read once a device and kept. Throws kUnsupported when this build has no code for it, kRuntime when it cannot be asked.
+const DeviceLimits& device_limits(int device);
+
+// Makes a device current, and the one before it on leaving.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+// Throws kRuntime with what failed when code (a cudaError_t) is not success.
+void check(int code, const char* what);
+
+}  // namespace flashsdk::cuda

@@ -1,0 +1,138 @@
+// Which elements of an mma accumulator dropout keeps (common/philox.h), a Philox call for many of them at once.
+//
+// The four bytes of a Philox word are compared with the threshold together, and what is kept is a mask that is and-ed
+// to packed pairs of 16-bit elements or to the bits of a float: no compare or select an element.
+#pragma once
+
+#include <cstdint>
+
+#include <cute/tensor.hpp>
+
+#include "common/philox.h"
+#include "cuda/math.h"
+
+namespace flashsdk::cuda {
+
+// Sets the top bit of every byte of a word that is at least the threshold.
+class ByteTest {
+ public:
+  __device__ explicit ByteTest(int threshold)
+      : add_((0x80u - (threshold & 0x7f)) * 0x01010101u), either_(threshold < 0x80 ? ~0u : 0u) {}
+  __device__ std::uint32_t operator()(std::uint32_t bytes) const {
+    const std::uint32_t low_reaches = (bytes & 0x7f7f7f7fu) + add_;  // the seven low bits of each
+    return (bytes & low_reaches) | ((bytes | low_reaches) & either_);
+  }
+
+ private:
+  std::uint32_t add_, either_;
+};
+
+// prmt: picks bytes of {low, high}; 8 added to a byte's number spreads its top bit over the byte.
+__device__ __forceinline__ std::uint32_t pick_bytes(std::uint32_t low, std::uint32_t high, std::uint32_t selector) {
+  std::uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
+  return result;
+}
+
+__device__ __forceinline__ std::uint32_t select_word(const PhiloxBytes& bytes, int word) {
+  const std::uint32_t low = word & 1 ? bytes.word[1] : bytes.word[0];
+  const std::uint32_t high = word & 1 ? bytes.word[3] : bytes.word[2];
+  return word & 2 ? high : low;
+}
+
+// Rows are queries: drops elements of a 16-bit accumulator fragment ((2, 2), M, N). coordinates(i, j) is the (query,
+// key) in the tile of its matrix view. m0 and n0 are multiples of 16; the four 8-column atoms of one Philox call are
+// neighbours when the tile is 32 columns or wider.
+template <class Fragment, class Coordinates>
+__device__ void drop_elements(Fragment& fragment, const Coordinates& coordinates, const DropoutRng& rng, int threshold,
+                              int m0, int n0) {
+  constexpr int kRowPairs = kExtent<Coordinates, 0> / 2, kAtoms = kExtent<Coordinates, 1> / 2;
+  constexpr int kPerCall = kAtoms % 4 == 0 ? 4 : 1;
+  const ByteTest kept(threshold);
+  auto pairs = cute::recast<std::uint32_t>(fragment);  // ((1, 2), M, N): columns c and c + 1 of row r, then of r + 8
+  CUTE_UNROLL
+  for (int m = 0; m < kRowPairs; ++m) {
+    const int row = m0 + cute::get<0>(coordinates(2 * m, 0));
+    CUTE_UNROLL
+    for (int c = 0; c < kAtoms; c += kPerCall) {
+      const int column = n0 + cute::get<1>(coordinates(0, 2 * c));
+      const PhiloxBytes bytes = rng.group(row, column);
+      CUTE_UNROLL
+      for (int n = 0; n < kPerCall; ++n) {
+        const std::uint32_t word =
+            kept(kPerCall == 4 ? bytes.word[n] : select_word(bytes, DropoutRng::word_of(column)));
+        // Byte e is row r + 8·(e % 2), column c + e / 2.
+        pairs(cute::make_coord(0, 0), m, c + n) &= pick_bytes(word, 0, 0xaa88);
+        pairs(cute::make_coord(0, 1), m, c + n) &= pick_bytes(word, 0, 0xbb99);
+      }
+    }
+  }
+}
+
+// For each pair of neighbouring elements in a row of an accumulator, whether the one and the other is kept.
+template <int kPairs>
+class KeptPairs {
+ public:
+  __device__ void set(int pair, std::uint32_t mask) { words_[pair / 16] |= mask & (0x10001u << (pair % 16)); }
+  // 16 bits of ones for each element that is kept.
+  __device__ std::uint32_t mask(int pair) const { return ((words_[pair / 16] >> (pair % 16)) & 0x10001u) * 0xffffu; }
+
+ private:
+  std::uint32_t words_[(kPairs + 15) / 16] = {};
+};
+
+// Rows are keys: a lane holds keys {k, k + 8} and queries {q, q + 1} of each 16 x 8 atom. Zeroes the elements of the
+// fp32 accumulator gradients that are dropped, and tells which. The lanes of keys k and k ^ 1 need the same bytes:
+// one draws those of query q, the other those of q + 1, and they swap. kPaired: atoms 2n and 2n + 1 are the two halves
+// of 16 queries, which share a call.
+template <bool kPaired, class Gradients, class Coordinates, int kPairs>
+__device__ void drop_transposed(Gradients& gradients, const Coordinates& coordinates, const DropoutRng& rng,
+                                int threshold, int m0, int n0, KeptPairs<kPairs>& kept_pairs) {
+  constexpr int kKeyPairs = kExtent<Coordinates, 0> / 2, kAtoms = kExtent<Coordinates, 1> / 2;
+  constexpr int kPerCall = kPaired ? 2 : 1;
+  const ByteTest kept(threshold);
+  CUTE_UNROLL
+  for (int k = 0; k < kKeyPairs; ++k) {
+    const int key = n0 + cute::get<0>(coordinates(2 * k, 0));
+    const bool odd = key & 1;
+    const bool upper = DropoutRng::word_of(key) != 0;  // key lies in word 0 or 2, key + 8 in the next one
+    CUTE_UNROLL
+    for (int q = 0; q < kAtoms; q += kPerCall) {
+      const int query = m0 + cute::get<1>(coordinates(0, 2 * q));
+      const PhiloxBytes bytes = rng.group(query + odd, key);
+      CUTE_UNROLL
+      for (int a = 0; a < 2; ++a) {
+        const std::uint32_t own = kept(upper ? bytes.word[2 + a] : bytes.word[a]);
+        const std::uint32_t other = __shfl_xor_sync(0xffffffffu, own, 4);
+        const std::uint32_t even_query = odd ? other : own, odd_query = odd ? own : other;
+        CUTE_UNROLL
+        for (int n = 0; n < kPerCall; ++n) {
+          const std::uint32_t byte = (kPaired ? n : DropoutRng::byte_of(query, 0)) + 2 * odd;
+          const std::uint32_t mask = pick_bytes(even_query, odd_query, 0xcc88 + byte * 0x1111);
+          kept_pairs.set((2 * k + a) * kAtoms + q + n, mask);
+          float& first = gradients(2 * k + a, 2 * (q + n));
+          float& second = gradients(2 * k + a, 2 * (q + n) + 1);
+          first = __uint_as_float(__float_as_uint(first) & pick_bytes(mask, 0, 0x1010));
+          second = __uint_as_float(__float_as_uint(second) & pick_bytes(mask, 0, 0x3232));
+        }
+      }
+    }
+  }
+}
+
+// The same elements of the 16-bit fragment ((2, 2), M, N).
+template <class Fragment, int kPairs>
+__device__ void drop_pairs(Fragment& fragment, const KeptPairs<kPairs>& kept) {
+  auto pairs = cute::recast<std::uint32_t>(fragment);  // ((1, 2), M, N)
+  constexpr int kKeyPairs = kExtent<Fragment, 1>, kAtoms = kExtent<Fragment, 2>;
+  CUTE_UNROLL
+  for (int k = 0; k < kKeyPairs; ++k) {
+    CUTE_UNROLL
+    for (int a = 0; a < 2; ++a) {
+      CUTE_UNROLL
+      for (int q = 0; q < kAtoms; ++q) pairs(cute::make_coord(0, a), k, q) &= kept.mask((2 * k + a) * kAtoms + q);
+    }
+  }
+}
+
+}  // namespace flashsdk::cuda

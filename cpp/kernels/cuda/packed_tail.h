@@ -1,0 +1,43 @@
+// Rows of packed tensors behind the last sequence: written as those of queries that see no key.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include <cuda_runtime.h>
+
+#include "common/params.h"
+#include "cuda/device.h"
+
+namespace flashsdk::cuda {
+
+// A tensor and where its sequences end.
+struct PackedTail {
+  TensorParam tensor;
+  const std::int32_t* end;  // first row behind the last sequence
+  int total, heads, columns;
+};
+
+// One warp a row and head. lse (heads, total) may be null; it gets −inf.
+inline constexpr int kPackedTailThreads = 128;
+template <class Element>
+__global__ void packed_tail_kernel(PackedTail t, RowParam lse) {
+  const int warp = (blockIdx.x * kPackedTailThreads + threadIdx.x) / 32, warps = gridDim.x * kPackedTailThreads / 32;
+  const int begin = *t.end;
+  const std::int64_t count = std::int64_t{t.total - begin} * t.heads;
+  for (std::int64_t i = warp; i < count; i += warps) {
+    const std::int64_t row = begin + i / t.heads, head = i % t.heads;
+    auto* target = static_cast<Element*>(t.tensor.ptr) + row * t.tensor.row + head * t.tensor.head;
+    for (int c = threadIdx.x % 32; c < t.columns; c += 32) target[c] = Element(0.f);
+    if (lse.ptr != nullptr && threadIdx.x % 32 == 0) lse.ptr[head * lse.head + row * lse.row] = -INFINITY;
+  }
+}
+
+// Few blocks: there is rarely anything to write, and only the device knows.
+template <class Element>
+void clear_packed_tail(const PackedTail& t, const RowParam& lse, cudaStream_t stream) {
+  packed_tail_kernel<Element><<<16, kPackedTailThreads, 0, stream>>>(t, lse);
+  check(cudaGetLastError(), "launching the kernel for rows behind the last sequence");
+}
+
+}  // namespace flashsdk::cuda

@@ -1,0 +1,140 @@
+// Softcap, bias and ALiBi on a tile of scores, and the derivative of softcap. Compiled into featured kernels only.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include <cuda_fp16.h>
+#include <cute/tensor.hpp>
+
+#include "common/score_mod.h"
+#include "common/seqlen_info.h"
+#include "cuda/math.h"
+
+namespace flashsdk::cuda {
+
+// What a kernel has compiled in. The more, the more registers it takes, also from calls that use none of it.
+enum class Features { kNone, kDropout, kAll };
+constexpr bool has_dropout(Features f) { return f != Features::kNone; }
+constexpr bool modifies_scores(Features f) { return f == Features::kAll; }  // softcap, bias, ALiBi
+
+// (query, key) of the elements of a tile's accumulator.
+template <bool kTransposed, class Coordinates>
+struct TileCoordinates {
+  const Coordinates& local;  // (row, column); rows are queries, or keys when kTransposed
+  int m0, n0;                // first query and key of the tile
+
+  __device__ int query(int i, int j) const {
+    return m0 + (kTransposed ? cute::get<1>(local(i, j)) : cute::get<0>(local(i, j)));
+  }
+  __device__ int key(int i, int j) const {
+    return n0 + (kTransposed ? cute::get<0>(local(i, j)) : cute::get<1>(local(i, j)));
+  }
+};
+
+template <class Matrix, class F>
+__device__ void for_each_element(Matrix& matrix, F&& f) {
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size<0>(matrix); ++i) {
+    CUTE_UNROLL
+    for (int j = 0; j < cute::size<1>(matrix); ++j) f(i, j, matrix(i, j));
+  }
+}
+
+// The features of one head: raw products become scores in natural-logarithm units.
+class ScoreFeatures {
+ public:
+  __device__ ScoreFeatures(const ScoreParam& score, const SeqlenInfo& seq, int batch, int head)
+      : score_(score),
+        slope_(alibi_slope(score, batch, head)),
+        seqlen_q_(seq.seqlen_q),
+        seqlen_k_(seq.seqlen_k),
+        bias_offset_(batch * score.bias.batch + head * score.bias.head) {}
+
+  // Whether scores are more than the product times the softmax scale.
+  static FLASHSDK_HD bool any(const ScoreParam& score) {
+    return score.softcap > 0.f || score.bias.ptr != nullptr || score.alibi_slopes != nullptr;
+  }
+
+  template <bool kTransposed, class Scores, class Coordinates>
+  __device__ void apply(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at) const {
+    softcap(scores, [](int, int, float) {});
+    shift(scores, at);
+  }
+
+  // The same, and gradients (with respect to the capped scores) times d softcap(s) / ds.
+  template <bool kTransposed, class Scores, class Gradients, class Coordinates>
+  __device__ void apply(Scores& scores, Gradients& gradients,
+                        const TileCoordinates<kTransposed, Coordinates>& at) const {
+    softcap(scores, [&](int i, int j, float tanh) { gradients(i, j) *= 1.f - tanh * tanh; });
+    shift(scores, at);
+  }
+
+ private:
+  template <class Scores, class OnTanh>
+  __device__ void softcap(Scores& scores, OnTanh&& on_tanh) const {
+    for_each_element(scores, [&](int, int, float& s) { s *= score_.softmax_scale; });
+    branch_if(score_.softcap > 0.f, [&] {
+      const float inverse = __fdividef(1.f, score_.softcap);
+      for_each_element(scores, [&](int i, int j, float& s) {
+        const float tanh = tanh_accurate(s * inverse);
+        on_tanh(i, j, tanh);
+        s = score_.softcap * tanh;
+      });
+    });
+  }
+
+  template <bool kTransposed, class Scores, class Coordinates>
+  __device__ void shift(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at) const {
+    branch_if(score_.bias.ptr != nullptr, [&] {
+      switch (score_.bias.dtype) {
+        case DType::kFloat32:
+          add_bias<kTransposed, float>(scores, at);
+          break;
+        case DType::kBool:
+          add_bias<kTransposed, bool>(scores, at);
+          break;
+        default:
+          add_bias<kTransposed, std::uint16_t>(scores, at);
+          break;
+      }
+    });
+    branch_if(slope_ != 0.f, [&] {
+      // In float: exact below 2^24, and two instructions an element.
+      for_each_element(scores, [&](int i, int j, float& s) {
+        const float distance =
+            fabsf(static_cast<float>(at.query(i, j) + seqlen_k_ - seqlen_q_) - static_cast<float>(at.key(i, j)));
+        s = fmaf(-slope_, distance, s);
+      });
+    });
+  }
+
+  // 16 bits are either of the two types: one loop for both keeps the code small.
+  template <bool kTransposed, class T, class Scores, class Coordinates>
+  __device__ void add_bias(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at) const {
+    const std::int64_t row_stride = opaque(score_.bias.row), column_stride = opaque(score_.bias.col);
+    const T* bias = static_cast<const T*>(score_.bias.ptr) + bias_offset_ + at.query(0, 0) * row_stride +
+                    at.key(0, 0) * column_stride;
+    const bool half = score_.bias.dtype == DType::kFloat16;
+    for_each_element(scores, [&](int i, int j, float& s) {
+      const int query = at.query(i, j), key = at.key(i, j);
+      if (query < seqlen_q_ && key < seqlen_k_) {
+        const T value = bias[(query - at.query(0, 0)) * row_stride + (key - at.key(0, 0)) * column_stride];
+        if constexpr (std::is_same_v<T, bool>) {
+          s = value ? s : -INFINITY;
+        } else if constexpr (std::is_same_v<T, float>) {
+          s += value;
+        } else {
+          s += half ? __half2float(__ushort_as_half(value)) : __uint_as_float(static_cast<std::uint32_t>(value) << 16);
+        }
+      }
+    });
+  }
+
+  const ScoreParam& score_;
+  float slope_;
+  int seqlen_q_, seqlen_k_;
+  std::int64_t bias_offset_;
+};
+
+}  // namespace flashsdk::cuda

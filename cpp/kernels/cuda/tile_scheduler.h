@@ -1,0 +1,42 @@
+// Which tile a thread block works on. Blocks start in the order of their index, so the order is the schedule.
+#pragma once
+
+#include "common/params.h"
+
+namespace flashsdk::cuda {
+
+struct TileWork {
+  int block, head, batch;
+};
+
+// The tiles of one head next to each other, or, in sections of several heads, the same tile of each head: with the
+// longest tiles first, the last ones to finish are then short in all heads. A section's K and V should stay in L2.
+struct TileSchedule {
+  int num_blocks;  // tiles of one head
+  int num_heads;
+  int heads_total;  // num_heads · batch
+  int section;      // heads walked side by side
+  bool descending;  // last tile first
+
+  __host__ std::int64_t size() const { return std::int64_t{num_blocks} * heads_total; }
+
+  __device__ TileWork work(int index) const {
+    int section_tiles = section * num_blocks;
+    int first_head = index / section_tiles * section;
+    int rest = index % section_tiles;
+    int width = min_of(section, heads_total - first_head);
+    int block = rest / width;
+    int head = first_head + rest % width;
+    return {descending ? num_blocks - 1 - block : block, head % num_heads, head / num_heads};
+  }
+};
+
+// Heads whose operands of bytes_per_head stay in L2 together.
+inline int section_of(std::int64_t bytes_per_head, int heads_total, bool uniform_tiles) {
+  constexpr std::int64_t kL2Share = 16 << 20;  // of 40 MiB (A100) to 60 MB (H200)
+  if (uniform_tiles || heads_total == 0) return 1;
+  std::int64_t fit = kL2Share / (bytes_per_head > 0 ? bytes_per_head : 1);
+  return static_cast<int>(fit < 1 ? 1 : fit > heads_total ? heads_total : fit);
+}
+
+}  // namespace flashsdk::cuda

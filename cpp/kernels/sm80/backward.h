@@ -1,0 +1,353 @@
+// The backward kernel: one thread block computes kBlockN rows of dK and dV of one key head, and adds to dQ.
+//
+// K and V stay, the tiles of queries that see them stream past, over all query heads of the group. Scores are computed
+// transposed, Sᵀ = K·Qᵀ, so that Pᵀ and dSᵀ come out as operand A of dV += Pᵀ·dO and dK += dSᵀ·Q and need not leave
+// the registers; dS goes through shared memory once, for dQ += dS·K, which is summed in fp32 in device memory.
+#pragma once
+
+#include "common/kernel_entry.h"
+#include "cuda/backward_passes.h"
+#include "cuda/dropout.h"
+#include "cuda/masking.h"
+#include "cuda/score_features.h"
+#include "cuda/tile_scheduler.h"
+#include "sm80/gemm.h"
+#include "sm80/tile_io.h"
+
+namespace flashsdk::sm80 {
+
+// The query tiles that see a tile of keys, over the query heads that share it.
+template <class Policy>
+class QueryStream {
+ public:
+  __device__ QueryStream(const ForwardParams& p, const SeqlenInfo& seq, const cuda::TileWork& work, flashsdk::Tile tile)
+      : p_(p),
+        seq_(seq),
+        tile_(tile),
+        n_block_(work.block),
+        batch_(work.batch),
+        head_(work.head * p.heads_per_group() - 1),
+        head_end_(head_ + 1 + p.heads_per_group()),
+        walk_(TileWalk::runs(0, 0, 0, 0)) {}
+
+  struct Item {
+    int head;
+    TileRef tile;
+  };
+  __device__ bool next(Item& item) {
+    while (!walk_.next(item.tile)) {
+      if (++head_ == head_end_) return false;
+      walk_ = Policy(p_.mask, seq_, batch_, head_).col_walk(tile_, n_block_);
+    }
+    item.head = head_;
+    return true;
+  }
+
+ private:
+  const ForwardParams& p_;
+  const SeqlenInfo& seq_;
+  flashsdk::Tile tile_;
+  int n_block_, batch_, head_, head_end_;
+  TileWalk walk_;
+};
+
+// dSᵀ from Sᵀ and dPᵀ, in place; what is left in acc_s is the Pᵀ that weighs dO. lse and delta are the tile's rows.
+template <class Traits, class Policy, cuda::Features kFeatures>
+class BackwardScores {
+ public:
+  __device__ BackwardScores(const ForwardParams& p, const SeqlenInfo& seq, const cuda::TileWork& work)
+      : p_(p),
+        seq_(seq),
+        batch_(work.batch),
+        n0_(work.block * Traits::kBlockN),
+        keys_end_here_(n0_ + Traits::kBlockN > seq.seqlen_k),
+        modified_(cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(p.score)),
+        scale_((modified_ ? 1.f : p.score.softmax_scale) * cuda::kLog2e) {}
+
+  // Scores become probabilities, kept ones or not.
+  template <class Accumulator>
+  __device__ void probabilities(Accumulator& acc_s, int head, TileRef tile, const float* lse_log2) const {
+    auto s = as_matrix(acc_s);  // (keys, queries)
+    auto at = coordinates();
+    CUTE_UNROLL
+    for (int j = 0; j < cute::size<1>(s); ++j) {
+      float row_lse = lse_log2[cute::get<1>(at(0, j))];
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size<0>(s); ++i) s(i, j) = cuda::exp2_approx(fmaf(s(i, j), scale_, -row_lse));
+    }
+    cuda::branch_if(tile.partial || keys_end_here_, [&] {
+      Policy policy(p_.mask, seq_, batch_, head);
+      cuda::mask_tile<true>(s, at, policy, tile.partial, tile.index * Traits::kBlockM, n0_, seq_.seqlen_k, 0.f);
+    });
+  }
+
+  template <class Accumulator>
+  __device__ void gradients(const Accumulator& acc_p, Accumulator& acc_dp, const float* delta) const {
+    auto p = as_matrix(acc_p);
+    auto dp = as_matrix(acc_dp);
+    auto at = coordinates();
+    CUTE_UNROLL
+    for (int j = 0; j < cute::size<1>(dp); ++j) {
+      float row_delta = delta[cute::get<1>(at(0, j))];
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size<0>(dp); ++i) dp(i, j) = p(i, j) * (dp(i, j) - row_delta);
+    }
+  }
+
+  // Both steps, with the features. Returns what dropout keeps, to be applied to the P that weighs dO.
+  template <class Accumulator>
+  __device__ auto featured(Accumulator& acc_s, Accumulator& acc_dp, int head, TileRef tile, const float* lse_log2,
+                           const float* delta) const {
+    constexpr bool kPaired = Traits::kWarpsScores * 32 == Traits::kThreads;
+    cuda::KeptPairs<decltype(cute::size(acc_s))::value / 2> kept;
+    auto s = as_matrix(acc_s);
+    auto dp = as_matrix(acc_dp);
+    auto at = coordinates();
+    const int m0 = tile.index * Traits::kBlockM;
+    const DropoutParam& dropout = p_.score.dropout;
+    cuda::branch_if(dropout.threshold > 0, [&] {
+      DropoutRng rng(dropout, batch_ * p_.num_heads + head);
+      cuda::drop_transposed<kPaired>(dp, at, rng, dropout.threshold, m0, n0_, kept);
+    });
+    const float dropout_scale = dropout.scale();
+    cuda::for_each_element(dp,
+                           [&](int i, int j, float& x) { x = fmaf(x, dropout_scale, -delta[cute::get<1>(at(0, j))]); });
+    if constexpr (cuda::modifies_scores(kFeatures)) {
+      cuda::branch_if(modified_, [&] {
+        cuda::ScoreFeatures features(p_.score, seq_, batch_, head);
+        features.apply(s, dp, cuda::TileCoordinates<true, decltype(at)>{at, m0, n0_});
+      });
+    }
+    probabilities(acc_s, head, tile, lse_log2);
+    cuda::for_each_element(dp, [&](int i, int j, float& x) { x *= s(i, j); });
+    return kept;
+  }
+
+ private:
+  static __device__ auto coordinates() {
+    return matrix_coordinates<Traits::kBlockN, Traits::kBlockM>(typename Traits::MmaScores{});
+  }
+  const ForwardParams& p_;
+  const SeqlenInfo& seq_;
+  int batch_, n0_;
+  bool keys_end_here_;
+  bool modified_;  // scores are more than a scaled product
+  float scale_;
+};
+
+// Adds a tile of dQ (without the softmax scale) to its accumulator. In a deterministic call key tiles take turns, in
+// ascending order; a thread block waits only for ones that started before it.
+template <class Traits, class Policy, class Accumulator>
+__device__ void accumulate_dq(const Accumulator& acc, const ForwardParams& p, const SeqlenInfo& seq,
+                              const cuda::BackwardWorkspace& ws, const cuda::TileWork& work,
+                              const typename QueryStream<Policy>::Item& item) {
+  constexpr int kElements = decltype(cute::size(acc))::value;
+  const std::int64_t tile = ws.tile(p, seq, work.batch, item.head, item.tile.index);
+  float* target = ws.dq_accum + tile * (Traits::kBlockM * Traits::kHeadDim);
+  if (p.deterministic) {
+    if (threadIdx.x == 0) {
+      Policy policy(p.mask, seq, work.batch, item.head);
+      int rank = policy.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, item.tile.index).rank_of(work.block);
+      volatile int* turn = ws.turn + tile;
+      while (*turn != rank) {
+      }
+      __threadfence();
+    }
+    __syncthreads();
+  }
+  cuda::add_to_dq_accum<Traits::kThreads, kElements>(target, acc.data(), threadIdx.x);
+  if (p.deterministic) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) *static_cast<volatile int*>(ws.turn + tile) += 1;
+  }
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
+    backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ cuda::BackwardWorkspace ws,
+                    const __grid_constant__ cuda::TileSchedule schedule) {
+  using Element = typename Traits::Element;
+  using SmemQ = typename Traits::SmemQ;
+  using SmemKV = typename Traits::SmemKV;
+  using SmemScores = typename Traits::SmemScores;
+  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
+  constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages;
+  using QIo = TileIo<Element, kBlockM, kHeadDim, kThreads>;
+  using KvIo = TileIo<Element, kBlockN, kHeadDim, kThreads>;
+
+  const cuda::TileWork work = schedule.work(blockIdx.x);  // head: of keys
+  const SeqlenInfo seq(p, work.batch);
+  const int n0 = work.block * kBlockN;
+  if (n0 >= seq.seqlen_k) return;
+  const int thread = threadIdx.x;
+
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  Element* smem_k = reinterpret_cast<Element*>(smem_bytes);
+  Element* smem_v = smem_k + SmemKV::kElements;
+  Element* smem_q = smem_v + SmemKV::kElements;            // kStages
+  Element* smem_do = smem_q + kStages * SmemQ::kElements;  // kStages
+  Element* smem_ds = smem_do + kStages * SmemQ::kElements;
+  Element* smem_p = smem_ds + SmemScores::kElements;  // unless P stays in registers
+  float* smem_rows =
+      reinterpret_cast<float*>(smem_ds + Traits::kScoreBuffers * SmemScores::kElements);  // kStages x (lse, delta)
+  auto row_major = [](Element* ptr, auto layout) {
+    return cute::make_tensor(cute::make_smem_ptr(ptr), typename decltype(layout)::RowMajor{});
+  };
+  auto transposed = [](Element* ptr, auto layout) {
+    return cute::make_tensor(cute::make_smem_ptr(ptr), typename decltype(layout)::Transposed{});
+  };
+
+  using Stream = QueryStream<Policy>;
+  Stream stream(p, seq, work, flashsdk::Tile{kBlockM, kBlockN});
+  auto load_queries = [&](const typename Stream::Item& item, int stage) {
+    const int m0 = item.tile.index * kBlockM, rows = seq.seqlen_q - m0;
+    QIo(thread, p.head_dim)
+        .load(row_major(smem_q + stage * SmemQ::kElements, SmemQ{}),
+              seq.head_q<const Element>(p.q, work.batch, item.head) + m0 * p.q.row, p.q.row, rows);
+    QIo(thread, p.head_dim_v)
+        .load(row_major(smem_do + stage * SmemQ::kElements, SmemQ{}),
+              seq.head_q<const Element>(p.dout, work.batch, item.head) + m0 * p.dout.row, p.dout.row, rows);
+    constexpr int kVectors = kBlockM / 4;  // 16 bytes of lse, then of delta
+    if (thread < 2 * kVectors) {
+      const std::int64_t first = ws.tile(p, seq, work.batch, item.head, item.tile.index) * kBlockM;
+      const float* from = (thread < kVectors ? ws.lse_log2 : ws.delta) + first + thread % kVectors * 4;
+      float* to = smem_rows + stage * 2 * kBlockM + thread * 4;
+      cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
+                                                             *reinterpret_cast<cute::uint128_t*>(to));
+    }
+  };
+
+  typename Stream::Item item;
+  bool more = stream.next(item);
+  if (more) {
+    KvIo(thread, p.head_dim)
+        .load(row_major(smem_k, SmemKV{}), seq.head_k<const Element>(p.k, work.batch, work.head) + n0 * p.k.row,
+              p.k.row, seq.seqlen_k - n0);
+    KvIo(thread, p.head_dim_v)
+        .load(row_major(smem_v, SmemKV{}), seq.head_k<const Element>(p.v, work.batch, work.head) + n0 * p.v.row,
+              p.v.row, seq.seqlen_k - n0);
+    load_queries(item, 0);
+  }
+  cute::cp_async_fence();
+
+  typename Traits::MmaScores mma_scores;
+  typename Traits::MmaKeys mma_keys;
+  typename Traits::MmaQueries mma_queries;
+  BackwardScores<Traits, Policy, kFeatures> scores(p, seq, work);
+  auto acc_dk = cute::partition_fragment_C(mma_keys, Shape<Int<kBlockN>, Int<kHeadDim>>{});
+  auto acc_dv = cute::partition_fragment_C(mma_keys, Shape<Int<kBlockN>, Int<kHeadDim>>{});
+  cute::clear(acc_dk);
+  cute::clear(acc_dv);
+
+  for (int stage = 0; more; stage ^= 1) {
+    typename Stream::Item next;
+    const bool has_next = stream.next(next);
+    cute::cp_async_wait<0>();
+    __syncthreads();  // this tile has arrived for all; the other stage and dS are free
+    if (has_next) load_queries(next, stage ^ 1);
+    cute::cp_async_fence();
+    Element* q = smem_q + stage * SmemQ::kElements;
+    Element* dout = smem_do + stage * SmemQ::kElements;
+    const float* lse_log2 = smem_rows + stage * 2 * kBlockM;
+    const float* delta = lse_log2 + kBlockM;
+
+    auto acc_s = cute::partition_fragment_C(mma_scores, Shape<Int<kBlockN>, Int<kBlockM>>{});
+    auto acc_dp = cute::partition_fragment_C(mma_scores, Shape<Int<kBlockN>, Int<kBlockM>>{});
+    cute::clear(acc_s);
+    cute::clear(acc_dp);
+    gemm(mma_scores, acc_s, operand_a(mma_scores, row_major(smem_k, SmemKV{}), SumContiguous{}),
+         operand_b(mma_scores, row_major(q, SmemQ{}), SumContiguous{}));
+    if constexpr (!cuda::has_dropout(kFeatures)) scores.probabilities(acc_s, item.head, item.tile, lse_log2);
+    gemm(mma_scores, acc_dp, operand_a(mma_scores, row_major(smem_v, SmemKV{}), SumContiguous{}),
+         operand_b(mma_scores, row_major(dout, SmemQ{}), SumContiguous{}));
+    if constexpr (!cuda::has_dropout(kFeatures)) scores.gradients(acc_s, acc_dp, delta);
+    auto kept = [&] {
+      if constexpr (cuda::has_dropout(kFeatures))
+        return scores.featured(acc_s, acc_dp, item.head, item.tile, lse_log2, delta);
+      else
+        return 0;
+    }();
+
+    auto dout_t = transposed(dout, SmemQ{});  // (head_dim, queries)
+    auto q_t = transposed(q, SmemQ{});
+    auto probabilities = convert<Element>(acc_s);
+    if constexpr (cuda::has_dropout(kFeatures)) {
+      cuda::branch_if(p.score.dropout.threshold > 0, [&] { cuda::drop_pairs(probabilities, kept); });
+    }
+    auto ds = convert<Element>(acc_dp);
+    store_accumulator(mma_scores, ds, row_major(smem_ds, SmemScores{}));
+    if constexpr (Traits::kRegisterOperands) {
+      auto p_operand = as_operand_a(probabilities);
+      auto ds_operand = as_operand_a(ds);
+      gemm(mma_keys, acc_dv, RegisterOperand{p_operand}, operand_b(mma_keys, dout_t, SumStrided{}));
+      __syncthreads();  // dS is complete
+      gemm(mma_keys, acc_dk, RegisterOperand{ds_operand}, operand_b(mma_keys, q_t, SumStrided{}));
+    } else {
+      store_accumulator(mma_scores, probabilities, row_major(smem_p, SmemScores{}));
+      __syncthreads();
+      gemm(mma_keys, acc_dv, operand_a(mma_keys, row_major(smem_p, SmemScores{}), SumContiguous{}),
+           operand_b(mma_keys, dout_t, SumStrided{}));
+      gemm(mma_keys, acc_dk, operand_a(mma_keys, row_major(smem_ds, SmemScores{}), SumContiguous{}),
+           operand_b(mma_keys, q_t, SumStrided{}));
+    }
+
+    auto acc_dq = cute::partition_fragment_C(mma_queries, Shape<Int<kBlockM>, Int<kHeadDim>>{});
+    cute::clear(acc_dq);
+    gemm(mma_queries, acc_dq, operand_a(mma_queries, transposed(smem_ds, SmemScores{}), SumStrided{}),
+         operand_b(mma_queries, transposed(smem_k, SmemKV{}), SumStrided{}));
+    accumulate_dq<Traits, Policy>(acc_dq, p, seq, ws, work, item);
+
+    item = next;
+    more = has_next;
+  }
+
+  const float dropout_scale = cuda::has_dropout(kFeatures) ? p.score.dropout.scale() : 1.f;
+  for (int i = 0; i < cute::size(acc_dk); ++i) {
+    acc_dk(i) *= p.score.softmax_scale;
+    acc_dv(i) *= dropout_scale;
+  }
+  auto dk = convert<Element>(acc_dk);
+  auto dv = convert<Element>(acc_dv);
+  cute::cp_async_wait<0>();
+  __syncthreads();  // K's and V's places are free
+  store_accumulator(mma_keys, dk, row_major(smem_k, SmemKV{}));
+  store_accumulator(mma_keys, dv, row_major(smem_v, SmemKV{}));
+  __syncthreads();
+  KvIo(thread, p.head_dim)
+      .store(row_major(smem_k, SmemKV{}), seq.head_k<Element>(p.dk, work.batch, work.head) + n0 * p.dk.row, p.dk.row,
+             seq.seqlen_k - n0);
+  KvIo(thread, p.head_dim_v)
+      .store(row_major(smem_v, SmemKV{}), seq.head_k<Element>(p.dv, work.batch, work.head) + n0 * p.dv.row, p.dv.row,
+             seq.seqlen_k - n0);
+}
+
+// dq_accum times the softmax scale, in 16 bits, to dq. Grid: (tiles of a sequence, num_heads, batch).
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads)
+    backward_convert_dq_kernel(const __grid_constant__ BackwardParams p,
+                               const __grid_constant__ cuda::BackwardWorkspace ws) {
+  using Element = typename Traits::Element;
+  constexpr int kBlockM = Traits::kBlockM, kHeadDim = Traits::kHeadDim, kThreads = Traits::kThreads;
+  const int m_block = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
+  const SeqlenInfo seq(p, batch);
+  const int m0 = m_block * kBlockM;
+  if (m0 >= seq.seqlen_q) return;
+
+  typename Traits::MmaQueries mma;
+  auto acc = cute::partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kHeadDim>>{});
+  const float* tile = ws.dq_accum + ws.tile(p, seq, batch, head, m_block) * (kBlockM * kHeadDim);
+  CUTE_UNROLL
+  for (int e = 0; e < cute::size(acc); ++e) {
+    acc.data()[e] = tile[cuda::dq_accum_index<kThreads>(e, threadIdx.x)] * p.score.softmax_scale;
+  }
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  auto smem = cute::make_tensor(cute::make_smem_ptr(reinterpret_cast<Element*>(smem_bytes)),
+                                typename Traits::SmemOut::RowMajor{});
+  store_accumulator(mma, convert<Element>(acc), smem);
+  __syncthreads();
+  TileIo<Element, kBlockM, kHeadDim, kThreads>(threadIdx.x, p.head_dim)
+      .store(smem, seq.head_q<Element>(p.dq, batch, head) + m0 * p.dq.row, p.dq.row, seq.seqlen_q - m0);
+}
+
+}  // namespace flashsdk::sm80

@@ -1,0 +1,219 @@
+// The forward kernel: one thread block computes kBlockM rows of the output of one head.
+//
+// Q stays in shared memory (or registers), tiles of K and V stream past it, and a running maximum and sum make the
+// softmax exact without ever storing the scores (FlashAttention, arXiv 2205.14135; loop order of FlashAttention-2,
+// arXiv 2307.08691).
+#pragma once
+
+#include "common/kernel_entry.h"
+#include "cuda/dropout.h"
+#include "cuda/masking.h"
+#include "cuda/score_features.h"
+#include "cuda/softmax.h"
+#include "cuda/tile_scheduler.h"
+#include "sm80/gemm.h"
+#include "sm80/tile_io.h"
+
+namespace flashsdk::sm80 {
+
+// What happens between the two products, for one tile of scores.
+template <class Traits, class Policy, cuda::Features kFeatures>
+class ForwardScores {
+ public:
+  static constexpr int kRows = 2 * Traits::kBlockM / (16 * (Traits::kThreads / 32));  // a thread's rows of the tile
+
+  __device__ ForwardScores(const ForwardParams& p, const SeqlenInfo& seq, const cuda::TileWork& work)
+      : p_(p),
+        seq_(seq),
+        policy_(p.mask, seq, work.batch, work.head),
+        features_(p.score, seq, work.batch, work.head),
+        rng_(p.score.dropout, work.batch * p.num_heads + work.head),
+        m0_(work.block * Traits::kBlockM),
+        // The running maximum needs a positive scale; any other is applied to the scores first, as for features.
+        scale_first_((cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(p.score)) ||
+                     !(p.score.softmax_scale > 0.f)),
+        softmax_((scale_first_ ? 1.f : p.score.softmax_scale) * cuda::kLog2e) {}
+
+  __device__ TileWalk walk(int m_block) const {
+    return policy_.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, m_block);
+  }
+
+  // Scores become probabilities; out is rescaled to their maximum.
+  template <class Accumulator, class Out>
+  __device__ void apply(Accumulator& acc, Out& acc_out, TileRef tile) {
+    auto scores = as_matrix(acc);
+    auto out = as_matrix(acc_out);
+    auto coordinates = matrix_coordinates<Traits::kBlockM, Traits::kBlockN>(typename Traits::Mma{});
+    int n0 = tile.index * Traits::kBlockN;
+    cuda::branch_if(scale_first_, [&] {
+      if constexpr (cuda::modifies_scores(kFeatures)) {
+        features_.apply(scores, cuda::TileCoordinates<false, decltype(coordinates)>{coordinates, m0_, n0});
+      } else {
+        cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
+      }
+    });
+    cuda::branch_if(tile.partial || n0 + Traits::kBlockN > seq_.seqlen_k, [&] {
+      cuda::mask_tile<false>(scores, coordinates, policy_, tile.partial, m0_, n0, seq_.seqlen_k, -INFINITY);
+    });
+    softmax_.step(scores, out);
+  }
+
+  // The probabilities as 16-bit operand of the second product, without what dropout drops.
+  template <class Accumulator>
+  __device__ auto kept_probabilities(const Accumulator& acc, TileRef tile) const {
+    auto probabilities = convert<typename Traits::Element>(acc);
+    if constexpr (cuda::has_dropout(kFeatures)) {
+      cuda::branch_if(p_.score.dropout.threshold > 0, [&] {
+        auto coordinates = matrix_coordinates<Traits::kBlockM, Traits::kBlockN>(typename Traits::Mma{});
+        cuda::drop_elements(probabilities, coordinates, rng_, p_.score.dropout.threshold, m0_,
+                            tile.index * Traits::kBlockN);
+      });
+    }
+    return probabilities;
+  }
+
+  // Divides out by the row sums and writes the log-sum-exp.
+  template <class Out>
+  __device__ void finish(Out& acc_out, const cuda::TileWork& work) {
+    auto out = as_matrix(acc_out);
+    auto coordinates = matrix_coordinates<Traits::kBlockM, 16>(typename Traits::Mma{});
+    float* lse = seq_.rows(p_.lse, work.batch, work.head);
+    float dropout_scale = cuda::has_dropout(kFeatures) ? p_.score.dropout.scale() : 1.f;
+    softmax_.finish();
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      float factor = softmax_.inverse_sum(i) * dropout_scale;
+      CUTE_UNROLL
+      for (int j = 0; j < cute::size<1>(out); ++j) out(i, j) *= factor;
+      int row = m0_ + cute::get<0>(coordinates(i, 0));
+      if (threadIdx.x % 4 == 0 && row < seq_.seqlen_q) lse[row * p_.lse.row] = softmax_.lse(i);
+    }
+  }
+
+ private:
+  const ForwardParams& p_;
+  const SeqlenInfo& seq_;
+  Policy policy_;
+  cuda::ScoreFeatures features_;
+  DropoutRng rng_;
+  int m0_;
+  bool scale_first_;
+  cuda::OnlineSoftmax<kRows> softmax_;
+};
+
+template <class Traits, class Policy, cuda::Features kFeatures>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
+    forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ cuda::TileSchedule schedule) {
+  using Element = typename Traits::Element;
+  using Mma = typename Traits::Mma;
+  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
+  using QIo = TileIo<Element, kBlockM, kHeadDim, Traits::kThreads>;
+  using KvIo = TileIo<Element, kBlockN, kHeadDim, Traits::kThreads>;
+
+  const cuda::TileWork work = schedule.work(blockIdx.x);
+  const SeqlenInfo seq(p, work.batch);
+  const int m0 = work.block * kBlockM;
+  if (m0 >= seq.seqlen_q) return;
+
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  Element* smem = reinterpret_cast<Element*>(smem_bytes);
+  auto kv_tile = [&](int buffer) {
+    return cute::make_smem_ptr(smem + Traits::SmemQ::kElements + buffer * Traits::SmemKV::kElements);
+  };
+  auto sQ = cute::make_tensor(cute::make_smem_ptr(smem), typename Traits::SmemQ::RowMajor{});  // (kBlockM, kHeadDim)
+  auto sK = [&](int stage) { return cute::make_tensor(kv_tile(stage), typename Traits::SmemKV::RowMajor{}); };
+  auto sV = [&](int stage) {
+    return cute::make_tensor(kv_tile(Traits::kStages + stage), typename Traits::SmemKV::RowMajor{});
+  };
+  auto sVt = [&](int stage) {
+    return cute::make_tensor(kv_tile(Traits::kStages + stage), typename Traits::SmemKV::Transposed{});
+  };
+
+  const int head_kv = work.head / p.heads_per_group();
+  const Element* k = seq.head_k<const Element>(p.k, work.batch, head_kv);
+  const Element* v = seq.head_k<const Element>(p.v, work.batch, head_kv);
+  const int thread = threadIdx.x;
+  auto load_k = [&](TileRef tile, int stage) {
+    KvIo(thread, p.head_dim)
+        .load(sK(stage), k + tile.index * kBlockN * p.k.row, p.k.row, seq.seqlen_k - tile.index * kBlockN);
+  };
+  auto load_v = [&](TileRef tile, int stage) {
+    KvIo(thread, p.head_dim_v)
+        .load(sV(stage), v + tile.index * kBlockN * p.v.row, p.v.row, seq.seqlen_k - tile.index * kBlockN);
+  };
+
+  ForwardScores<Traits, Policy, kFeatures> scores(p, seq, work);
+  TileWalk walk = scores.walk(work.block);
+  TileRef tile;
+  bool more = walk.next(tile);
+
+  QIo(thread, p.head_dim)
+      .load(sQ, seq.head_q<const Element>(p.q, work.batch, work.head) + m0 * p.q.row, p.q.row, seq.seqlen_q - m0);
+  if (more) {
+    load_k(tile, 0);
+    if constexpr (Traits::kStages == 2) load_v(tile, 0);
+  }
+  cute::cp_async_fence();
+
+  Mma mma;
+  auto acc_out = cute::partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kHeadDim>>{});
+  cute::clear(acc_out);
+  auto q_operand = operand_a(mma, sQ, SumContiguous{});
+  if constexpr (Traits::kQInRegisters) {
+    cute::cp_async_wait<0>();
+    __syncthreads();
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size<2>(q_operand.fragment); ++i) q_operand.fetch(i);
+  }
+
+  for (int stage = 0; more;) {
+    auto acc = cute::partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});
+    cute::clear(acc);
+    TileRef next;
+    const bool has_next = walk.next(next);
+
+    cute::cp_async_wait<0>();  // K, and with two stages V, has arrived …
+    __syncthreads();           // … for all, and all are done with what is overwritten now
+    if constexpr (Traits::kStages == 2) {
+      if (has_next) {
+        load_k(next, stage ^ 1);
+        load_v(next, stage ^ 1);
+      }
+    } else {
+      load_v(tile, 0);
+    }
+    cute::cp_async_fence();
+
+    if constexpr (Traits::kQInRegisters) {
+      gemm(mma, acc, RegisterOperand{q_operand.fragment}, operand_b(mma, sK(stage), SumContiguous{}));
+    } else {
+      gemm(mma, acc, q_operand, operand_b(mma, sK(stage), SumContiguous{}));
+    }
+    if constexpr (Traits::kStages == 1) {
+      cute::cp_async_wait<0>();
+      __syncthreads();
+      if (has_next) load_k(next, 0);
+      cute::cp_async_fence();
+    }
+
+    scores.apply(acc, acc_out, tile);
+    auto probabilities = scores.kept_probabilities(acc, tile);
+    auto p_fragment = as_operand_a(probabilities);
+    gemm(mma, acc_out, RegisterOperand{p_fragment}, operand_b(mma, sVt(stage), SumStrided{}));
+
+    tile = next;
+    more = has_next;
+    if constexpr (Traits::kStages == 2) stage ^= 1;
+  }
+
+  scores.finish(acc_out, work);
+  auto out = convert<Element>(acc_out);
+  cute::cp_async_wait<0>();
+  __syncthreads();  // Q's place is free
+  store_accumulator(mma, out, sQ);
+  __syncthreads();
+  QIo(thread, p.head_dim_v)
+      .store(sQ, seq.head_q<Element>(p.out, work.batch, work.head) + m0 * p.out.row, p.out.row, seq.seqlen_q - m0);
+}
+
+}  // namespace flashsdk::sm80

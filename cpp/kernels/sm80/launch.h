@@ -1,0 +1,162 @@
+// From a kernel template to a row of the kernel table: what it takes, its workspace, its launch.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include <cuda_runtime.h>
+
+#include "common/kernel_entry.h"
+#include "cuda/device.h"
+#include "cuda/packed_tail.h"
+#include "sm80/backward.h"
+#include "sm80/forward.h"
+
+namespace flashsdk::sm80 {
+
+template <class Element>
+inline constexpr DType kDType = DType::kFloat16;
+template <>
+inline constexpr DType kDType<cutlass::bfloat16_t> = DType::kBFloat16;
+
+template <class Policy>
+inline constexpr MaskKind kMaskKind = MaskKind::kDense;
+template <>
+inline constexpr MaskKind kMaskKind<BandPolicy> = MaskKind::kBand;
+template <>
+inline constexpr MaskKind kMaskKind<BlockSparsePolicy> = MaskKind::kBlockSparse;
+
+constexpr const char* kArch = "sm_80";
+
+inline bool vector_aligned(const TensorParam& t) {
+  return reinterpret_cast<std::uintptr_t>(t.ptr) % 16 == 0 && t.batch % 8 == 0 && t.row % 8 == 0 && t.head % 8 == 0;
+}
+
+// Null, or why kernels of this tile and size do not take the problem.
+template <class Traits, cuda::Features kFeatures>
+const char* refuse(const ForwardParams& p, bool backward) {
+  if (!cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(p.score)) {
+    return "softcap, bias and ALiBi are not compiled in";
+  }
+  if (max_of(p.head_dim, p.head_dim_v) > Traits::kHeadDim) return "head_dim is larger than the kernel's";
+  if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return "head_dim is not a multiple of 8";
+  if (p.mask.kind == MaskKind::kBlockSparse &&
+      (p.mask.block_q % Traits::kBlockM != 0 || p.mask.block_k % Traits::kBlockN != 0)) {
+    return "the mask's blocks are not multiples of the kernel's tile";
+  }
+  bool aligned = vector_aligned(p.q) && vector_aligned(p.k) && vector_aligned(p.v) && vector_aligned(p.out);
+  if (backward) {
+    const auto& b = static_cast<const BackwardParams&>(p);
+    aligned = aligned && vector_aligned(b.dout) && vector_aligned(b.dq) && vector_aligned(b.dk) && vector_aligned(b.dv);
+  }
+  if (!aligned) return "a tensor's address or strides are not multiples of 16 bytes";
+  const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
+  if (device.capability < 80) return "the device is older than compute capability 8.0";
+  if (device.shared_memory_per_block < Traits::kSmemBytes) return "the device has too little shared memory";
+  return nullptr;
+}
+
+// Raises a kernel's limit of shared memory, once a device.
+template <class Kernel>
+void allow_shared_memory(Kernel kernel, int bytes, int device, std::atomic<std::uint64_t>& done) {
+  const std::uint64_t bit = std::uint64_t{1} << device;
+  if (bytes <= 48 * 1024 || (done.load(std::memory_order_relaxed) & bit) != 0) return;
+  cuda::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "preparing a kernel");
+  done.fetch_or(bit, std::memory_order_relaxed);
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures>
+KernelKey key_of(Op op) {
+  return {op,
+          Backend::kSm80,
+          kArch,
+          kDType<typename Traits::Element>,
+          Traits::kHeadDim,
+          kMaskKind<Policy>,
+          cuda::has_dropout(kFeatures)};
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures>
+void launch_forward(const ForwardParams& p, const LaunchContext& context) {
+  static std::atomic<std::uint64_t> prepared{0};
+  cuda::DeviceGuard guard(p.device.index);
+  auto kernel = forward_kernel<Traits, Policy, kFeatures>;
+  allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
+  const int heads_total = p.num_heads * p.batch;
+  const std::int64_t kv_bytes =
+      std::int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Traits::Element) / p.heads_per_group();
+  cuda::TileSchedule schedule{ceil_div(p.seqlen_q, Traits::kBlockM), p.num_heads, heads_total,
+                              cuda::section_of(kv_bytes, heads_total, p.mask.kind == MaskKind::kDense), true};
+  auto stream = static_cast<cudaStream_t>(context.stream);
+  if (schedule.size() != 0) {
+    kernel<<<static_cast<unsigned>(schedule.size()), Traits::kThreads, Traits::kSmemBytes, stream>>>(p, schedule);
+    cuda::check(cudaGetLastError(), "launching the forward kernel");
+  }
+  if (p.cu_seqlens_q != nullptr) {
+    cuda::clear_packed_tail<typename Traits::Element>(
+        {p.out, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim_v}, p.lse, stream);
+  }
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures>
+KernelEntry forward_entry() {
+  return {key_of<Traits, Policy, kFeatures>(Op::kForward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+          [](const ForwardParams& p) { return refuse<Traits, kFeatures>(p, false); },
+          [](const ForwardParams&, int) { return std::size_t{0}; }, launch_forward<Traits, Policy, kFeatures>};
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures>
+void launch_backward(const ForwardParams& params, const LaunchContext& context) {
+  static std::atomic<std::uint64_t> prepared{0};
+  const auto& p = static_cast<const BackwardParams&>(params);
+  cuda::DeviceGuard guard(p.device.index);
+  auto stream = static_cast<cudaStream_t>(context.stream);
+  auto kernel = backward_kernel<Traits, Policy, kFeatures>;
+  allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
+  const cuda::BackwardWorkspace ws(p, Traits::kBlockM, Traits::kHeadDim, context.workspace);
+
+  const dim3 query_tiles(ceil_div(p.seqlen_q, Traits::kBlockM), p.num_heads, p.batch);
+  const bool has_queries = query_tiles.x * query_tiles.y * query_tiles.z != 0;
+  constexpr int kPrepareThreads = 256;
+  if (has_queries) {
+    cuda::backward_prepare_kernel<typename Traits::Element, kPrepareThreads>
+        <<<query_tiles, kPrepareThreads, 0, stream>>>(p, ws);
+    cuda::check(cudaGetLastError(), "launching the backward's first pass");
+  }
+  const int heads_total = p.num_heads_kv * p.batch;
+  const std::int64_t q_bytes =
+      std::int64_t{p.seqlen_q} * p.heads_per_group() *
+      ((p.head_dim + p.head_dim_v) * sizeof(typename Traits::Element) + p.head_dim * sizeof(float));
+  cuda::TileSchedule schedule{ceil_div(p.seqlen_k, Traits::kBlockN), p.num_heads_kv, heads_total,
+                              cuda::section_of(q_bytes, heads_total, p.mask.kind == MaskKind::kDense), false};
+  if (schedule.size() != 0) {
+    kernel<<<static_cast<unsigned>(schedule.size()), Traits::kThreads, Traits::kSmemBytes, stream>>>(p, ws, schedule);
+    cuda::check(cudaGetLastError(), "launching the backward kernel");
+  }
+  if (has_queries) {
+    constexpr int kTileBytes = Traits::SmemOut::kElements * sizeof(typename Traits::Element);
+    static_assert(kTileBytes <= 48 * 1024);
+    backward_convert_dq_kernel<Traits><<<query_tiles, Traits::kThreads, kTileBytes, stream>>>(p, ws);
+    cuda::check(cudaGetLastError(), "launching the backward's last pass");
+  }
+  if (p.cu_seqlens_q != nullptr) {
+    cuda::clear_packed_tail<typename Traits::Element>(
+        {p.dq, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim}, {}, stream);
+    cuda::clear_packed_tail<typename Traits::Element>(
+        {p.dk, p.cu_seqlens_k + p.batch, p.total_k, p.num_heads_kv, p.head_dim}, {}, stream);
+    cuda::clear_packed_tail<typename Traits::Element>(
+        {p.dv, p.cu_seqlens_k + p.batch, p.total_k, p.num_heads_kv, p.head_dim_v}, {}, stream);
+  }
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures>
+KernelEntry backward_entry() {
+  return {key_of<Traits, Policy, kFeatures>(Op::kBackward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+          [](const ForwardParams& p) { return refuse<Traits, kFeatures>(p, true); },
+          [](const ForwardParams& p, int) {
+            return cuda::BackwardWorkspace(p, Traits::kBlockM, Traits::kHeadDim, nullptr).size;
+          },
+          launch_backward<Traits, Policy, kFeatures>};
+}
+
+}  // namespace flashsdk::sm80

@@ -1,0 +1,70 @@
+// Moves a (rows, head_dim) tile between device memory and its swizzled place in shared memory, 16 bytes a thread.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "sm80/traits.h"
+
+namespace flashsdk::sm80 {
+
+template <class Element, int kRows, int kHeadDim, int kThreads>
+class TileIo {
+  static constexpr int kVector = 8;  // elements of 16 bytes
+  static constexpr int kThreadsPerRow = slab_columns(kHeadDim) / kVector;
+  static constexpr int kRowStep = kThreads / kThreadsPerRow;
+  static constexpr int kPasses = kRows / kRowStep;
+  static constexpr int kSlabs = kHeadDim / slab_columns(kHeadDim);
+  static_assert(kRows % kRowStep == 0, "more threads than the tile has vectors");
+
+  using Partition = decltype(cute::make_tiled_copy(
+      cute::Copy_Atom<cute::UniversalCopy<cute::uint128_t>, Element>{},
+      Layout<Shape<Int<kRowStep>, Int<kThreadsPerRow>>, Stride<Int<kThreadsPerRow>, _1>>{},
+      Layout<Shape<_1, Int<kVector>>>{}));
+
+ public:
+  __device__ TileIo(int thread, int columns)
+      : thread_(thread), row_(thread / kThreadsPerRow), column_(thread % kThreadsPerRow * kVector), columns_(columns) {}
+
+  // Starts the copy of `rows` rows; what lies beyond them or beyond the head dimension becomes zero.
+  template <class SmemTensor>  // (kRows, kHeadDim)
+  __device__ void load(SmemTensor&& smem, const Element* source, std::int64_t row_stride, int rows) const {
+    auto dst = Partition{}.get_thread_slice(thread_).partition_D(smem);
+    source += row_ * row_stride + column_;
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      bool row_valid = row_ + pass * kRowStep < rows;
+      CUTE_UNROLL
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        bool valid = row_valid && column_ + slab * slab_columns(kHeadDim) < columns_;
+        const Element* from = source + slab * slab_columns(kHeadDim);
+        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
+            *reinterpret_cast<const cute::uint128_t*>(from), *reinterpret_cast<cute::uint128_t*>(&dst(0, pass, slab)),
+            valid);
+      }
+      source += kRowStep * row_stride;
+    }
+  }
+
+  template <class SmemTensor>
+  __device__ void store(SmemTensor&& smem, Element* target, std::int64_t row_stride, int rows) const {
+    auto src = Partition{}.get_thread_slice(thread_).partition_S(smem);
+    target += row_ * row_stride + column_;
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      bool row_valid = row_ + pass * kRowStep < rows;
+      CUTE_UNROLL
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        if (row_valid && column_ + slab * slab_columns(kHeadDim) < columns_) {
+          *reinterpret_cast<cute::uint128_t*>(target + slab * slab_columns(kHeadDim)) =
+              *reinterpret_cast<const cute::uint128_t*>(&src(0, pass, slab));
+        }
+      }
+      target += kRowStep * row_stride;
+    }
+  }
+
+ private:
+  int thread_, row_, column_, columns_;
+};
+
+}  // namespace flashsdk::sm80

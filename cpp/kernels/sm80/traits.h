@@ -1,0 +1,105 @@
+// Tile sizes, warp layouts and shared-memory layouts of the SM80 kernels: everything known at compile time.
+#pragma once
+
+#include <cutlass/numeric_types.h>
+#include <cute/tensor.hpp>
+
+#include "common/tile_walk.h"
+
+namespace flashsdk::sm80 {
+
+using cute::_1;
+using cute::_16;
+using cute::_8;
+using cute::Int;
+using cute::Layout;
+using cute::Shape;
+using cute::Stride;
+
+template <class Element>
+struct MmaInstruction;
+template <>
+struct MmaInstruction<cutlass::half_t> {
+  using type = cute::SM80_16x8x16_F32F16F16F32_TN;
+};
+template <>
+struct MmaInstruction<cutlass::bfloat16_t> {
+  using type = cute::SM80_16x8x16_F32BF16BF16F32_TN;
+};
+
+// kWarpsM x kWarpsN warps side by side; 16 columns a warp, so that one ldmatrix.x4 feeds two products.
+template <class Element, int kWarpsM, int kWarpsN>
+using WarpMma = cute::TiledMMA<cute::MMA_Atom<typename MmaInstruction<Element>::type>,
+                               Layout<Shape<Int<kWarpsM>, Int<kWarpsN>, _1>>,
+                               cute::Tile<Int<16 * kWarpsM>, Int<16 * kWarpsN>, _16>>;
+
+// Columns of one swizzled slab: 128 bytes where the tile is that wide.
+constexpr int slab_columns(int columns) { return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16; }
+
+// A row-major (rows, columns) tile of 16-bit elements. The XOR swizzle spreads the eight 16-byte rows that an ldmatrix
+// reads, and the accumulator rows that are written back, over all banks.
+template <int kRows, int kColumns>
+struct SmemTile {
+  static constexpr int kSlab = slab_columns(kColumns);
+  static constexpr int kSwizzleBits = kSlab == 64 ? 3 : kSlab == 32 ? 2 : 1;
+  using Atom = decltype(cute::composition(cute::Swizzle<kSwizzleBits, 3, 3>{},
+                                          Layout<Shape<_8, Int<kSlab>>, Stride<Int<kSlab>, _1>>{}));
+  using RowMajor = decltype(cute::tile_to_shape(Atom{}, Shape<Int<kRows>, Int<kColumns>>{}));  // (rows, columns)
+  using Transposed = decltype(cute::composition(
+      RowMajor{}, Layout<Shape<Int<kColumns>, Int<kRows>>, Stride<Int<kRows>, _1>>{}));  // (columns, rows)
+  static constexpr int kElements = kRows * kColumns;
+};
+
+// kStages: buffers of K and V. With one, loads overlap with half an iteration; with two, with a whole one, and an
+// iteration has one barrier instead of two.
+template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_, bool kQInRegisters_,
+          int kMinBlocks_>
+struct ForwardTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kThreads = 32 * kWarps_;
+  static constexpr int kStages = kStages_;
+  static constexpr bool kQInRegisters = kQInRegisters_;
+  static constexpr int kMinBlocks = kMinBlocks_;  // thread blocks a multiprocessor should hold: caps the registers
+
+  using Mma = WarpMma<Element, kWarps_, 1>;
+  using SmemQ = SmemTile<kBlockM, kHeadDim>;
+  using SmemKV = SmemTile<kBlockN, kHeadDim>;
+  static constexpr int kSmemBytes =
+      static_cast<int>(sizeof(Element)) * (SmemQ::kElements + 2 * kStages * SmemKV::kElements);
+};
+
+// The key rows of a tile are dealt to the warps. Sᵀ and dPᵀ are computed with keys as rows: where every warp owns
+// whole key rows (kWarpsN == kWarps), their accumulators are the register operands of dV += Pᵀ·dO and dK += dSᵀ·Q,
+// and only dS goes through shared memory, for dQ. Otherwise P goes there as well.
+template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kWarpsScores_, int kWarpsKeys_,
+          int kWarpsQueries_, int kMinBlocks_>
+struct BackwardTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kBlockN = kBlockN_;
+  static constexpr int kThreads = 32 * kWarps_;
+  static constexpr int kStages = 2;
+  static constexpr int kMinBlocks = kMinBlocks_;
+  static constexpr int kWarpsScores = kWarpsScores_;
+  static constexpr bool kRegisterOperands = kWarpsScores_ == kWarps_ && kWarpsKeys_ == kWarps_;
+
+  using MmaScores = WarpMma<Element, kWarpsScores_, kWarps_ / kWarpsScores_>;     // (keys, queries)
+  using MmaKeys = WarpMma<Element, kWarpsKeys_, kWarps_ / kWarpsKeys_>;           // (keys, head_dim)
+  using MmaQueries = WarpMma<Element, kWarpsQueries_, kWarps_ / kWarpsQueries_>;  // (queries, head_dim)
+
+  using SmemQ = SmemTile<kBlockM, kHeadDim>;  // also dO
+  using SmemKV = SmemTile<kBlockN, kHeadDim>;
+  using SmemScores = SmemTile<kBlockN, kBlockM>;  // dSᵀ, Pᵀ
+  using SmemOut = SmemTile<kBlockM, kHeadDim>;    // dQ on its way out
+  static constexpr int kScoreBuffers = kRegisterOperands ? 1 : 2;
+  static constexpr int kSmemBytes =
+      static_cast<int>(sizeof(Element)) *
+          (2 * SmemKV::kElements + 2 * kStages * SmemQ::kElements + kScoreBuffers * SmemScores::kElements) +
+      2 * kStages * kBlockM * static_cast<int>(sizeof(float));
+};
+
+}  // namespace flashsdk::sm80

@@ -1,0 +1,29 @@
+"""Registers and spills of each kernel, from the log of a build with -Xptxas=-v.
+
+python registers.py BUILD_LOG
+"""
+
+import re
+import sys
+
+PATTERN = re.compile(
+    r"Compiling entry function '([^']*(?:forward_kernel|backward_kernel)[^']*)' for '(\w+)'"
+    r".*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+    re.S,
+)
+POLICY = {"11DensePolicy": "dense", "10BandPolicy": "band", "17BlockSparsePolicy": "block_sparse"}
+FEATURES = ("none", "dropout", "all")
+
+with open(sys.argv[1]) as log:
+    text = log.read()
+for name, arch, stores, loads, registers in PATTERN.findall(text):
+    op = "forward" if "forward_kernel" in name else "backward"
+    dtype = "bf16" if "bfloat16_t" in name else "fp16"
+    numbers = re.findall(r"L[ib](\d+)E", name.partition("Traits")[2])
+    head_dim, m, n = numbers[:3]
+    policy = next(short for long, short in POLICY.items() if long in name)
+    features = FEATURES[int(re.search(r"FeaturesE(\d)E", name)[1])]
+    print(
+        f"{arch} {op} {dtype} d{head_dim} {policy} {features} {m}x{n}: {registers} registers, "
+        f"spill stores {stores}, loads {loads} bytes"
+    )
