@@ -63,12 +63,17 @@ std::ptrdiff_t isa_rank(const std::string& isa) {
   return std::find(known.begin(), known.end(), isa) - known.begin();
 }
 
+// Why a kernel that runs here is passed over all the same.
+const char* preference_refusal(const KernelKey& key, const std::string& forced_isa) {
+  if (key.backend != Backend::kCpu || !forced_isa.empty() || cpu_prefers(key.arch)) return nullptr;
+  return "slower than the next on this processor; FLASHSDK_CPU_ISA takes it";
+}
+
 std::string machine_refusal(const KernelKey& key, const std::string& forced_isa) {
   if (key.backend != Backend::kCpu) return {};
   // An instruction set that adds nothing for a dtype has no kernels for it: slower ones take its place.
   if (!forced_isa.empty() && isa_rank(key.arch) > isa_rank(forced_isa)) return "FLASHSDK_CPU_ISA=" + forced_isa;
   if (!cpu_supports(key.arch)) return std::string("this processor has no ") + key.arch;
-  if (forced_isa.empty() && !cpu_prefers(key.arch)) return std::string(key.arch) + " is slower on this processor";
   return {};
 }
 
@@ -110,7 +115,8 @@ KernelRegistry::KernelRegistry(const std::vector<KernelEntry>& entries, const st
     const auto arch = std::find(archs.begin(), archs.end(), entry.key.arch);
     const auto rank = static_cast<int>(arch - archs.begin());
     if (arch == archs.end()) archs.emplace_back(entry.key.arch);
-    rows_.push_back({entry, rank, name_of(entry.key), machine_refusal(entry.key, forced_isa)});
+    rows_.push_back({entry, rank, name_of(entry.key), machine_refusal(entry.key, forced_isa),
+                     preference_refusal(entry.key, forced_isa)});
   }
   // The smallest head_dim that fits is the fastest, and what is not asked for is better not compiled in.
   std::stable_sort(rows_.begin(), rows_.end(), [](const Row& a, const Row& b) {
@@ -164,11 +170,19 @@ const KernelRegistry::Row* KernelRegistry::search(Op op, const ForwardParams& p,
   for (const Row* row : bucket(op, p.dtype, p.mask.kind, p.score.any_feature())) {
     const KernelKey& key = row->entry.key;
     if (!same_device(key.backend, p.device) || key.head_dim < head_dim) continue;
-    if (!row->available() || (forced && *forced != key.backend)) {
+    const char* refusal = nullptr;
+    if (!row->available()) {
+      refusal = row->machine_refusal.c_str();
+    } else if (forced && *forced != key.backend) {
+      refusal = "the call asks for another backend";
+    } else {
+      refusal = row->preference_refusal;
+    }
+    if (refusal != nullptr) {
       // The first of an architecture speaks for all: it is the one that would have been taken.
       if (row->arch_rank == refused_arch) continue;
       refused_arch = row->arch_rank;
-      refuse(*row, row->available() ? "the call asks for another backend" : row->machine_refusal.c_str());
+      refuse(*row, refusal);
       continue;
     }
     const char* reason = row->entry.can_implement != nullptr ? row->entry.can_implement(p) : nullptr;

@@ -37,7 +37,8 @@ class KernelRegistry {
     KernelEntry entry;
     int arch_rank;  // 0 is the fastest
     std::string name;
-    std::string machine_refusal;  // why this machine does not run it; empty: it does
+    std::string machine_refusal;     // why this machine does not run it; empty: it does
+    const char* preference_refusal;  // why it is passed over although it runs; null: it is not
     bool available() const { return machine_refusal.empty(); }
   };
   // Rows that compete for a problem: all that the key decides beside head_dim.

@@ -49,7 +49,7 @@ class BackwardTile {
         seqlen_(p, batch),
         scale_(p.score.softmax_scale),
         w_(scratch) {
-    factor_ = kFeatures ? 1.f : scale_.magnitude * kLog2e;
+    factor_ = kFeatures ? 1.f : static_cast<float>(scale_.magnitude * kLog2e);
   }
 
   __attribute__((noinline)) void load_keys() {
@@ -72,9 +72,11 @@ class BackwardTile {
     scale_operand(w_.q.transposed, scale_.q_factor, panels_ * kPanel * (kHeadDim / kStep));
     const float* lse = seqlen_.rows(p_.lse, batch_, head) + i0_ * p_.lse.row;
     const float* delta = buffers_.delta(p_, seqlen_, batch_, head) + i0_;
+    // In the units of s·factor_, whose rounding error then multiplies s - lse and not each of them.
+    const double unit = kFeatures ? kLog2e : double{factor_} / scale_.magnitude;
     for (int l = 0; l < kQueries; ++l) {
       // +inf makes P = 0: lanes past the sequence, and rows that see no key (lse = -inf).
-      const float x = l < lanes_ ? lse[l * p_.lse.row] * kLog2e : INFINITY;
+      const float x = l < lanes_ ? static_cast<float>(lse[l * p_.lse.row] * unit) : INFINITY;
       w_.lse[l] = x == -INFINITY ? INFINITY : x;
       w_.delta[l] = l < lanes_ ? delta[l] : 0.f;
     }

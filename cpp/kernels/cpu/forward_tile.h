@@ -84,7 +84,9 @@ class ForwardTile {
     const int head_kv = head / p.heads_per_group();
     k_ = seqlen_.template head_k<const T>(p.k, batch, head_kv);
     v_ = seqlen_.template head_k<const T>(p.v, batch, head_kv);
-    factor_ = kFeatures ? 1.f : scale_.magnitude * kLog2e;  // features leave scores in units of log2 already
+    factor_ = kFeatures
+                  ? 1.f
+                  : static_cast<float>(scale_.magnitude * kLog2e);  // features leave scores in units of log2 already
   }
 
   __attribute__((noinline)) void begin_panel(Panel& panel, int i0, int i1) {
@@ -166,9 +168,10 @@ class ForwardTile {
 
   // O = O^T / l and lse = m + log l.
   __attribute__((noinline)) void finish_panel(Panel& panel) {
-    alignas(64) float max[kPanel], sum[kPanel];
+    alignas(64) float max[kPanel], log2_max[kPanel], sum[kPanel];
     for (int v = 0; v < kVecs; ++v) {
       store(max + v * kLanes, panel.max[v]);
+      store(log2_max + v * kLanes, panel.log2_max[v]);
       store(sum + v * kLanes, panel.sum[v]);
     }
     const int d = round_up(p_.head_dim_v, kLanes);
@@ -177,10 +180,14 @@ class ForwardTile {
         transpose(panel.o + c * kPanel + l, kPanel, w_.out + l * kWidePitch + c, kWidePitch);
     T* out = seqlen_.template head_q<T>(p_.out, batch_, head_) + panel.i0 * p_.out.row;
     float* lse = seqlen_.rows(p_.lse, batch_, head_) + panel.i0 * p_.lse.row;
+    // Sums were taken of 2^(s·factor_ - log2_max); factor_ is scale·log2(e) rounded, which is put right here.
+    const double rounding = kFeatures ? 0.0 : scale_.magnitude - factor_ * kLn2;
     for (int l = 0; l < panel.lanes; ++l) {
       // A row that sees no key has l = 0: out = 0, lse = -inf.
       store_row(w_.out + l * kWidePitch, p_.head_dim_v, sum[l] == 0.f ? 0.f : 1.f / sum[l], out + l * p_.out.row);
-      lse[l * p_.lse.row] = sum[l] == 0.f ? -INFINITY : max[l] * (factor_ * kLn2) + std::log(sum[l]);
+      lse[l * p_.lse.row] = sum[l] == 0.f
+                                ? -INFINITY
+                                : static_cast<float>(log2_max[l] * kLn2 + max[l] * rounding + std::log(double{sum[l]}));
     }
   }
 
@@ -188,7 +195,7 @@ class ForwardTile {
   // P^T = exp(S^T - m') in place, in the layout the second product reads, and its sum.
   void exponentiate(Panel& panel, int begin, int end, const Vec* shift) {
     Vec sum[kVecs];
-    for (int v = 0; v < kVecs; ++v) sum[v] = panel.sum[v];
+    for (int v = 0; v < kVecs; ++v) sum[v] = zero();
     const Vec factor = set1(factor_);
     auto probability = [&](int r, int v) __attribute__((always_inline)) {
       Vec e = exp2<Tr::kExpDegree>(fms(load(w_.s + r * kPanel + v * kLanes), factor, shift[v]));
@@ -211,7 +218,7 @@ class ForwardTile {
         }
 #endif
     }
-    for (int v = 0; v < kVecs; ++v) panel.sum[v] = sum[v];
+    for (int v = 0; v < kVecs; ++v) panel.sum[v] = add(panel.sum[v], sum[v]);
   }
 
   FLASHSDK_HD Vec drop(Vec e, int r, int v) const {

@@ -102,7 +102,7 @@ class ScoreFeatures {
           Vec distance = sub(load(query + l), set1(static_cast<float>(j)));
           x = sub(x, mul(set1(slope_), max(distance, sub(zero(), distance))));
         }
-        store(at, mul(x, set1(kLog2e)));
+        store(at, mul(x, set1(static_cast<float>(kLog2e))));
       }
     }
   }

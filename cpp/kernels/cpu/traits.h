@@ -16,8 +16,8 @@ using DotFor = DotF32;
 
 // Queries in one micro-kernel panel, one to a vector lane.
 inline constexpr int kPanel = kVecs * kLanes;
-inline constexpr float kLog2e = 1.44269504f;
-inline constexpr float kLn2 = 0.69314718f;
+inline constexpr double kLog2e = 1.4426950408889634;
+inline constexpr double kLn2 = 0.6931471805599453;
 
 template <class T, int kHeadDim_>
 struct Traits {
