@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ._reference import Array, Float64, Head
+from ._reference import Array, Head
 
 Round = Callable[[Array], Array]
 
@@ -93,24 +93,26 @@ def standard(head: Head, storage: Any) -> dict[str, Array]:
         }
 
 
-def flash_backward(head: Head, m: Matrices, storage: Any) -> dict[str, Float64]:
+def flash_backward(head: Head, storage: Any) -> dict[str, Array]:
     """dq, dk, dv as FlashAttention's backward has to: from a rounded out and a float32 lse.
 
-    Exact but for what that costs: rounded P and dS in the products, dP and delta as float32 sums.
-    Standard attention, which keeps P, can be luckier. ``m`` is in float64.
+    Float32 throughout, but for P and dS in the products. Standard attention, which keeps P, can be
+    luckier.
     """
     assert head.dout is not None
-    round_to = rounding(storage)
+    round_to, to32 = rounding(storage), rounding(np.float32)
+    m = matrices(head, to32)
+    q, k, v, dout = (to32(x) for x in (head.q, head.k, head.v, head.dout))
     top = finite_max(m.score)
     e = np.exp(m.score - top)
     total = e.sum(axis=1, keepdims=True)
-    total = np.where(total > 0, total, 1)
-    out = round_to(round_to(e) * m.drop @ head.v / total)
+    total = np.where(total > 0, total, np.float32(1))
+    out = round_to(round_to(e) * m.drop @ v / total)
     lse = top + np.log(total)
-    p = m.p * np.exp(lse - lse.astype(np.float32))
 
-    dout, v = head.dout.astype(np.float32), head.v.astype(np.float32)
+    log2_e = np.float32(1 / np.log(2))
+    p = np.exp2(m.score * log2_e - lse * log2_e)
     dp = m.drop * (dout @ v.T)
-    delta = (dout * out).sum(axis=1) - head.dlse
-    ds = head.scale * round_to(p * m.slope * (dp - delta[:, None])).astype(np.float64)
-    return {"dq": ds @ head.k, "dk": ds.T @ head.q, "dv": (round_to(p) * m.drop).T @ head.dout}
+    delta = (dout * out).sum(axis=1) - to32(head.dlse)
+    ds = np.float32(head.scale) * round_to(p * m.slope * (dp - delta[:, None]))
+    return {"dq": ds @ k, "dk": ds.T @ q, "dv": (round_to(p) * m.drop).T @ dout}

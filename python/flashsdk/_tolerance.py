@@ -27,6 +27,14 @@ def _sum_error(terms: int) -> float:
     return U32 * (3 + float(np.sqrt(terms)))
 
 
+def _sum_of_equals(terms: int) -> float:
+    """The same where all terms may be equal, and each addition then errs in the same direction.
+
+    Kernels add up tiles, of no more than 512 keys.
+    """
+    return _sum_error(terms) + U32 * min(terms, 512) / 2
+
+
 def _reach(error: Float64, x: Float64) -> Float64:
     """What independent errors (m, n) of the left factor do to its product with x (n, d)."""
     reached: Float64 = np.minimum(error @ np.abs(x), 5 * np.sqrt(error**2 @ x**2))
@@ -49,7 +57,7 @@ def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
     e_score = _sum_error(q.shape[1]) * scale * (np.abs(q) @ np.abs(k).T) * m.slope
     e_score += U32 * (4 * size + 8 * head.f.softcap)
     e_score += 2 * U32 * abs(head.alibi_slope) * (seqlen_q + seqlen_k)
-    e_lse = (m.p * e_score).sum(1) + exp_error + _sum_error(seqlen_k)
+    e_lse = (m.p * e_score).sum(1) + exp_error + _sum_of_equals(seqlen_k)
     e_lse += 2 * U32 * np.abs(_logsumexp(m.score))
     e_row = (e_lse + exp_error)[:, None]  # relative error that all P of a row share
 
@@ -72,7 +80,7 @@ def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
     p = m.p * m.slope
     ds = p * gap
     e_ds = p * (rho * np.abs(gap) + m.drop * _sum_error(v.shape[1]) * (np.abs(dout) @ np.abs(v).T))
-    e_ds += (u + 8 * U32) * np.abs(ds) + underflow * (m.p > 0)
+    e_ds += (u + 8 * U32) * np.abs(ds) + underflow * (m.p > 0) * (1 + m.slope * np.abs(gap))
     if head.f.softcap > 0:
         # The derivative 1 - tanh² moves with the score.
         tanh = np.sqrt(np.maximum(1 - m.slope, 0))

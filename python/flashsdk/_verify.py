@@ -18,6 +18,7 @@ from ._reference import Array
 
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 FEW = 512  # elements
+ORDERS = 3  # of summation, in which the errors of plain attention are measured
 
 
 def repeat_command(seed: int, backend: str) -> str:
@@ -36,20 +37,21 @@ class Results:
 
 @dataclass
 class Expected:
-    """Of every output the reference, how far standard attention is off, each element's bound."""
+    """Of every output the reference, how far plain attention is off, each element's bound."""
 
     exact: dict[str, Array]
-    naive_error: dict[str, float]
-    flash_error: dict[str, float]  # of FlashAttention's backward, done plainly
+    plain_error: dict[str, float]
     unit_roundoff: float
     bound: dict[str, Array]
 
     def limit(self, name: str) -> float:
         """Twice the largest error of standard attention, or of plain FlashAttention if worse."""
         rounding = self.unit_roundoff * _largest(self.exact[name])
-        limit = 2 * max(self.naive_error[name], self.flash_error.get(name, 0.0), rounding) + 1e-5
+        limit = 2 * max(self.plain_error[name], rounding) + 1e-5
         # The largest of a few errors is a matter of luck: there each element's bound stands alone.
-        few = self.exact[name].size < FEW
+        # So it is where scores are so large that float32 rounds them by more than 1e-5: few rows
+        # have more than one key that counts, and only there it shows.
+        few = self.exact[name].size < FEW or _tolerance.U32 * _largest(self.exact["lse"]) > 1e-5
         return max(limit, _largest(self.bound[name])) if few else limit
 
 
@@ -215,29 +217,56 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
     grads = _reference.backward(dout, q, k, v, dlse=dlse, cu_seqlens=cu_seqlens, **features)
     exact = dict(zip(OUTPUTS, (out, lse, *grads), strict=True))
 
-    naive, flash, bound = ({name: np.zeros(e.shape) for name, e in exact.items()} for _ in range(3))
     f = _reference.Features(**features)
-    for head in _reference.heads(f, q, k, v, dout, dlse, cu_seqlens):
-        at = {"out": head.at_q, "dq": head.at_q, "lse": head.at_lse}
-        at |= {"dk": head.at_k, "dv": head.at_k}
+    arrays = q, k, v, dout, dlse
+    orders = ORDERS if problem.dtype == "float32" else 1  # elsewhere storage costs far more
+    plain = [_plain_errors(f, arrays, cu_seqlens, exact, order) for order in range(orders)]
+    bound = {name: np.zeros(e.shape) for name, e in exact.items()}
+    for head in _reference.heads(f, *arrays, cu_seqlens):
         m = _naive.matrices(head, np.asarray)
-        for total, part in (
-            (naive, _naive.standard(head, q.dtype)),
-            (flash, _naive.flash_backward(head, m, q.dtype)),
-            (bound, _tolerance.bounds(head, m, problem.dtype)),
-        ):
-            for name, value in part.items():
-                total[name][at[name]] += value  # heads that share k and v add up
-    round_to = _naive.rounding(q.dtype)
+        for name, part in _tolerance.bounds(head, m, problem.dtype).items():
+            bound[name][_where(head, name)] += part
     unit = _tolerance.UNIT_ROUNDOFF[problem.dtype]
     for name in ("dk", "dv"):
-        naive[name] = round_to(naive[name])
         bound[name] += unit * np.abs(exact[name]) + _tolerance.UNDERFLOW[problem.dtype]
-    for b in bound.values():
-        b *= 1 + 4 * unit  # roundings of what is rounded already
-    naive_error = {n: _largest(naive[n] - exact[n]) for n in ("out", "dq", "dk", "dv")}
-    flash_error = {n: _largest(flash[n] - exact[n]) for n in ("dq", "dk", "dv")}
-    return Expected(exact, naive_error, flash_error, unit, bound)
+    for each in bound.values():
+        each *= 1 + 4 * unit  # roundings of what is rounded already
+    return Expected(exact, {n: max(p[n] for p in plain) for n in plain[0]}, unit, bound)
+
+
+def _where(head: _reference.Head, name: str) -> Any:
+    """The head's place in an output; heads that share k and v add up there."""
+    return {"lse": head.at_lse, "out": head.at_q, "dq": head.at_q}.get(name, head.at_k)
+
+
+def _plain_errors(
+    f: _reference.Features,
+    arrays: tuple[Array, Array, Array, Array, Array | None],
+    cu_seqlens: tuple[Array, Array] | None,
+    exact: dict[str, Array],
+    order: int,
+) -> dict[str, float]:
+    """Largest error of standard attention, or of plain FlashAttention, for each output.
+
+    ``order`` shuffles head_dim: other sums, other roundings.
+    """
+    q, k, v, dout, dlse = arrays
+    rng = np.random.default_rng(order)
+    qk, vo = (rng.permutation(x.shape[-1]) if order else slice(None) for x in (q, v))
+    dims = {"out": vo, "dq": qk, "dk": qk, "dv": vo}
+    runs: list[dict[str, Array]] = [{}, {}]
+    shuffled = q[..., qk], k[..., qk], v[..., vo], dout[..., vo], dlse
+    for head in _reference.heads(f, *shuffled, cu_seqlens):
+        results = _naive.standard(head, q.dtype), _naive.flash_backward(head, q.dtype)
+        for run, result in zip(runs, results, strict=True):
+            for name, part in result.items():
+                run.setdefault(name, np.zeros(exact[name].shape))[_where(head, name)] += part
+    errors = dict.fromkeys(dims, 0.0)
+    for run in runs:
+        for name, total in run.items():
+            error = _largest(_naive.rounding(q.dtype)(total) - exact[name][..., dims[name]])
+            errors[name] = max(errors[name], error)
+    return errors
 
 
 def _largest(x: Array) -> float:

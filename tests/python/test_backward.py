@@ -69,12 +69,11 @@ def test_reads_the_given_out_and_lse():
     q, k, v, dout = qkv((20, 30), 2, 16)
     out, lse = fs.mha_fwd(q, k, v)
     dv = fs.mha_bwd(dout, q, k, v, out, lse)[2]
-    assert np.allclose(
-        fs.mha_bwd(dout, q, k, v, out, lse + np.float32(np.log(2)))[2], dv / 2, rtol=1e-5
-    )
+    half = fs.mha_bwd(dout, q, k, v, out, lse + np.float32(np.log(2)))[2]
+    assert np.abs(half - dv / 2).max() < 1e-6
     dq, dk, dv_other = fs.mha_bwd(dout, q, k, v, np.zeros_like(out), lse)
     assert_same_bits([dv], [dv_other])
-    delta = np.einsum("bihd,bihd->bhi", dout, out).astype(np.float32)
+    delta = np.ascontiguousarray((dout * out).sum(axis=3).swapaxes(1, 2))
     again = fs.mha_bwd(dout, q, k, v, out, lse, dlse=delta)  # delta - dlse = 0 as well
     assert np.abs(again[0] - dq).max() < 1e-5
     assert np.abs(again[1] - dk).max() < 1e-5
@@ -90,7 +89,7 @@ def test_rows_and_keys_without_partners():
     assert np.isfinite(lse[:, :, 30:]).all()
     dq = fs.mha_bwd(dout, q, k, v, out, lse, mask=mask, dq=np.full_like(q, np.nan))[0]
     assert not dq[:, :30].any()
-    assert dq[:, 30:].any(axis=-1).all()
+    assert dq[:, 31:].any(axis=-1).all()  # query 30 sees one key: its probability is 1
 
     mask = fs.Band(None, -1)  # causal without the diagonal: nobody sees the last key
     q, k, v, dout = qkv(40, 2, 16)

@@ -17,7 +17,7 @@ def assert_close(a, b, dtype) -> None:
     for x, y in zip(a, b, strict=True):
         assert np.array_equal(np.isneginf(x), np.isneginf(y))
         x, y = (np.where(np.isneginf(z), 0, z).astype(float) for z in (x, y))
-        unit = {"float32": 2**-22, "float16": 2**-10, "bfloat16": 2**-7}[dtype]
+        unit = {"float32": 2**-19, "float16": 2**-10, "bfloat16": 2**-7}[dtype]
         assert np.abs(x - y).max() <= unit * max(1, np.abs(y).max())
 
 

@@ -102,7 +102,7 @@ def test_new_arrays(dtype):
 def test_one_key_returns_its_value():
     q, k, v, _ = qkv((5, 1), 1, (16, 8))
     out, lse = fs.mha_fwd(q, k, v)
-    assert np.array_equal(out, np.broadcast_to(v, out.shape))
+    assert np.abs(out / v - 1).max() < 2e-7  # two roundings
     score = np.einsum("bihd,bjhd->bhij", q, k, dtype=np.float64) / 4
     assert np.abs(lse - score[..., 0]).max() < 1e-6
 
