@@ -1,7 +1,7 @@
 # The table of SM80 kernels: which tiles exist for a head dimension, fastest first. Measured on an H200.
 #
 # forward:  block_m x block_n _ warps _ stages _ Q in registers _ thread blocks a multiprocessor
-# backward: block_m x block_n _ warps _ warps along the keys of S _ of dK, dV _ along the queries of dQ _ thread blocks
+# backward: block_m x block_n _ warps _ warps along the keys of S _ of dK, dV _ along the queries of dQ _ thread blocks _ staggered
 set(FLASHSDK_SM80_ALL_DTYPES float16 bfloat16)
 set(FLASHSDK_SM80_TYPE_float16 cutlass::half_t)
 set(FLASHSDK_SM80_TYPE_bfloat16 cutlass::bfloat16_t)
@@ -28,17 +28,17 @@ set(FLASHSDK_SM80_FORWARD_OTHER_192 64x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_OTHER_256 64x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_ALL_FEATURES_128 128x32_4_1_false_2)
 
-set(FLASHSDK_SM80_BACKWARD_32 32x128_4_4_4_2_2)
-set(FLASHSDK_SM80_BACKWARD_64 32x128_4_4_4_2_2)
-set(FLASHSDK_SM80_BACKWARD_96 64x128_8_4_4_4_1)
-set(FLASHSDK_SM80_BACKWARD_128 64x128_8_4_4_2_1)
-set(FLASHSDK_SM80_BACKWARD_192 64x64_8_2_2_2_1)
-set(FLASHSDK_SM80_BACKWARD_256 64x64_8_2_2_2_1)
+set(FLASHSDK_SM80_BACKWARD_32 32x128_4_4_4_2_2_true)
+set(FLASHSDK_SM80_BACKWARD_64 32x128_4_4_4_2_2_true)
+set(FLASHSDK_SM80_BACKWARD_96 64x128_8_4_4_4_1_true)
+set(FLASHSDK_SM80_BACKWARD_128 64x128_8_4_4_2_1_false)
+set(FLASHSDK_SM80_BACKWARD_192 64x64_8_2_2_2_1_true)
+set(FLASHSDK_SM80_BACKWARD_256 64x64_8_2_2_2_1_true)
 
 # Layouts with smaller blocks than those tiles: one warp a tile of 16 x 16 takes any layout, at a price. Such kernels
 # have all features compiled in and take problems without them as well.
 set(FLASHSDK_SM80_FORWARD_SMALL 16x16_1_1_false_1)
-set(FLASHSDK_SM80_BACKWARD_SMALL 16x16_1_1_1_1_1)
+set(FLASHSDK_SM80_BACKWARD_SMALL 16x16_1_1_1_1_1_false)
 
 # The tiles of one kind of kernel, in priority order.
 function(flashsdk_sm80_tiles result op head_dim policy features)

@@ -5,6 +5,8 @@
 // the registers; dS goes through shared memory once, for dQ += dS·K, which is summed in fp32 in device memory.
 #pragma once
 
+#include <type_traits>
+
 #include "common/kernel_entry.h"
 #include "cuda/backward_passes.h"
 #include "cuda/dropout.h"
@@ -17,18 +19,23 @@
 namespace flashsdk::sm80 {
 
 // The query tiles that see a tile of keys, over the query heads that share it.
-template <class Policy>
+template <class Traits, class Policy>
 class QueryStream {
  public:
-  __device__ QueryStream(const ForwardParams& p, const SeqlenInfo& seq, const cuda::TileWork& work, flashsdk::Tile tile)
+  __device__ QueryStream(const ForwardParams& p, const SeqlenInfo& seq, const cuda::TileWork& work)
       : p_(p),
         seq_(seq),
-        tile_(tile),
         n_block_(work.block),
         batch_(work.batch),
         head_(work.head * p.heads_per_group() - 1),
         head_end_(head_ + 1 + p.heads_per_group()),
-        walk_(TileWalk::runs(0, 0, 0, 0)) {}
+        walk_(TileWalk::runs(0, 0, 0, 0)) {
+    if constexpr (kStaggered) {
+      tiles_ = ceil_div(seq.seqlen_q, Traits::kBlockM);
+      const int key_tiles = ceil_div(seq.seqlen_k, Traits::kBlockN);
+      if (!p.deterministic) first_ = static_cast<int>(std::int64_t{n_block_} * tiles_ / key_tiles);
+    }
+  }
 
   struct Item {
     int head;
@@ -37,18 +44,26 @@ class QueryStream {
   __device__ bool next(Item& item) {
     while (!walk_.next(item.tile)) {
       if (++head_ == head_end_) return false;
-      walk_ = Policy(p_.mask, seq_, batch_, head_).col_walk(tile_, n_block_);
+      walk_ = Policy(p_.mask, seq_, batch_, head_).col_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, n_block_);
     }
     item.head = head_;
+    if constexpr (kStaggered) {
+      item.tile.index += first_;
+      if (item.tile.index >= tiles_) item.tile.index -= tiles_;
+    }
     return true;
   }
 
  private:
   const ForwardParams& p_;
   const SeqlenInfo& seq_;
-  flashsdk::Tile tile_;
   int n_block_, batch_, head_, head_end_;
   TileWalk walk_;
+
+  // Without a mask all key tiles would begin with query tile 0 and add to the same rows of dQ at once, so each begins
+  // elsewhere; under a band they do anyway. In a deterministic call they queue for those rows in order.
+  static constexpr bool kStaggered = Traits::kStaggered && std::is_same_v<Policy, DensePolicy>;
+  int tiles_ = 0, first_ = 0;
 };
 
 // dSᵀ from Sᵀ and dPᵀ, in place; what is left in acc_s is the Pᵀ that weighs dO. lse and delta are the tile's rows.
@@ -140,7 +155,7 @@ class BackwardScores {
 template <class Traits, class Policy, class Accumulator>
 __device__ void accumulate_dq(const Accumulator& acc, const ForwardParams& p, const SeqlenInfo& seq,
                               const cuda::BackwardWorkspace& ws, const cuda::TileWork& work,
-                              const typename QueryStream<Policy>::Item& item) {
+                              const typename QueryStream<Traits, Policy>::Item& item) {
   constexpr int kElements = decltype(cute::size(acc))::value;
   const std::int64_t tile = ws.tile(p, seq, work.batch, item.head, item.tile.index);
   float* target = ws.dq_accum + tile * (Traits::kBlockM * Traits::kHeadDim);
@@ -198,8 +213,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     return cute::make_tensor(cute::make_smem_ptr(ptr), typename decltype(layout)::Transposed{});
   };
 
-  using Stream = QueryStream<Policy>;
-  Stream stream(p, seq, work, flashsdk::Tile{kBlockM, kBlockN});
+  using Stream = QueryStream<Traits, Policy>;
+  Stream stream(p, seq, work);
   auto load_queries = [&](const typename Stream::Item& item, int stage) {
     const int m0 = item.tile.index * kBlockM, rows = seq.seqlen_q - m0;
     QIo(thread, p.head_dim)

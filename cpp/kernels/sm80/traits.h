@@ -75,7 +75,7 @@ struct ForwardTraits {
 // whole key rows (kWarpsN == kWarps), their accumulators are the register operands of dV += Pᵀ·dO and dK += dSᵀ·Q,
 // and only dS goes through shared memory, for dQ. Otherwise P goes there as well.
 template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kWarpsScores_, int kWarpsKeys_,
-          int kWarpsQueries_, int kMinBlocks_>
+          int kWarpsQueries_, int kMinBlocks_, bool kStaggered_>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -85,6 +85,7 @@ struct BackwardTraits {
   static constexpr int kStages = 2;
   static constexpr int kMinBlocks = kMinBlocks_;
   static constexpr int kWarpsScores = kWarpsScores_;
+  static constexpr bool kStaggered = kStaggered_;  // see QueryStream: it pays for some tiles and costs for others
   static constexpr bool kRegisterOperands = kWarpsScores_ == kWarps_ && kWarpsKeys_ == kWarps_;
 
   using MmaScores = WarpMma<Element, kWarpsScores_, kWarps_ / kWarpsScores_>;     // (keys, queries)
