@@ -118,7 +118,7 @@ struct Call {
   bool packed;
   ArrayImporter arrays;
 
-  Call(nb::tuple tensors, nb::tuple p, nb::tuple o) : packed(p.size() > 0) {
+  Call(nb::tuple tensors, nb::tuple p, nb::tuple o) : packed(p.size() > 0), q_(tensors[0]) {
     args.q = required("q", tensors[0]);
     args.k = required("k", tensors[1]);
     args.v = required("v", tensors[2]);
@@ -140,6 +140,7 @@ struct Call {
     if (!o[9].is_none()) {
       if (args.q.device.type == DeviceType::kCPU) fail("stream", o[9], "None, as q is on cpu");
       options.stream = reinterpret_cast<void*>(to_integer<std::uint64_t>("stream", o[9], "a stream's address"));
+      stream_given_ = true;
     }
     if (!o[10].is_none()) {
       if (!nb::isinstance<nb::str>(o[10])) fail("backend", o[10], "\"cpu\", \"sm80\", \"sm90\" or None");
@@ -156,6 +157,7 @@ struct Call {
   // Runs without the GIL.
   void launch() {
     const auto planned = plan(args, packed);
+    if (args.q.device.type == DeviceType::kCUDA) return launch_on_gpu(planned);
     nb::gil_scoped_release released;
     ThreadWorkspace& workspace = ThreadWorkspace::get();
     options.workspace = workspace.at_least(planned.workspace_size);
@@ -164,6 +166,25 @@ struct Call {
   }
 
  private:
+  // On the current stream of q's framework unless one was given, and with memory of that framework for the workspace.
+  template <class Planned>
+  void launch_on_gpu(const Planned& planned) {
+    const nb::module_ frameworks = nb::module_::import_("flashsdk._frameworks");
+    if (!stream_given_)
+      options.stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(frameworks.attr("gpu_stream")(q_)));
+    nb::object scratch;
+    if (planned.workspace_size > 0) {
+      const auto stream = reinterpret_cast<std::uintptr_t>(options.stream);
+      scratch = frameworks.attr("gpu_scratch")(q_, planned.workspace_size, stream);
+      options.workspace = {arrays.take("workspace", scratch).data, planned.workspace_size};
+    }
+    nb::gil_scoped_release released;
+    planned.launch(options);
+  }
+
+  nb::handle q_;
+  bool stream_given_ = false;
+
   // Scratch memory of each calling thread, kept between calls.
   class ThreadWorkspace {
    public:

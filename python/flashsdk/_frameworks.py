@@ -27,6 +27,18 @@ class Framework(Protocol):
     def finish(self, result: Any) -> Any:
         """The framework's array of memory that now holds results."""
 
+    def device(self, like: Any) -> Any:
+        """The GPU that ``like`` is on, hashable; None for memory of the host."""
+
+    def to_device(self, array: Any, like: Any) -> Any:
+        """A NumPy array copied to the GPU of ``like``."""
+
+    def stream(self, like: Any) -> int:
+        """Address of the current CUDA stream on the GPU of ``like``."""
+
+    def scratch(self, like: Any, size: int, stream: int) -> Any:
+        """At least ``size`` bytes beside ``like``, reused only after what runs on ``stream``."""
+
 
 class _NumPy:
     writable = True
@@ -40,10 +52,23 @@ class _NumPy:
     def finish(self, result: Any) -> Any:
         return result
 
+    def device(self, like: Any) -> Any:
+        return None
+
+    def to_device(self, array: Any, like: Any) -> Any:
+        return array
+
+    def stream(self, like: Any) -> int:
+        return 0  # the default one
+
+    def scratch(self, like: Any, size: int, stream: int) -> Any:
+        return self.empty_float32(like, (-(-size // 4),))
+
 
 class _Torch(_NumPy):
     def __init__(self) -> None:
         torch = sys.modules["torch"]
+        self.cuda, self.from_numpy = torch.cuda, torch.from_numpy
         self.new, self.float32 = torch.empty, torch.float32  # faster than Tensor.new_empty
 
     def empty(self, like: Any, shape: Shape) -> Any:
@@ -51,6 +76,21 @@ class _Torch(_NumPy):
 
     def empty_float32(self, like: Any, shape: Shape) -> Any:
         return self.new(shape, dtype=self.float32, device=like.device)
+
+    def device(self, like: Any) -> Any:
+        return like.device if like.is_cuda else None
+
+    def to_device(self, array: Any, like: Any) -> Any:
+        return self.from_numpy(array.copy()).to(like.device)
+
+    def stream(self, like: Any) -> int:
+        return int(self.cuda.current_stream(like.device).cuda_stream)
+
+    def scratch(self, like: Any, size: int, stream: int) -> Any:
+        if stream == self.stream(like):
+            return super().scratch(like, size, stream)
+        with self.cuda.stream(self.cuda.ExternalStream(stream, like.device)):
+            return super().scratch(like, size, stream)
 
 
 class _Jax(_NumPy):
@@ -89,6 +129,22 @@ class _Cupy(_NumPy):
     def empty_float32(self, like: Any, shape: Shape) -> Any:
         with like.device:
             return sys.modules["cupy"].empty(shape, np.float32)
+
+    def device(self, like: Any) -> Any:
+        return int(like.device.id)
+
+    def to_device(self, array: Any, like: Any) -> Any:
+        with like.device:
+            return sys.modules["cupy"].asarray(array)
+
+    def stream(self, like: Any) -> int:
+        with like.device:
+            return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+
+    def scratch(self, like: Any, size: int, stream: int) -> Any:
+        cuda = sys.modules["cupy"].cuda
+        with like.device, cuda.ExternalStream(stream):
+            return super().scratch(like, size, stream)
 
 
 class _Unknown(_NumPy):
@@ -135,3 +191,14 @@ def own(name: str, array: Any) -> Any:
     if not of(array).writable:
         raise Error(f"{name}: a {type(array).__name__}, which is immutable; None for a new one")
     return array
+
+
+# ---- what the bindings ask on a GPU
+
+
+def gpu_stream(q: Any) -> int:
+    return of(q).stream(q)
+
+
+def gpu_scratch(q: Any, size: int, stream: int) -> Any:
+    return of(q).scratch(q, size, stream)

@@ -91,7 +91,7 @@ def mha_fwd(
     The other keywords, dtypes, strides and errors: ``help(flashsdk.ops)``. Source: FlashAttention,
     arXiv 2205.14135, algorithm 1.
     """
-    options = (softmax_scale, _mask(mask), bias, alibi_slopes, softcap, dropout_p,
+    options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, deterministic, stream, backend)  # fmt: skip
     return _forward(q, k, v, out, lse, (), options)
 
@@ -137,7 +137,7 @@ def mha_varlen_fwd(
     Source: FlashAttention, arXiv 2205.14135, algorithm 1.
     """
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (softmax_scale, _mask(mask), bias, alibi_slopes, softcap, dropout_p,
+    options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, deterministic, stream, backend)  # fmt: skip
     return _forward(q, k, v, out, lse, packed, options)
 
@@ -180,7 +180,7 @@ def mha_bwd(
     The other keywords, dtypes, strides and errors: ``help(flashsdk.ops)``. Source: FlashAttention,
     arXiv 2205.14135, algorithm 4.
     """
-    options = (softmax_scale, _mask(mask), bias, alibi_slopes, softcap, dropout_p,
+    options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, deterministic, stream, backend)  # fmt: skip
     return _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, (), options)
 
@@ -228,7 +228,7 @@ def mha_varlen_bwd(
     arXiv 2205.14135, algorithm 4.
     """
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (softmax_scale, _mask(mask), bias, alibi_slopes, softcap, dropout_p,
+    options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, deterministic, stream, backend)  # fmt: skip
     return _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, packed, options)
 
@@ -277,7 +277,7 @@ def explain(
     packed: _bindings.Packed = ()
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (softmax_scale, _mask(mask), bias, alibi_slopes, softcap, dropout_p,
+    options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                0, 0, deterministic, None, backend)  # fmt: skip
     return Explanation(*_bindings.explain(op == "bwd", (q, k, v), packed, options))
 
@@ -331,14 +331,27 @@ def _backward(
     return dq, dk, dv
 
 
-def _mask(mask: object) -> _bindings.Mask:
-    """A mask as the bindings take it: None, a band, or a layout with its lists."""
+def _mask(mask: object, q: Any) -> _bindings.Mask:
+    """A mask as the bindings take it: None, a band, or a layout with its lists, on q's device."""
     if mask is None or isinstance(mask, Dense):
         return None
     if isinstance(mask, Band):
         return mask.left, mask.right, mask.alignment == "top_left"
     if isinstance(mask, BlockMask):
-        band = _mask(mask.band)
-        return (*mask.block_size, mask.seqlen_q, mask.seqlen_k, band, *mask._arrays)
+        band = _mask(mask.band, q)
+        return (*mask.block_size, mask.seqlen_q, mask.seqlen_k, band, *_lists(mask, q))
     allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
     raise Error(f"mask: {mask!r:.60}; {allowed}")
+
+
+def _lists(mask: BlockMask, q: Any) -> tuple[Any, ...]:
+    """The eight arrays of a layout where q is; a GPU gets them once for each mask."""
+    framework = _frameworks.of(q)
+    device = framework.device(q)
+    if device is None:
+        return mask._arrays
+    key = type(framework), device
+    copies: dict[Any, tuple[Any, ...]] = mask.__dict__.setdefault("_on_gpu", {})
+    if key not in copies:
+        copies[key] = tuple(framework.to_device(array, q) for array in mask._arrays)
+    return copies[key]
