@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
+M_MMAP_THRESHOLD = -3  # malloc.h
 RESET_PEAK = "5"  # proc(5): resets VmHWM to the present resident set
 
 
 def extra_bytes(call: Callable[[], object]) -> int:
     """Peak of the resident set while `call` runs, above what it was before.
 
-    Call it once before: first calls load code and start threads.
+    Call something like it before: first calls load code and start threads. It runs in a thread of
+    its own, so that scratch memory which the library keeps for each thread is counted.
     """
     gc.collect()
-    _give_back_free_memory()
-    try:
-        CLEAR_REFS.write_text(RESET_PEAK)
-    except OSError:
-        return _sampled(call)
-    before = _status("VmRSS")
-    result = call()
-    peak = _status("VmHWM")
-    del result
+    with _fresh_memory():
+        try:
+            CLEAR_REFS.write_text(RESET_PEAK)
+        except OSError:
+            return _sampled(call)
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            before = _status("VmRSS")
+            thread.submit(call).result()
+            peak = _status("VmHWM")
     return max(0, peak - before)
 
 
@@ -47,11 +50,20 @@ def _status(field: str) -> int:
     raise OSError(f"{STATUS} has no {field}")
 
 
-def _give_back_free_memory() -> None:
-    """Freed memory that malloc keeps would hide allocations that follow."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+@contextmanager
+def _fresh_memory() -> Iterator[None]:
+    """Large allocations come from the system and go back: what malloc keeps would hide them."""
+    libc = ctypes.CDLL(None)
+    mallopt, trim = (getattr(libc, name, None) for name in ("mallopt", "malloc_trim"))
     if trim is not None:
         trim(0)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 128 << 10)
+    try:
+        yield
+    finally:
+        if mallopt is not None:
+            mallopt(M_MMAP_THRESHOLD, 32 << 20)  # what glibc arrives at by itself
 
 
 def _sampled(call: Callable[[], object]) -> int:
@@ -65,13 +77,11 @@ def _sampled(call: Callable[[], object]) -> int:
             peak = max(peak, _status("VmRSS"))
             time.sleep(1e-3)
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        result = call()
-        peak = max(peak, _status("VmRSS"))
-        del result
-    finally:
-        running = False
-        thread.join()
+    with ThreadPoolExecutor(max_workers=2) as threads:
+        watching = threads.submit(watch)
+        try:
+            threads.submit(call).result()
+        finally:
+            running = False
+            watching.result()
     return max(0, peak - before)
