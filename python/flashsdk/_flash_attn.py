@@ -1,6 +1,6 @@
 """flash-attn 2.8's functions (github.com/Dao-AILab/flash-attention), re-exported by flashsdk.torch.
 
-Argument names, order, defaults and semantics are flash-attn's; what differs says its docstring.
+Argument names, order, defaults and semantics are flash-attn's; docstrings say what differs.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch.library import custom_op
 
 from . import ops
 from ._block_lists import INT32_MAX, Csr
-from ._errors import Error
+from ._errors import Error, integer
 from .masks import Band, BlockMask, Dense, Mask
 
 Operator: TypeAlias = Callable[..., Any]
@@ -292,15 +292,16 @@ def _seed(seed: int | None) -> Tensor:
     """int64, one element, on the CPU, so that reading it waits for no device."""
     if seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
-    if not 0 <= seed < _UINT64:
-        raise Error(f"seed: {seed}; 0 to 2^64 - 1")
+    seed = integer("seed", seed, 0)
+    if seed >= _UINT64:
+        raise Error(f"seed: {seed}; an integer from 0 to 2^64 - 1")
     return torch.full((1,), seed - _UINT64 * (seed >= 2**63), dtype=torch.int64, device="cpu")
 
 
 def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
     """What torch.autocast does for scaled_dot_product_attention."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return iter(tensors)
     dtype = torch.get_autocast_dtype(device)
     keep = (torch.float64,)

@@ -193,6 +193,15 @@ def test_graph_free_modes():
         assert torch.equal(out, expected) and out.is_inference()
 
 
+def test_meta_tensors():
+    inputs = [x.to("meta").requires_grad_() for x in qkv(seqlen_k=90, dim_v=24)]
+    out, lse = attention(*inputs, mask=block_mask(), dropout_p=0.1, return_lse=True)
+    assert out.is_meta and out.shape == (2, 70, 4, 24)
+    assert lse.is_meta and lse.shape == (2, 4, 70) and lse.dtype == torch.float32
+    out.sum().backward()
+    assert all(x.grad.shape == x.shape for x in inputs)
+
+
 def test_changing_an_input_before_backward_is_noticed():
     q, k, v = with_gradients(qkv())
     k = k * 1
@@ -351,7 +360,8 @@ def test_refusals():
             alibi_slopes=torch.zeros(4, requires_grad=True))  # fmt: skip
     refused("^mask: str", q, k, v, mask="causal")
     refused("^mask", q, k, v, mask=fs.layouts.causal(64, 64, 16))
-    refused("^seed: -1; 0 to", q, k, v, dropout_p=0.5, seed=-1)
+    for seed in (-1, 1.5, 2**64):
+        refused(f"^seed: {seed}; an integer", q, k, v, dropout_p=0.5, seed=seed)
     refused("^dropout_p", q, k, v, dropout_p=1.0)
     refused("^dropout_p", q, k, v, dropout_p=-0.1)
     refused("^backend", q, k, v, backend="tpu", code=None)

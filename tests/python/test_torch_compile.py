@@ -190,6 +190,16 @@ def test_numbers_that_change():
         same_as_eager(function, *inputs, softcap, scale, compiled=compiled)
 
 
+def test_seeds_that_change():
+    def function(q, k, v, seed):
+        return adapter.attention(q, k, v, dropout_p=0.3, seed=seed)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    inputs = qkv()
+    for seed in (1, 5, 2**40, 2**63 + 5):
+        same_as_eager(function, *inputs, seed, compiled=compiled)
+
+
 def test_autocast_is_compiled():
     def function(q, k, v):
         with torch.autocast("cpu", torch.bfloat16):
