@@ -1,0 +1,205 @@
+// Which kernel a call takes, and why each faster one was refused.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "cpu_features.h"
+#include "flashsdk/flashsdk.h"
+#include "kernel_registry.h"
+#include "problem.h"
+
+namespace flashsdk::testing {
+namespace {
+
+std::size_t no_workspace(const ForwardParams&, int) { return 0; }
+void no_launch(const ForwardParams&, const LaunchContext&) {}
+
+KernelEntry entry(const char* arch, int head_dim, bool features = false, DType dtype = DType::kFloat32,
+                  MaskKind mask = MaskKind::kDense, Op op = Op::kForward) {
+  return {{op, Backend::kCpu, arch, dtype, head_dim, mask, features}, {64, 64}, nullptr, no_workspace, no_launch};
+}
+
+ForwardParams problem(int head_dim, int head_dim_v, DType dtype = DType::kFloat32) {
+  ForwardParams p;
+  p.dtype = dtype;
+  p.head_dim = head_dim;
+  p.head_dim_v = head_dim_v;
+  return p;
+}
+
+std::string message_of(const KernelRegistry& registry, const ForwardParams& p) {
+  try {
+    registry.select(Op::kForward, p, std::nullopt);
+  } catch (const Error& e) {
+    return to_string(e.code()) + std::string(": ") + e.what();
+  }
+  return "";
+}
+
+TEST(KernelRegistry, TakesTheSmallestHeadDimThatFits) {
+  const KernelRegistry registry({entry("portable", 256), entry("portable", 64), entry("portable", 128)}, "");
+  EXPECT_EQ(registry.explain(Op::kForward, problem(1, 1), {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
+  EXPECT_EQ(registry.explain(Op::kForward, problem(64, 64), {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
+  EXPECT_EQ(registry.explain(Op::kForward, problem(64, 65), {}).kernel, "cpu_portable_fp32_d128_dense_fwd");
+  EXPECT_EQ(registry.explain(Op::kForward, problem(129, 1), {}).kernel, "cpu_portable_fp32_d256_dense_fwd");
+}
+
+TEST(KernelRegistry, TakesFeaturesOnlyWhereTheyAreAskedFor) {
+  const KernelRegistry registry({entry("portable", 64, true), entry("portable", 64, false)}, "");
+  ForwardParams p = problem(64, 64);
+  EXPECT_EQ(registry.explain(Op::kForward, p, {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
+  p.score.softcap = 1;
+  EXPECT_EQ(registry.explain(Op::kForward, p, {}).kernel, "cpu_portable_fp32_d64_dense_features_fwd");
+}
+
+TEST(KernelRegistry, FasterInstructionSetsComeFirstWhereTheProcessorHasThem) {
+  const std::vector<KernelEntry> entries{entry("no_such_isa", 64), entry("avx2", 64), entry("portable", 64)};
+  const KernelRegistry registry(entries, "");
+  const Explanation why = registry.explain(Op::kForward, problem(64, 64), {});
+  EXPECT_EQ(why.kernel, cpu_supports("avx2") ? "cpu_avx2_fp32_d64_dense_fwd" : "cpu_portable_fp32_d64_dense_fwd");
+  ASSERT_FALSE(why.refused.empty());
+  EXPECT_EQ(why.refused[0].kernel, "cpu_no_such_isa_fp32_d64_dense_fwd");
+  EXPECT_EQ(why.refused[0].reason, "this processor has no no_such_isa");
+  EXPECT_EQ(registry.cpu_isas(), (std::vector<std::string>{"portable", "avx2"}));
+}
+
+TEST(KernelRegistry, AForcedInstructionSetRefusesFasterOnes) {
+  const KernelRegistry registry({entry("avx2", 64), entry("portable", 64)}, "portable");
+  const Explanation why = registry.explain(Op::kForward, problem(64, 64), {});
+  EXPECT_EQ(why.kernel, "cpu_portable_fp32_d64_dense_fwd");
+  ASSERT_EQ(why.refused.size(), 1u);
+  EXPECT_EQ(why.refused[0].reason, "FLASHSDK_CPU_ISA=portable");
+  EXPECT_EQ(registry.cpu_isa(), "portable");
+}
+
+TEST(KernelRegistry, AnUnknownForcedInstructionSetIsAnErrorOfEveryCpuCall) {
+  const KernelRegistry unknown({entry("portable", 64)}, "sse9"), missing({entry("portable", 64)}, "avx2");
+  EXPECT_EQ(message_of(unknown, problem(64, 64)),
+            "invalid_argument: FLASHSDK_CPU_ISA: sse9; portable, avx2, avx512, avx512_bf16");
+  EXPECT_EQ(message_of(missing, problem(64, 64)), "unsupported: FLASHSDK_CPU_ISA: avx2 is not in this build; portable");
+  EXPECT_THROW(unknown.cpu_isa(), Error);
+}
+
+TEST(KernelRegistry, AKernelMaySayNo) {
+  KernelEntry picky = entry("portable", 64);
+  picky.can_implement = [](const ForwardParams& p) { return p.seqlen_q % 2 == 0 ? nullptr : "seqlen_q is odd"; };
+  const KernelRegistry registry({picky, entry("portable", 128)}, "");
+  ForwardParams p = problem(64, 64);
+  p.seqlen_q = 4;
+  EXPECT_EQ(registry.explain(Op::kForward, p, {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
+  p.seqlen_q = 5;
+  const Explanation why = registry.explain(Op::kForward, p, {});
+  EXPECT_EQ(why.kernel, "cpu_portable_fp32_d128_dense_fwd");
+  ASSERT_EQ(why.refused.size(), 1u);
+  EXPECT_EQ(why.refused[0].reason, "seqlen_q is odd");
+}
+
+TEST(KernelRegistry, NoKernelIsOneLine) {
+  const KernelRegistry registry({entry("portable", 64)}, "");
+  EXPECT_EQ(
+      message_of(registry, problem(65, 64)),
+      "unsupported: mha_fwd: no kernel for float32, head_dim 65, dense mask on cpu; what flashsdk.kernels() lists");
+  EXPECT_EQ(
+      message_of(registry, problem(64, 64, DType::kBFloat16)),
+      "unsupported: mha_fwd: no kernel for bfloat16, head_dim 64, dense mask on cpu; what flashsdk.kernels() lists");
+  EXPECT_EQ(registry.explain(Op::kBackward, problem(64, 64), {}).kernel, "");
+}
+
+// ---- what this build has
+
+TEST(Registry, ListsEveryKernelOnceUnderItsName) {
+  const std::vector<KernelInfo> all = kernels();
+  std::set<std::string> names;
+  for (const KernelInfo& k : all) {
+    EXPECT_TRUE(names.insert(k.name).second) << k.name << " is there twice";
+    EXPECT_TRUE(k.op == "fwd" || k.op == "bwd") << k.name;
+    EXPECT_NE(k.name.find("_d" + std::to_string(k.head_dim) + "_" + k.mask), std::string::npos) << k.name;
+    EXPECT_EQ(k.name.find("_features_") != std::string::npos, k.score_features) << k.name;
+    EXPECT_EQ(k.name.substr(k.name.size() - 4), "_" + k.op) << k.name;
+    EXPECT_TRUE(k.tile_m > 0 && k.tile_n > 0) << k.name;
+    if (k.backend == "cpu") {
+      EXPECT_EQ(k.name.rfind("cpu_" + k.arch + "_", 0), 0u) << k.name;
+    }
+  }
+}
+
+TEST(Registry, TheCpuImplementsEveryCombination) {
+  const std::vector<KernelInfo> all = kernels();
+  for (const char* op : {"fwd", "bwd"}) {
+    for (const char* dtype : {"float32", "float16", "bfloat16"}) {
+      for (const char* mask : {"dense", "band", "block_sparse"}) {
+        for (bool features : {false, true}) {
+          EXPECT_TRUE(std::any_of(all.begin(), all.end(),
+                                  [&](const KernelInfo& k) {
+                                    return k.backend == "cpu" && k.available && k.op == op && k.dtype == dtype &&
+                                           k.mask == mask && k.score_features == features && k.head_dim == 256;
+                                  }))
+              << op << " " << dtype << " " << mask << (features ? " with features" : "");
+        }
+      }
+    }
+  }
+}
+
+TEST(Registry, BuildInfo) {
+  const BuildInfo info = build_info();
+  EXPECT_EQ(info.version, FLASHSDK_VERSION);
+  EXPECT_FALSE(info.compiler.empty());
+  ASSERT_FALSE(info.cpu_isas.empty());
+  EXPECT_NE(std::find(info.cpu_isas.begin(), info.cpu_isas.end(), info.cpu_isa), info.cpu_isas.end());
+  EXPECT_TRUE(cpu_supports(info.cpu_isa));
+}
+
+TEST(Registry, ExplainNamesTheKernelOfACall) {
+  Problem p({.seqlen_q = 10, .seqlen_k = 10, .head_dim = 40, .head_dim_v = 40}, DType::kBFloat16);
+  p.options.mask = Causal();
+  const std::vector<KernelInfo> all = kernels();
+  for (const Explanation& why : {explain(p.forward_args()), explain(p.backward_args())}) {
+    const auto info = std::find_if(all.begin(), all.end(), [&](const KernelInfo& k) { return k.name == why.kernel; });
+    ASSERT_NE(info, all.end()) << why.kernel;
+    EXPECT_TRUE(info->available);
+    EXPECT_EQ(info->dtype, "bfloat16");
+    EXPECT_EQ(info->mask, "band");
+    EXPECT_FALSE(info->score_features);
+    EXPECT_GE(info->head_dim, 40);
+  }
+}
+
+TEST(Registry, ABandThatHidesNothingTakesTheDenseKernel) {
+  Problem p({.seqlen_q = 10, .seqlen_k = 20});
+  p.options.mask = SlidingWindow(19, 9);
+  EXPECT_NE(explain(p.forward_args()).kernel.find("_dense_"), std::string::npos);
+  p.options.mask = SlidingWindow(18, 9);
+  EXPECT_NE(explain(p.forward_args()).kernel.find("_band_"), std::string::npos);
+}
+
+// The environment is read once per process: in a process of its own.
+[[noreturn]] void print_isa_and_exit(const char* forced) {
+  setenv("FLASHSDK_CPU_ISA", forced, 1);
+  int code = 0;
+  try {
+    const Problem p({.seqlen_q = 4, .seqlen_k = 4});
+    std::fprintf(stderr, "%s runs %s\n", build_info().cpu_isa.c_str(), explain(p.forward_args()).kernel.c_str());
+  } catch (const Error& e) {
+    std::fprintf(stderr, "%s\n", e.what());
+    code = 1;
+  }
+  std::_Exit(code);
+}
+
+TEST(RegistryDeathTest, TheEnvironmentForcesAnInstructionSet) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const std::string slowest = build_info().cpu_isas.front();
+  EXPECT_EXIT(print_isa_and_exit(slowest.c_str()), ::testing::ExitedWithCode(0),
+              "^" + slowest + " runs cpu_" + slowest + "_fp32_d");
+  EXPECT_EXIT(print_isa_and_exit("z80"), ::testing::ExitedWithCode(1),
+              "^FLASHSDK_CPU_ISA: z80; portable, avx2, avx512, avx512_bf16");
+}
+
+}  // namespace
+}  // namespace flashsdk::testing
