@@ -301,7 +301,8 @@ def _seed(seed: int | None) -> Tensor:
 def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
     """What torch.autocast does for scaled_dot_product_attention."""
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # Dynamo of PyTorch 2.11 and older cannot trace torch.amp.is_autocast_available.
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return iter(tensors)
     dtype = torch.get_autocast_dtype(device)
     keep = (torch.float64,)
