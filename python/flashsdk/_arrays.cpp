@@ -61,13 +61,19 @@ enum : int { kAligned = 0x100, kNotSwapped = 0x200, kWriteable = 0x400 };
   throw Error(ErrorCode::kInvalidArgument, name + ": " + rest);
 }
 
-// Runs a conversion that speaks of "tensor: …" under the name of the argument.
-template <class F>
-auto named(const char* name, F f) {
+[[noreturn]] void fail_dtype(ArrayImporter::Role role, const std::string& given) {
+  fail(role.name, "dtype " + given + "; " + role.dtypes);
+}
+
+// The library's own conversion, whose messages are about "tensor: …".
+TensorView view_of(ArrayImporter::Role role, const DlTensor& tensor) {
   try {
-    return f();
+    return TensorView(tensor);
   } catch (const Error& e) {
-    throw Error(e.code(), name + std::string(e.what()).substr(std::strlen("tensor")));
+    const std::string rest = std::string(e.what()).substr(std::strlen("tensor: "));
+    if (rest.rfind("dtype ", 0) != 0) fail(role.name, rest);
+    const std::size_t begin = std::strlen("dtype ");
+    fail_dtype(role, rest.substr(begin, rest.find(';') - begin));
   }
 }
 
@@ -117,7 +123,7 @@ const Protocol& protocol_of(PyTypeObject* type) {
   return slot.protocol;
 }
 
-DType dtype_of(const char* name, nb::handle array, const ArrayStruct& a) {
+DType dtype_of(ArrayImporter::Role role, nb::handle array, const ArrayStruct& a) {
   if (a.flags & kNotSwapped || a.typekind == 'V') {
     if (a.typekind == 'f' && a.itemsize == 4) return DType::kFloat32;
     if (a.typekind == 'f' && a.itemsize == 2) return DType::kFloat16;
@@ -134,7 +140,7 @@ DType dtype_of(const char* name, nb::handle array, const ArrayStruct& a) {
     bfloat16.store(dtype.ptr(), std::memory_order_relaxed);
     return DType::kBFloat16;
   }
-  fail(name, "dtype " + given + "; float32, float16, bfloat16, int32 or bool");
+  fail_dtype(role, given);
 }
 
 }  // namespace
@@ -142,55 +148,53 @@ DType dtype_of(const char* name, nb::handle array, const ArrayStruct& a) {
 std::string class_name(nb::handle object) { return nb::inst_name(object).c_str(); }
 
 std::string describe(const nb::python_error& error) {
-  std::string text = class_name(error.value()) + ": " + nb::str(error.value()).c_str();
-  for (char& c : text)
-    if (c == '\n') c = ' ';
-  return text;
+  const std::string text = nb::str(error.value()).c_str();
+  return class_name(error.value()) + ": " + text.substr(0, text.find('\n'));
 }
 
-TensorView ArrayImporter::take(const char* name, nb::handle array, Access access) {
+TensorView ArrayImporter::take(Role role, nb::handle array, Access access) {
   if (array.is_none()) return {};
   const Protocol protocol = protocol_of(Py_TYPE(array.ptr()));
   switch (protocol.kind) {
     case Protocol::kExchange:
-      return check_rank(name, from_exchange(name, array, protocol));
+      return check_rank(role.name, from_exchange(role, array, protocol));
     case Protocol::kArrayStruct:
-      return check_rank(name, from_array_struct(name, array, access));
+      return check_rank(role.name, from_array_struct(role, array, access));
     case Protocol::kDlpack:
-      return check_rank(name, from_dlpack(name, array, access));
+      return check_rank(role.name, from_dlpack(role, array, access));
     case Protocol::kNone:
       break;
   }
-  fail(name, class_name(array) + "; an array of NumPy, PyTorch, JAX, CuPy or another framework with __dlpack__");
+  fail(role.name, class_name(array) + "; an array of NumPy, PyTorch, JAX, CuPy or another framework with __dlpack__");
 }
 
-TensorView ArrayImporter::from_exchange(const char* name, nb::handle array, const Protocol& protocol) {
+TensorView ArrayImporter::from_exchange(Role role, nb::handle array, const Protocol& protocol) {
   DlTensor tensor;
-  if (protocol.export_tensor(array.ptr(), &tensor) != 0) refuse(name, array, nb::python_error());
-  return named(name, [&] { return TensorView(tensor); });
+  if (protocol.export_tensor(array.ptr(), &tensor) != 0) refuse(role.name, array, nb::python_error());
+  return view_of(role, tensor);
 }
 
-TensorView ArrayImporter::from_array_struct(const char* name, nb::handle array, Access access) {
+TensorView ArrayImporter::from_array_struct(Role role, nb::handle array, Access access) {
   nb::object capsule = nb::steal(PyObject_GetAttrString(array.ptr(), "__array_struct__"));
   auto* a = capsule.is_valid() ? static_cast<ArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr)) : nullptr;
-  if (a == nullptr) refuse(name, array, nb::python_error());
-  if (access == Access::kWrite && (a->flags & kWriteable) == 0) fail(name, "read-only; a writable array");
-  if (a->nd > kMaxTensorRank) fail(name, std::to_string(a->nd) + " dimensions; at most 5");
+  if (a == nullptr) refuse(role.name, array, nb::python_error());
+  if (access == Access::kWrite && (a->flags & kWriteable) == 0) fail(role.name, "read-only; a writable array");
+  if (a->nd > kMaxTensorRank) fail(role.name, std::to_string(a->nd) + " dimensions; at most 5");
   TensorView t;
-  t.dtype = dtype_of(name, array, *a);
+  t.dtype = dtype_of(role, array, *a);
   t.data = a->data;
   t.rank = a->nd;
   for (int d = 0; d < a->nd; ++d) {
     t.shape[d] = a->shape[d];
     if (a->shape[d] > 1 && a->strides[d] % a->itemsize != 0)
-      fail(name, "a stride of " + std::to_string(a->strides[d]) + " bytes; multiples of the element size, " +
-                     std::to_string(a->itemsize));
+      fail(role.name, "a stride of " + std::to_string(a->strides[d]) + " bytes; multiples of the element size, " +
+                          std::to_string(a->itemsize));
     t.stride[d] = a->strides[d] / a->itemsize;
   }
   return t;
 }
 
-TensorView ArrayImporter::from_dlpack(const char* name, nb::handle array, Access access) {
+TensorView ArrayImporter::from_dlpack(Role role, nb::handle array, Access access) {
   nb::object capsule;
   try {
     nb::object method = array.attr("__dlpack__");
@@ -201,21 +205,22 @@ TensorView ArrayImporter::from_dlpack(const char* name, nb::handle array, Access
       capsule = method();  // a producer older than version 1
     }
   } catch (nb::python_error& e) {
-    refuse(name, array, e);
+    refuse(role.name, array, e);
   }
   DlTensor* tensor = nullptr;
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
     auto* managed = static_cast<DlManagedTensorVersioned*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
-    if (managed->version.major != 1) fail(name, "DLPack version " + std::to_string(managed->version.major) + "; 1");
-    if (access == Access::kWrite && (managed->flags & kDlReadOnly) != 0) fail(name, "read-only; a writable array");
+    if (managed->version.major != 1)
+      fail(role.name, "DLPack version " + std::to_string(managed->version.major) + "; 1");
+    if (access == Access::kWrite && (managed->flags & kDlReadOnly) != 0) fail(role.name, "read-only; a writable array");
     tensor = &managed->tensor;
   } else if (PyCapsule_IsValid(capsule.ptr(), "dltensor")) {
     tensor = static_cast<DlTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));  // the first member
   } else {
-    fail(name, "__dlpack__ returned " + class_name(capsule) + "; a DLPack capsule");
+    fail(role.name, "__dlpack__ returned " + class_name(capsule) + "; a DLPack capsule");
   }
   capsule_.at(static_cast<std::size_t>(capsules_++)) = capsule;  // not consumed: it frees what it lends when it goes
-  return named(name, [&] { return TensorView(*tensor); });
+  return view_of(role, *tensor);
 }
 
 nb::object empty(const char* dtype, nb::handle shape) {

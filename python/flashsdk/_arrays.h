@@ -27,13 +27,23 @@ class ArrayImporter {
  public:
   enum class Access : std::uint8_t { kRead, kWrite };
 
+  // What messages call an array, and the dtypes it may have.
+  struct Role {
+    const char* name;
+    const char* dtypes = kFloats;
+  };
+  static constexpr const char* kFloats = "float32, float16 or bfloat16";
+  static constexpr const char* kFloatsOrBool = "float32, float16, bfloat16 or bool";
+  static constexpr const char* kFloat32 = "float32";
+  static constexpr const char* kInt32 = "int32";
+
   // Throws Error under the argument's name. None gives a view that is "not given".
-  TensorView take(const char* name, nb::handle array, Access access = Access::kRead);
+  TensorView take(Role role, nb::handle array, Access access = Access::kRead);
 
  private:
-  TensorView from_exchange(const char* name, nb::handle array, const Protocol& protocol);
-  TensorView from_array_struct(const char* name, nb::handle array, Access access);
-  TensorView from_dlpack(const char* name, nb::handle array, Access access);
+  TensorView from_exchange(Role role, nb::handle array, const Protocol& protocol);
+  TensorView from_array_struct(Role role, nb::handle array, Access access);
+  TensorView from_dlpack(Role role, nb::handle array, Access access);
 
   static constexpr int kMaxCapsules = 24;
   std::array<nb::object, kMaxCapsules> capsule_;
@@ -43,7 +53,7 @@ class ArrayImporter {
 // "a list" as messages name what was given instead of an array.
 std::string class_name(nb::handle object);
 
-// "ValueError: …" on one line.
+// "ValueError: …", its first line.
 std::string describe(const nb::python_error& error);
 
 // A new row-major array on the CPU, 64-byte aligned, that exports itself through DLPack.

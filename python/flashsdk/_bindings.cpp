@@ -88,16 +88,21 @@ Band to_band(nb::tuple band) {
 
 // (block_q, block_k, seqlen_q, seqlen_k, band | None, eight arrays)
 BlockMask to_block_mask(nb::tuple mask, ArrayImporter& arrays) {
+  constexpr const char* kInt32 = ArrayImporter::kInt32;
   BlockMask m;
   m.block_q = nb::cast<int>(mask[0]);
   m.block_k = nb::cast<int>(mask[1]);
   m.seqlen_q = nb::cast<std::int64_t>(mask[2]);
   m.seqlen_k = nb::cast<std::int64_t>(mask[3]);
   if (!mask[4].is_none()) m.band = to_band(nb::cast<nb::tuple>(mask[4]));
-  m.row_partial = {arrays.take("mask.row_partial.offsets", mask[5]), arrays.take("mask.row_partial.indices", mask[6])};
-  m.row_full = {arrays.take("mask.row_full.offsets", mask[7]), arrays.take("mask.row_full.indices", mask[8])};
-  m.col_partial = {arrays.take("mask.col_partial.offsets", mask[9]), arrays.take("mask.col_partial.indices", mask[10])};
-  m.col_full = {arrays.take("mask.col_full.offsets", mask[11]), arrays.take("mask.col_full.indices", mask[12])};
+  m.row_partial = {arrays.take({"mask.row_partial.offsets", kInt32}, mask[5]),
+                   arrays.take({"mask.row_partial.indices", kInt32}, mask[6])};
+  m.row_full = {arrays.take({"mask.row_full.offsets", kInt32}, mask[7]),
+                arrays.take({"mask.row_full.indices", kInt32}, mask[8])};
+  m.col_partial = {arrays.take({"mask.col_partial.offsets", kInt32}, mask[9]),
+                   arrays.take({"mask.col_partial.indices", kInt32}, mask[10])};
+  m.col_full = {arrays.take({"mask.col_full.offsets", kInt32}, mask[11]),
+                arrays.take({"mask.col_full.indices", kInt32}, mask[12])};
   return m;
 }
 
@@ -119,19 +124,19 @@ struct Call {
   ArrayImporter arrays;
 
   Call(nb::tuple tensors, nb::tuple p, nb::tuple o) : packed(p.size() > 0), q_(tensors[0]) {
-    args.q = required("q", tensors[0]);
-    args.k = required("k", tensors[1]);
-    args.v = required("v", tensors[2]);
+    args.q = required({"q"}, tensors[0]);
+    args.k = required({"k"}, tensors[1]);
+    args.v = required({"v"}, tensors[2]);
     if (packed) {
-      args.cu_seqlens_q = required("cu_seqlens_q", p[0]);
-      args.cu_seqlens_k = required("cu_seqlens_k", p[1]);
+      args.cu_seqlens_q = required({"cu_seqlens_q", ArrayImporter::kInt32}, p[0]);
+      args.cu_seqlens_k = required({"cu_seqlens_k", ArrayImporter::kInt32}, p[1]);
       args.max_seqlen_q = to_integer<std::int64_t>("max_seqlen_q", p[2], kInteger);
       args.max_seqlen_k = to_integer<std::int64_t>("max_seqlen_k", p[3], kInteger);
     }
     if (!o[0].is_none()) args.softmax_scale = to_float("softmax_scale", o[0]);
     args.mask = to_mask(o[1], arrays);
-    args.bias = arrays.take("bias", o[2]);
-    args.alibi_slopes = arrays.take("alibi_slopes", o[3]);
+    args.bias = arrays.take({"bias", ArrayImporter::kFloatsOrBool}, o[2]);
+    args.alibi_slopes = arrays.take({"alibi_slopes", ArrayImporter::kFloat32}, o[3]);
     args.softcap = to_float("softcap", o[4]);
     args.dropout_p = to_probability("dropout_p", o[5]);
     args.seed = to_integer<std::uint64_t>("seed", o[6], kUint64);
@@ -148,11 +153,11 @@ struct Call {
     }
   }
 
-  TensorView required(const char* name, nb::handle array) {
-    if (array.is_none()) throw Error(ErrorCode::kInvalidArgument, std::string(name) + ": None; an array");
-    return arrays.take(name, array);
+  TensorView required(ArrayImporter::Role role, nb::handle array) {
+    if (array.is_none()) throw Error(ErrorCode::kInvalidArgument, std::string(role.name) + ": None; an array");
+    return arrays.take(role, array);
   }
-  TensorView output(const char* name, nb::handle array) { return arrays.take(name, array, Access::kWrite); }
+  TensorView output(ArrayImporter::Role role, nb::handle array) { return arrays.take(role, array, Access::kWrite); }
 
   // Runs without the GIL.
   void launch() {
@@ -176,7 +181,7 @@ struct Call {
     if (planned.workspace_size > 0) {
       const auto stream = reinterpret_cast<std::uintptr_t>(options.stream);
       scratch = frameworks.attr("gpu_scratch")(q_, planned.workspace_size, stream);
-      options.workspace = {arrays.take("workspace", scratch).data, planned.workspace_size};
+      options.workspace = {arrays.take({"workspace"}, scratch).data, planned.workspace_size};
     }
     nb::gil_scoped_release released;
     planned.launch(options);
@@ -224,21 +229,21 @@ struct Call {
 // tensors: (q, k, v, out, lse)
 void forward(nb::tuple tensors, nb::tuple packed, nb::tuple options) {
   Call<ForwardArgs> call(tensors, packed, options);
-  call.args.out = call.output("out", tensors[3]);
-  call.args.lse = call.output("lse", tensors[4]);
+  call.args.out = call.output({"out"}, tensors[3]);
+  call.args.lse = call.output({"lse", ArrayImporter::kFloat32}, tensors[4]);
   call.launch();
 }
 
 // tensors: (q, k, v, dout, out, lse, dlse | None, dq, dk, dv)
 void backward(nb::tuple tensors, nb::tuple packed, nb::tuple options) {
   Call<BackwardArgs> call(tensors, packed, options);
-  call.args.dout = call.required("dout", tensors[3]);
-  call.args.out = call.required("out", tensors[4]);
-  call.args.lse = call.required("lse", tensors[5]);
-  call.args.dlse = call.arrays.take("dlse", tensors[6]);
-  call.args.dq = call.output("dq", tensors[7]);
-  call.args.dk = call.output("dk", tensors[8]);
-  call.args.dv = call.output("dv", tensors[9]);
+  call.args.dout = call.required({"dout"}, tensors[3]);
+  call.args.out = call.required({"out"}, tensors[4]);
+  call.args.lse = call.required({"lse", ArrayImporter::kFloat32}, tensors[5]);
+  call.args.dlse = call.arrays.take({"dlse", ArrayImporter::kFloat32}, tensors[6]);
+  call.args.dq = call.output({"dq"}, tensors[7]);
+  call.args.dk = call.output({"dk"}, tensors[8]);
+  call.args.dv = call.output({"dv"}, tensors[9]);
   call.launch();
 }
 

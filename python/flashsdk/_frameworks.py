@@ -189,7 +189,7 @@ def _find(array: Any) -> Framework:
 def own(name: str, array: Any) -> Any:
     """An array of the caller's to write into; raises Error if its framework forbids that."""
     if not of(array).writable:
-        raise Error(f"{name}: a {type(array).__name__}, which is immutable; None for a new one")
+        raise Error(f"{name}: an immutable {type(array).__name__}; None for a new array")
     return array
 
 
