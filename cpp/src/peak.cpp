@@ -3,8 +3,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <thread>
-#include <vector>
+
+#include "thread_pool.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -127,13 +127,10 @@ double measure_peak(PeakKind kind, const std::string& isa, int num_threads, doub
   using Clock = std::chrono::steady_clock;
   constexpr std::int64_t kSteps = 4096;  // some ten microseconds between two looks at the clock
   const Loop loop = loop_of(kind, isa);
-  std::atomic<int> waiting{num_threads};
   std::atomic<float> sink{0.f};
-  std::vector<double> rates(static_cast<std::size_t>(num_threads));
-  auto work = [&](int slot) {
+  std::atomic<double> total{0.};
+  auto work = [&](int) {
     volatile float factor = 0.5f, term = 1.f;
-    waiting.fetch_sub(1);
-    while (waiting.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
     const auto start = Clock::now();
     double elapsed = 0.;
     std::int64_t rounds = 0;
@@ -142,14 +139,10 @@ double measure_peak(PeakKind kind, const std::string& isa, int num_threads, doub
       ++rounds;
       elapsed = std::chrono::duration<double>(Clock::now() - start).count();
     }
-    rates[static_cast<std::size_t>(slot)] = static_cast<double>(rounds * kSteps) * loop.flops / elapsed;
+    total.fetch_add(static_cast<double>(rounds * kSteps) * loop.flops / elapsed);
   };
-  std::vector<std::thread> others;
-  for (int slot = 1; slot < num_threads; ++slot) others.emplace_back(work, slot);
-  work(0);
-  for (auto& thread : others) thread.join();
-  double total = 0.;
-  for (double rate : rates) total += rate;
+  // The threads that kernels run on, so that both meet the same processors.
+  parallel_runner(num_threads)(work);
   return total / 1e9;
 }
 
