@@ -1,6 +1,7 @@
 #include "thread_pool.h"
 
 #include <pthread.h>
+#include <signal.h>
 
 #include <algorithm>
 #include <atomic>
@@ -104,11 +105,21 @@ class ThreadPool {
   }
 
   void grow(int workers) {
+    if (workers_ >= workers) return;
+    // Signals are for the application's own threads; a new thread inherits the mask.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-      for (; workers_ < workers; ++workers_) std::thread([this] { work(); }).detach();
+      for (; workers_ < workers; ++workers_) {
+        std::thread worker([this] { work(); });
+        pthread_setname_np(worker.native_handle(), "flashsdk");
+        worker.detach();
+      }
     } catch (const std::system_error&) {
       // The machine gives no more threads: those there are do the work.
     }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   void wake(int helpers) {
