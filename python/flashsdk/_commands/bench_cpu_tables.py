@@ -37,7 +37,7 @@ def dense(record: dict[str, Any]) -> Table:
     ops = {row["op"] for row in rows}
     lines: dict[tuple[Any, ...], dict[str, list[str]]] = {}
     for row in rows:
-        goal = goals.Goal() if record["quick"] else goals.goal(row, rows, record["isa"])
+        goal = goals.goal(row, record)
         ratio = f"{row['ratio']:.2f}×" if "ratio" in row else "–"
         lines.setdefault(tuple(row[k] for k in keys), {})[row["op"]] = [
             f"{row['gflops']:.0f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,6 +151,9 @@ def bench_cpu(figure: Figure, record: Record) -> None:
         _densities(grid[len(dtypes)], sparse)
     for spare in grid[panels:]:
         spare.set_axis_off()
+    if dense:
+        handles, labels = grid[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=4, fontsize=8, frameon=False)
 
 
 def _shares(axes: Axes, dtype: str, rows: list[Record]) -> None:
@@ -178,27 +182,34 @@ def _shares(axes: Axes, dtype: str, rows: list[Record]) -> None:
         for n, d, mask in shapes
     ]
     axes.set_xticks(range(len(shapes)), labels)
-    axes.set_ylim(0, 118)
-    axes.set_yticks(range(0, 101, 25))
+    axes.axhline(100, color=INK, lw=0.8, ls=":")
+    axes.set_ylim(0, max(108, 1.06 * axes.dataLim.y1))
     axes.set_ylabel(f"% of the {rows[0]['peak_kind']} peak")
     axes.set_title(dtype)
-    axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", columnspacing=1)
 
 
 def _densities(axes: Axes, rows: list[Record]) -> None:
-    top = max(r["density"] for r in rows)
-    axes.plot([0, top], [0, top], color=STANDARD, lw=1, label="time = density × dense")
-    limits = [goals.sparse_limit(0), goals.sparse_limit(top)]
-    axes.plot([0, top], limits, color=STANDARD, lw=1, ls=":", label="allowed")
-    groups = list(dict.fromkeys((r["dtype"], r["op"], r["head_dim"]) for r in rows))
-    marks = {"fwd": "o", "bwd": "s"}
-    for i, (dtype, op, dim) in enumerate(groups):
-        of = [r for r in rows if (r["dtype"], r["op"], r["head_dim"]) == (dtype, op, dim)]
+    ends = [0.8 * min(r["density"] for r in rows), 1.25 * max(r["density"] for r in rows)]
+    steps = [ends[0] * (ends[1] / ends[0]) ** (i / 40) for i in range(41)]
+    allowed = [goals.sparse_limit(x) for x in steps]
+    axes.plot(steps, steps, color=STANDARD, lw=1, label="time = density × dense")
+    axes.plot(steps, allowed, color=STANDARD, lw=1, ls=":", label="allowed")
+    kinds = list(dict.fromkeys((r["dtype"], r["head_dim"]) for r in rows))
+    colors = dict(zip(kinds, (OURS, OURS_LIGHT, SPARSE, STANDARD), strict=False))
+    groups = list(dict.fromkeys((r["dtype"], r["head_dim"], r["op"]) for r in rows))
+    for i, (dtype, dim, op) in enumerate(groups):
+        of = [r for r in rows if (r["dtype"], r["head_dim"], r["op"]) == (dtype, dim, op)]
+        aside = 1 + 0.03 * (i - (len(groups) - 1) / 2)  # so that they do not hide each other
         axes.plot(
-            [r["density"] for r in of], [r["of_dense"] for r in of], marks[op], ms=5, alpha=0.8,
-            color=(OURS, OURS_LIGHT, SPARSE, "#6a9f58", "#8064a2", STANDARD)[i // 2 % 6],
+            [r["density"] * aside for r in of], [r["of_dense"] for r in of],
+            {"fwd": "o", "bwd": "s"}[op], ms=4, color=colors[dtype, dim],
             label=f"{dtype} {op}, head_dim {dim}",
         )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    ticks = sorted({2.0 ** round(math.log2(r["density"])) for r in rows})
+    for set_ticks in (axes.set_xticks, axes.set_yticks):
+        set_ticks(ticks, [f"{100 * x:.3g} %" for x in ticks])
     axes.set_xlabel("density: visited blocks / all blocks")
     axes.set_ylabel("time / dense time")
     axes.set_title(f"Block-sparse, {table.length(rows[0]['seqlen'])} tokens")
