@@ -314,7 +314,8 @@ def main():
                 repeat = f"{sys.argv[0]} {args.library} --count 1 --seed {seed}"
                 print(f"  repeat: python {repeat}")
     print(
-        f"{done} problems, {failures} failed, {skipped} had no kernel, {time.time() - start:.0f} s; "
+        f"{done} problems, {failures} failed, {skipped} had no kernel, "
+        f"{time.time() - start:.0f} s; "
         f"worst error / bound: { {k: round(v, 3) for k, v in worst.items()} }"
     )
     return 1 if failures else 0
