@@ -11,8 +11,8 @@ from ._reference import Array, Blocks
 
 DTYPES = {"cpu": ("float32", "bfloat16", "float16"), "gpu": ("bfloat16", "float16")}
 # (batch, head, query) rows and the keys they visit: they bound the time that the reference takes.
-MAX_ROWS = 600
-MAX_VISITS = 100_000
+MAX_ROWS = 500
+MAX_VISITS = 80_000
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

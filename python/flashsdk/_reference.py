@@ -233,7 +233,8 @@ class Head:
             softcap = float(np.float32(self.f.softcap))
             tanh = np.tanh(score / softcap)
             score, slope = softcap * tanh, 1 - tanh**2
-        score = score + self.bias(i)[keys]
+        if self.f.bias is not None or self.f.alibi_slopes is not None:
+            score = score + self.bias(i)[keys]
 
         shown = score != -np.inf  # a bias of -inf hides a key as well
         keys, score, slope = keys[shown], score[shown], slope[shown]
@@ -296,7 +297,7 @@ def forward(
     return out, lse
 
 
-def backward(
+def forward_backward(
     dout: Array,
     q: Array,
     k: Array,
@@ -305,21 +306,33 @@ def backward(
     dlse: Array | None = None,
     cu_seqlens: CuSeqlens = None,
     **features: Any,
-) -> tuple[Float64, Float64, Float64]:
-    """dq, dk, dv of sum(dout·out) + sum(dlse·lse)."""
+) -> tuple[Float64, Float64, Float64, Float64, Float64]:
+    """out, lse, and dq, dk, dv of sum(dout·out) + sum(dlse·lse)."""
+    out = np.zeros((*q.shape[:-1], v.shape[-1]))
+    lse = np.full(_lse_shape(q), -np.inf)
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
     for head in heads(Features(**features), q, k, v, dout, dlse, cu_seqlens):
         assert head.dout is not None
         for i in range(len(head.q)):
             row = head.row(i)
+            k_seen, v_seen = head.k[row.keys], head.v[row.keys]
             dropped = row.p * row.drop
-            dp = row.drop * (head.v[row.keys] @ head.dout[i])
-            delta = head.dout[i] @ (dropped @ head.v[row.keys]) - head.dlse[i]
+            out[head.at_q][i] = dropped @ v_seen
+            lse[head.at_lse][i] = row.lse
+            dp = row.drop * (v_seen @ head.dout[i])
+            delta = head.dout[i] @ (dropped @ v_seen) - head.dlse[i]
             ds = head.scale * row.slope * row.p * (dp - delta)
-            dq[head.at_q][i] = ds @ head.k[row.keys]
+            dq[head.at_q][i] = ds @ k_seen
             dk[head.at_k][row.keys] += np.outer(ds, head.q[i])
             dv[head.at_k][row.keys] += np.outer(dropped, head.dout[i])
-    return dq, dk, dv
+    return out, lse, dq, dk, dv
+
+
+def backward(
+    dout: Array, q: Array, k: Array, v: Array, **keywords: Any
+) -> tuple[Float64, Float64, Float64]:
+    """dq, dk, dv of forward_backward."""
+    return forward_backward(dout, q, k, v, **keywords)[2:]
 
 
 def _lse_shape(q: Array) -> tuple[int, ...]:
@@ -354,6 +367,7 @@ __all__ = [
     "Row",
     "backward",
     "forward",
+    "forward_backward",
     "heads",
     "philox4x32",
     "random_bytes",

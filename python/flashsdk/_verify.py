@@ -213,9 +213,8 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
     }
     q, k, v, dout, dlse = x["q"], x["k"], x["v"], x["dout"], x.get("dlse")
     cu_seqlens = (x["cu_seqlens_q"], x["cu_seqlens_k"]) if problem.packed else None
-    out, lse = _reference.forward(q, k, v, cu_seqlens=cu_seqlens, **features)
-    grads = _reference.backward(dout, q, k, v, dlse=dlse, cu_seqlens=cu_seqlens, **features)
-    exact = dict(zip(OUTPUTS, (out, lse, *grads), strict=True))
+    keywords = {"dlse": dlse, "cu_seqlens": cu_seqlens, **features}
+    exact = dict(zip(OUTPUTS, _reference.forward_backward(dout, q, k, v, **keywords), strict=True))
 
     f = _reference.Features(**features)
     arrays = q, k, v, dout, dlse
