@@ -13,10 +13,12 @@
 
 namespace flashsdk::cuda {
 
-// What a kernel has compiled in. The more, the more registers it takes, also from calls that use none of it.
-enum class Features { kNone, kDropout, kAll };
-constexpr bool has_dropout(Features f) { return f != Features::kNone; }
-constexpr bool modifies_scores(Features f) { return f == Features::kAll; }  // softcap, bias, ALiBi
+// What a kernel has compiled in, as bits. The more, the more registers it takes, also from calls that use none of it.
+enum class Features : unsigned { kNone = 0, kDropout = 1, kSoftcap = 2, kBias = 4, kCapped = 3, kAll = 7 };
+constexpr bool has(Features f, Features bit) { return (static_cast<unsigned>(f) & static_cast<unsigned>(bit)) != 0; }
+constexpr bool has_dropout(Features f) { return has(f, Features::kDropout); }
+constexpr bool has_bias(Features f) { return has(f, Features::kBias); }  // and ALiBi
+constexpr bool modifies_scores(Features f) { return has(f, Features::kSoftcap) || has_bias(f); }
 
 // (query, key) of the elements of a tile's accumulator.
 template <bool kTransposed, class Coordinates>
@@ -58,7 +60,7 @@ class ScoreFeatures {
 
   template <bool kTransposed, class Scores, class Coordinates>
   __device__ void apply(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at) const {
-    softcap(scores, [](int, int, float) {});
+    cap(scores);
     shift(scores, at);
   }
 
@@ -66,8 +68,18 @@ class ScoreFeatures {
   template <bool kTransposed, class Scores, class Gradients, class Coordinates>
   __device__ void apply(Scores& scores, Gradients& gradients,
                         const TileCoordinates<kTransposed, Coordinates>& at) const {
-    softcap(scores, [&](int i, int j, float tanh) { gradients(i, j) *= 1.f - tanh * tanh; });
+    cap(scores, gradients);
     shift(scores, at);
+  }
+
+  // Scale and softcap alone, for kernels that have no bias compiled in; likewise.
+  template <class Scores>
+  __device__ void cap(Scores& scores) const {
+    softcap(scores, [](int, int, float) {});
+  }
+  template <class Scores, class Gradients>
+  __device__ void cap(Scores& scores, Gradients& gradients) const {
+    softcap(scores, [&](int i, int j, float tanh) { gradients(i, j) *= 1.f - tanh * tanh; });
   }
 
  private:

@@ -1,12 +1,14 @@
 // Tile products on mma.sync: operands in shared memory or registers, accumulators in registers.
 #pragma once
 
-#include <cutlass/numeric_conversion.h>
 #include <cute/tensor.hpp>
 
+#include "cuda/fragments.h"
 #include "sm80/traits.h"
 
 namespace flashsdk::sm80 {
+
+using cuda::convert;
 
 // An operand in shared memory as one thread sees it: fetch(k) brings the k-th slice of 16 into its registers.
 template <class TiledCopy, class Source, class Fragment>
@@ -72,15 +74,10 @@ __device__ void gemm(Mma mma, Accumulator& acc, OperandA&& a, OperandB&& b) {
   }
 }
 
-// An accumulator ((2, 2), M, N) seen as a matrix ((2, M), (2, N)) of the rows and columns this thread holds.
-template <class AccLayout>
-__host__ __device__ constexpr auto matrix_layout(const AccLayout& l) {
-  return cute::make_layout(cute::make_layout(cute::get<0, 1>(l), cute::get<1>(l)),
-                           cute::make_layout(cute::get<0, 0>(l), cute::get<2>(l)));
-}
+// An accumulator seen as a matrix of this thread's rows and columns.
 template <class Accumulator>
 __device__ auto as_matrix(Accumulator& acc) {
-  return cute::make_tensor(acc.data(), matrix_layout(acc.layout()));
+  return cute::make_tensor(acc.data(), cuda::matrix_layout(acc.layout()));
 }
 
 // The (row, column) inside the tile of each element of as_matrix(acc).
@@ -88,18 +85,7 @@ template <int kRows, int kColumns, class Mma>
 __device__ auto matrix_coordinates(Mma mma) {
   auto c =
       mma.get_thread_slice(threadIdx.x).partition_C(cute::make_identity_tensor(Shape<Int<kRows>, Int<kColumns>>{}));
-  return cute::make_tensor(c.data(), matrix_layout(c.layout()));
-}
-
-// fp32 to 16 bits, layout kept.
-template <class Element, class Accumulator>
-__device__ auto convert(const Accumulator& acc) {
-  constexpr int kSize = decltype(cute::size(acc))::value;
-  auto result = cute::make_tensor<Element>(acc.layout());
-  cutlass::NumericArrayConverter<Element, float, kSize> converter;
-  *reinterpret_cast<cutlass::Array<Element, kSize>*>(result.data()) =
-      converter(*reinterpret_cast<const cutlass::Array<float, kSize>*>(acc.data()));
-  return result;
+  return cute::make_tensor(c.data(), cuda::matrix_layout(c.layout()));
 }
 
 // The accumulator of one product as operand A of the next: two neighbouring 16x8 accumulators are one 16x16 operand.

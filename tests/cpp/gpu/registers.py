@@ -12,7 +12,7 @@ PATTERN = re.compile(
     re.S,
 )
 POLICY = {"11DensePolicy": "dense", "10BandPolicy": "band", "17BlockSparsePolicy": "block_sparse"}
-FEATURES = ("none", "dropout", "all")
+FEATURES = {0: "none", 1: "dropout", 3: "capped", 7: "all"}
 
 with open(sys.argv[1]) as log:
     text = log.read()

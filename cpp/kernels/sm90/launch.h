@@ -1,0 +1,45 @@
+// From kernel templates to rows of the kernel table: what the SM90 kernels of both directions refuse, and their keys.
+#pragma once
+
+#include "common/kernel_entry.h"
+#include "cuda/device.h"
+#include "cuda/launch.h"
+#include "cuda/score_features.h"
+#include "sm90/tensor_map.h"
+
+namespace flashsdk::sm90 {
+
+constexpr const char* kArch = "sm_90a";
+
+// Null, or why no SM90 kernel with these head dimensions, tile and features takes the problem.
+template <class Traits, cuda::Features kFeatures>
+const char* refuse(const ForwardParams& p) {
+  if (p.score.bias.ptr != nullptr || p.score.alibi_slopes != nullptr) return "bias and ALiBi are left to sm80";
+  if (p.score.softcap > 0.f && !cuda::modifies_scores(kFeatures)) return "softcap is not compiled in";
+  if (p.head_dim > Traits::kHeadDim || p.head_dim_v > Traits::kHeadDimV) return "head_dim is larger than the kernel's";
+  if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return "head_dim is not a multiple of 8";
+  if (p.mask.kind == MaskKind::kBlockSparse &&
+      (p.mask.block_q % Traits::kBlockM != 0 || p.mask.block_k % Traits::kBlockN != 0)) {
+    return "the mask's blocks are not multiples of the kernel's tile";
+  }
+  for (const TensorParam* t : {&p.q, &p.out})
+    if (const char* reason = tensor_map_refusal(*t, query_extent(p, p.head_dim))) return reason;
+  for (const TensorParam* t : {&p.k, &p.v})
+    if (const char* reason = tensor_map_refusal(*t, key_extent(p, p.head_dim))) return reason;
+  const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
+  if (device.capability != 90) return "the device is not of compute capability 9.0";
+  return nullptr;
+}
+
+template <class Traits, cuda::Features kFeatures>
+KernelKey key_of(Op op, MaskKind mask) {
+  return {op,
+          Backend::kSm90,
+          kArch,
+          cuda::kDType<typename Traits::Element>,
+          max_of(Traits::kHeadDim, Traits::kHeadDimV),
+          mask,
+          kFeatures != cuda::Features::kNone};
+}
+
+}  // namespace flashsdk::sm90

@@ -1,0 +1,21 @@
+// Every named barrier of the SM90 kernels. A block has 16; 0 is __syncthreads.
+#pragma once
+
+#include <cstdint>
+
+namespace flashsdk::sm90 {
+
+// Forward and backward are kernels of their own: their ids may be the same.
+namespace named_barrier {
+constexpr std::uint32_t kForwardTurn = 1;  // + warpgroup, up to 4: whose products are issued next
+}  // namespace named_barrier
+
+// Waits until `threads` threads, those that only arrive included, have come to the barrier.
+__device__ __forceinline__ void barrier_sync(std::uint32_t id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(std::uint32_t id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+}  // namespace flashsdk::sm90

@@ -1,0 +1,47 @@
+// Copies of (rows, columns) tiles by the tensor memory accelerator: one thread starts them, an mbarrier counts bytes.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda.h>
+#include <cutlass/arch/barrier.h>
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "sm90/traits.h"
+
+namespace flashsdk::sm90 {
+
+// What L2 should do with the lines of a copy.
+using CacheHint = cute::TMA::CacheHintSm90;
+
+// First coordinates of a tile; packed tensors have batch 0 and rows counted over all sequences.
+struct TileOrigin {
+  int row, head, batch;
+};
+
+// Starts the copy of one tile into its slabs. The barrier has been told kTile::kBytes; what lies beyond the tensor
+// counts and becomes zero.
+template <class kTile>
+__device__ __forceinline__ void load_tile(const CUtensorMap& map, cutlass::arch::ClusterTransactionBarrier& barrier,
+                                          void* smem, TileOrigin at, CacheHint hint = CacheHint::EVICT_NORMAL) {
+#pragma unroll
+  for (int slab = 0; slab < kTile::kSlabs; ++slab) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<std::uint64_t*>(&barrier), static_cast<std::uint64_t>(hint),
+                                 static_cast<char*>(smem) + slab * kTile::kSlabBytes, slab * kTile::kSlabColumns,
+                                 at.row, at.head, at.batch);
+  }
+}
+
+// Starts writing one tile; rows and columns beyond the tensor are not written. Shared memory must have been made
+// visible to the copy (cute::tma_store_fence) by those who wrote it. Follow with cute::tma_store_arrive.
+template <class kTile>
+__device__ __forceinline__ void store_tile(const CUtensorMap& map, const void* smem, TileOrigin at) {
+#pragma unroll
+  for (int slab = 0; slab < kTile::kSlabs; ++slab) {
+    cute::SM90_TMA_STORE_4D::copy(&map, static_cast<const char*>(smem) + slab * kTile::kSlabBytes,
+                                  slab * kTile::kSlabColumns, at.row, at.head, at.batch);
+  }
+}
+
+}  // namespace flashsdk::sm90
