@@ -11,12 +11,14 @@ nanobind_add_module(_bindings STABLE_ABI NB_STATIC NOMINSIZE
   python/flashsdk/_bindings.cpp python/flashsdk/_arrays.cpp)
 target_link_libraries(_bindings PRIVATE flashsdk_archive flashsdk_kernels flashsdk_warnings)
 target_include_directories(_bindings PRIVATE ${PROJECT_SOURCE_DIR}/cpp/src)
+target_compile_definitions(_bindings PRIVATE FLASHSDK_HAVE_CUDA=$<BOOL:${FLASHSDK_CUDA_ENABLED}>)
 # Only the module's init function is visible: two copies of the library in one process do not mix.
 target_link_options(_bindings PRIVATE LINKER:--exclude-libs,ALL)
 
 if(SKBUILD)
   install(TARGETS _bindings LIBRARY DESTINATION flashsdk COMPONENT python EXCLUDE_FROM_ALL)
 else()
-  # A development build: the extension lies beside its Python files.
-  set_target_properties(_bindings PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${PROJECT_SOURCE_DIR}/python/flashsdk)
+  # A development build: the extension lies beside its Python files, unless it is only to be looked at.
+  set(FLASHSDK_EXTENSION_DIR ${PROJECT_SOURCE_DIR}/python/flashsdk CACHE PATH "Where a development build puts the extension")
+  set_target_properties(_bindings PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${FLASHSDK_EXTENSION_DIR})
 endif()

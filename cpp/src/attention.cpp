@@ -2,6 +2,9 @@
 #include "flashsdk/attention.h"
 
 #include "check.h"
+#if FLASHSDK_HAVE_CUDA
+#include "cuda/device.h"
+#endif
 #include "kernel_registry.h"
 #include "packed_tail.h"
 #include "plan.h"
@@ -46,6 +49,9 @@ template <class Params>
 void Plan<Params>::launch(const LaunchOptions& options) const {
   const bool on_cpu = params.device.type == DeviceType::kCPU;
   if (on_cpu && options.stream != nullptr) fail("stream", "given", "none, as q is on cpu");
+#if FLASHSDK_HAVE_CUDA
+  if (!on_cpu) cuda::check_stream(options.stream, params.device.index);
+#endif
   check_workspace(options.workspace, workspace_size);
   entry->launch(params, {options.workspace.data, options.stream, parallel_runner(num_threads)});
   if (on_cpu) write_packed_tail(params);

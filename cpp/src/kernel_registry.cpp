@@ -2,10 +2,14 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <tuple>
 
 #include "check.h"
 #include "cpu_features.h"
+#if FLASHSDK_HAVE_CUDA
+#include "cuda/device.h"
+#endif
 
 namespace flashsdk {
 namespace {
@@ -75,6 +79,16 @@ std::string machine_refusal(const KernelKey& key, const std::string& forced_isa)
   if (!forced_isa.empty() && isa_rank(key.arch) > isa_rank(forced_isa)) return "FLASHSDK_CPU_ISA=" + forced_isa;
   if (!cpu_supports(key.arch)) return std::string("this processor has no ") + key.arch;
   return {};
+}
+
+// Whether a kernel for GPUs runs on one of this machine. Listings alone ask: a call knows its device, and a process that
+// calls only the CPU should not start the driver.
+bool gpu_available([[maybe_unused]] const KernelKey& key) {
+#if FLASHSDK_HAVE_CUDA
+  return cuda::machine_refusal(key.arch).empty();
+#else
+  return false;
+#endif
 }
 
 bool same_device(Backend backend, Device device) {
@@ -219,10 +233,16 @@ Explanation KernelRegistry::explain(Op op, const ForwardParams& p, std::optional
 
 std::vector<KernelInfo> KernelRegistry::list() const {
   std::vector<KernelInfo> kernels;
+  std::map<std::string, bool> gpu;  // by architecture
   for (const Row& row : rows_) {
     const KernelKey& key = row.entry.key;
+    bool available = row.available();
+    if (key.backend != Backend::kCpu) {
+      if (gpu.count(key.arch) == 0) gpu[key.arch] = gpu_available(key);
+      available = gpu[key.arch];
+    }
     kernels.push_back({row.name, name_of(key.op), name_of(key.backend), key.arch, to_string(key.dtype), key.head_dim,
-                       name_of(key.mask), key.score_features, row.entry.tile.m, row.entry.tile.n, row.available()});
+                       name_of(key.mask), key.score_features, row.entry.tile.m, row.entry.tile.n, available});
   }
   return kernels;
 }

@@ -44,7 +44,7 @@ struct DlExchangeApi {
   void* previous;
   void *allocate, *export_managed, *import_managed;
   int (*export_tensor)(void* object, void* dl_tensor);  // lends the tensor until the interpreter runs on; may be null
-  void* current_stream;
+  int (*current_stream)(int device_type, std::int32_t device, void** stream);
 };
 
 // https://numpy.org/doc/stable/reference/arrays.interface.html
@@ -98,7 +98,7 @@ Protocol find_protocol(PyTypeObject* type) {
     auto* api = static_cast<DlExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     if (api == nullptr) PyErr_Clear();
     if (api != nullptr && api->version.major == 1 && api->export_tensor != nullptr)
-      return {Protocol::kExchange, api->export_tensor};
+      return {Protocol::kExchange, api->export_tensor, api->current_stream};
   }
   if (attribute(of, "__array_struct__").is_valid()) return {Protocol::kArrayStruct};
   if (attribute(of, "__dlpack__").is_valid()) return {Protocol::kDlpack};
@@ -143,7 +143,26 @@ DType dtype_of(ArrayImporter::Role role, nb::handle array, const ArrayStruct& a)
   fail_dtype(role, given);
 }
 
+// Whether a producer says that its memory is a CUDA device's. Whatever else is wrong with it shows elsewhere.
+bool on_gpu(nb::handle array) {
+  const nb::object method = attribute(array, "__dlpack_device__");
+  if (!method.is_valid()) return false;
+  const nb::object device = nb::steal(PyObject_CallNoArgs(method.ptr()));
+  const nb::object type = device.is_valid() ? nb::steal(PySequence_GetItem(device.ptr(), 0)) : nb::object();
+  const long number = type.is_valid() ? PyLong_AsLong(type.ptr()) : -1;
+  PyErr_Clear();
+  return number == static_cast<long>(DeviceType::kCUDA);
+}
+
 }  // namespace
+
+bool ArrayImporter::current_stream(nb::handle array, Device device, void** stream) {
+  const Protocol& protocol = protocol_of(Py_TYPE(array.ptr()));
+  if (protocol.current_stream == nullptr) return false;
+  if (protocol.current_stream(static_cast<int>(device.type), device.index, stream) == 0) return true;
+  PyErr_Clear();
+  return false;
+}
 
 std::string class_name(nb::handle object) { return nb::inst_name(object).c_str(); }
 
@@ -197,12 +216,20 @@ TensorView ArrayImporter::from_array_struct(Role role, nb::handle array, Access 
 TensorView ArrayImporter::from_dlpack(Role role, nb::handle array, Access access) {
   nb::object capsule;
   try {
-    nb::object method = array.attr("__dlpack__");
+    const nb::object method = array.attr("__dlpack__");
+    nb::dict keywords;
+    if (gpu_stream && on_gpu(array)) {
+      // The producer makes this stream wait for its work. 0 is not allowed there: the default stream is 1.
+      const auto stream = reinterpret_cast<std::uintptr_t>(gpu_stream());
+      keywords["stream"] = stream != 0 ? stream : 1;
+    }
     try {
-      capsule = method(nb::arg("max_version") = nb::make_tuple(1, 0));
+      keywords["max_version"] = nb::make_tuple(1, 0);
+      capsule = method(**keywords);
     } catch (nb::python_error& e) {
       if (!e.matches(PyExc_TypeError)) throw;
-      capsule = method();  // a producer older than version 1
+      PyDict_DelItemString(keywords.ptr(), "max_version");
+      capsule = method(**keywords);  // a producer older than version 1
     }
   } catch (nb::python_error& e) {
     refuse(role.name, array, e);
@@ -223,29 +250,42 @@ TensorView ArrayImporter::from_dlpack(Role role, nb::handle array, Access access
   return view_of(role, *tensor);
 }
 
-nb::object empty(const char* dtype, nb::handle shape) {
-  nb::dlpack::dtype of;
-  if (std::strcmp(dtype, "float32") == 0) {
-    of = {static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float), 32, 1};
-  } else if (std::strcmp(dtype, "float16") == 0) {
-    of = {static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
-  } else if (std::strcmp(dtype, "bfloat16") == 0) {
-    of = {static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
-  } else {
-    fail("dtype", std::string(dtype) + "; float32, float16 or bfloat16");
-  }
-  constexpr std::size_t kAlignment = 64;
+namespace {
+
+nb::dlpack::dtype dlpack_dtype(const char* dtype) {
+  if (std::strcmp(dtype, "float32") == 0) return {static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float), 32, 1};
+  if (std::strcmp(dtype, "float16") == 0) return {static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+  if (std::strcmp(dtype, "bfloat16") == 0) return {static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
+  fail("dtype", std::string(dtype) + "; float32, float16 or bfloat16");
+}
+
+std::vector<std::size_t> extents_of(nb::handle shape) {
   std::vector<std::size_t> extents;
+  for (nb::handle extent : shape) extents.push_back(nb::cast<std::size_t>(extent));
+  return extents;
+}
+
+}  // namespace
+
+nb::object empty(const char* dtype, nb::handle shape) {
+  const nb::dlpack::dtype of = dlpack_dtype(dtype);
+  const std::vector<std::size_t> extents = extents_of(shape);
+  constexpr std::size_t kAlignment = 64;
   std::size_t bytes = of.bits / 8;
-  for (nb::handle extent : shape) {
-    extents.push_back(nb::cast<std::size_t>(extent));
-    if (__builtin_mul_overflow(bytes, extents.back(), &bytes)) throw std::bad_alloc();
-  }
+  for (std::size_t extent : extents)
+    if (__builtin_mul_overflow(bytes, extent, &bytes)) throw std::bad_alloc();
   void* data = std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment);
   if (data == nullptr) throw std::bad_alloc();
   nb::capsule owner(data, [](void* p) noexcept { std::free(p); });
   return nb::cast(nb::ndarray<nb::array_api>(data, extents.size(), extents.data(), owner, nullptr, of,
                                              nb::device::cpu::value, 0, 'C'));
+}
+
+nb::object gpu_view(const char* dtype, nb::handle shape, std::uintptr_t address, int device) {
+  const std::vector<std::size_t> extents = extents_of(shape);
+  return nb::cast(nb::ndarray<nb::array_api>(reinterpret_cast<void*>(address), extents.size(), extents.data(),
+                                             nb::none(), nullptr, dlpack_dtype(dtype), nb::device::cuda::value, device,
+                                             'C'));
 }
 
 }  // namespace flashsdk::python

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "flashsdk/tensor.h"
@@ -19,7 +20,8 @@ namespace nb = nanobind;
 struct Protocol {
   enum Kind : std::uint8_t { kNone, kExchange, kArrayStruct, kDlpack };
   Kind kind = kNone;
-  int (*export_tensor)(void* object, void* dl_tensor) = nullptr;  // kExchange
+  int (*export_tensor)(void* object, void* dl_tensor) = nullptr;                         // kExchange
+  int (*current_stream)(int device_type, std::int32_t device, void** stream) = nullptr;  // kExchange, may be null
 };
 
 // Takes the arrays of one call and keeps what they lend until the call is over.
@@ -36,6 +38,12 @@ class ArrayImporter {
   static constexpr const char* kFloatsOrBool = "float32, float16, bfloat16 or bool";
   static constexpr const char* kFloat32 = "float32";
   static constexpr const char* kInt32 = "int32";
+
+  // The CUDA stream of the call, asked for when an array on a GPU has to be handed over to it.
+  std::function<void*()> gpu_stream;
+
+  // The stream that the framework of an array works on now, without a call into Python; false if there is no such way.
+  static bool current_stream(nb::handle array, Device device, void** stream);
 
   // Throws Error under the argument's name. None gives a view that is "not given".
   TensorView take(Role role, nb::handle array, Access access = Access::kRead);
@@ -58,5 +66,8 @@ std::string describe(const nb::python_error& error);
 
 // A new row-major array on the CPU, 64-byte aligned, that exports itself through DLPack.
 nb::object empty(const char* dtype, nb::handle shape);
+
+// The row-major array at an address of a GPU, which its owner keeps alive; the same otherwise.
+nb::object gpu_view(const char* dtype, nb::handle shape, std::uintptr_t address, int device);
 
 }  // namespace flashsdk::python

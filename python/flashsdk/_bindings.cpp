@@ -10,6 +10,9 @@
 #include <string>
 
 #include "_arrays.h"
+#if FLASHSDK_HAVE_CUDA
+#include "cuda/device.h"
+#endif
 #include "flashsdk/flashsdk.h"
 #include "peak.h"
 #include "plan.h"
@@ -123,7 +126,8 @@ struct Call {
   bool packed;
   ArrayImporter arrays;
 
-  Call(nb::tuple tensors, nb::tuple p, nb::tuple o) : packed(p.size() > 0), q_(tensors[0]) {
+  Call(nb::tuple tensors, nb::tuple p, nb::tuple o) : packed(p.size() > 0), q_(tensors[0]), given_stream_(o[9]) {
+    arrays.gpu_stream = [this] { return stream(); };
     args.q = required({"q"}, tensors[0]);
     args.k = required({"k"}, tensors[1]);
     args.v = required({"v"}, tensors[2]);
@@ -142,11 +146,7 @@ struct Call {
     args.seed = to_integer<std::uint64_t>("seed", o[6], kUint64);
     args.offset = to_integer<std::uint64_t>("offset", o[7], kUint64);
     args.deterministic = to_bool("deterministic", o[8]);
-    if (!o[9].is_none()) {
-      if (args.q.device.type == DeviceType::kCPU) fail("stream", o[9], "None, as q is on cpu");
-      options.stream = reinterpret_cast<void*>(to_integer<std::uint64_t>("stream", o[9], "a stream's address"));
-      stream_given_ = true;
-    }
+    if (!o[9].is_none() && args.q.device.type == DeviceType::kCPU) fail("stream", o[9], "None, as q is on cpu");
     if (!o[10].is_none()) {
       if (!nb::isinstance<nb::str>(o[10])) fail("backend", o[10], "\"cpu\", \"sm80\", \"sm90\" or None");
       args.backend = nb::cast<std::string>(o[10]);
@@ -171,24 +171,47 @@ struct Call {
   }
 
  private:
-  // On the current stream of q's framework unless one was given, and with memory of that framework for the workspace.
-  template <class Planned>
-  void launch_on_gpu(const Planned& planned) {
-    const nb::module_ frameworks = nb::module_::import_("flashsdk._frameworks");
-    if (!stream_given_)
-      options.stream = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(frameworks.attr("gpu_stream")(q_)));
-    nb::object scratch;
-    if (planned.workspace_size > 0) {
-      const auto stream = reinterpret_cast<std::uintptr_t>(options.stream);
-      scratch = frameworks.attr("gpu_scratch")(q_, planned.workspace_size, stream);
-      options.workspace = {arrays.take({"workspace"}, scratch).data, planned.workspace_size};
+  // The stream given, else the one on which q's framework works now.
+  void* stream() {
+    if (stream_known_) return options.stream;
+    if (!given_stream_.is_none()) {
+      const auto address = to_integer<std::uint64_t>("stream", given_stream_, "a stream's address");
+      options.stream = reinterpret_cast<void*>(address);
+    } else if (!args.q.given() || !ArrayImporter::current_stream(q_, args.q.device, &options.stream)) {
+      const auto address = nb::cast<std::uintptr_t>(frameworks().attr("gpu_stream")(q_));
+      options.stream = reinterpret_cast<void*>(address);
     }
-    nb::gil_scoped_release released;
-    planned.launch(options);
+    stream_known_ = true;
+    return options.stream;
   }
 
-  nb::handle q_;
-  bool stream_given_ = false;
+  // With memory of q's framework for the workspace, which goes back when the call returns: the framework gives it to
+  // nobody else before the stream has passed the call, or says that it cannot know.
+  template <class Planned>
+  void launch_on_gpu(const Planned& planned) {
+    stream();
+    nb::object scratch;
+    if (planned.workspace_size > 0) {
+      const auto address = reinterpret_cast<std::uintptr_t>(options.stream);
+      scratch = frameworks().attr("gpu_scratch")(q_, planned.workspace_size, address);
+      options.workspace = {arrays.take({"workspace"}, scratch).data, planned.workspace_size};
+    }
+    void* known;  // those that tell their stream without Python keep memory in the order of streams
+    const bool wait = !ArrayImporter::current_stream(q_, args.q.device, &known) &&
+                      nb::cast<bool>(frameworks().attr("gpu_must_wait")(q_));
+    nb::gil_scoped_release released;
+    planned.launch(options);
+#if FLASHSDK_HAVE_CUDA
+    if (wait) cuda::synchronize(options.stream, args.q.device.index);
+#else
+    static_cast<void>(wait);
+#endif
+  }
+
+  static nb::module_ frameworks() { return nb::module_::import_("flashsdk._frameworks"); }
+
+  nb::handle q_, given_stream_;
+  bool stream_known_ = false;
 
   // Scratch memory of each calling thread, kept between calls.
   class ThreadWorkspace {
@@ -328,4 +351,5 @@ NB_MODULE(_bindings, m) {
   m.def("get_num_threads", flashsdk::get_num_threads);
   m.def("measure_peak", py::peak_of_machine);
   m.def("empty", py::empty);
+  m.def("gpu_view", py::gpu_view);
 }

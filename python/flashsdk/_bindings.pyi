@@ -36,3 +36,6 @@ def measure_peak(kind: str, seconds: float, /) -> float:
 
 def empty(dtype: str, shape: tuple[int, ...], /) -> Any:
     """Uninitialised row-major CPU memory that speaks DLPack; float32, float16 or bfloat16."""
+
+def gpu_view(dtype: str, shape: tuple[int, ...], address: int, device: int, /) -> Any:
+    """Row-major memory of a GPU that somebody else keeps, as what speaks DLPack."""

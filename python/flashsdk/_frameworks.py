@@ -17,6 +17,7 @@ class Framework(Protocol):
     """How outputs are made and handed over."""
 
     writable: bool  # whether results can be written into an array of the caller's
+    waits: bool  # whether a call on a GPU must have ended before it returns
 
     def empty(self, like: Any, shape: Shape) -> Any:
         """Uninitialised memory for results, of the dtype and on the device of ``like``."""
@@ -42,6 +43,7 @@ class Framework(Protocol):
 
 class _NumPy:
     writable = True
+    waits = False
 
     def empty(self, like: Any, shape: Shape) -> Any:
         return np.empty(shape, like.dtype)
@@ -94,20 +96,63 @@ class _Torch(_NumPy):
 
 
 class _Jax(_NumPy):
-    """JAX's arrays are immutable: kernels write to plain memory, which then becomes an array."""
+    """JAX's arrays are immutable: kernels write to memory that becomes an array with the result.
+
+    On a GPU that is an array nobody else has seen yet, and as XLA cannot be told to wait for our
+    stream, nor when it may reuse memory that the stream still reads, calls wait for their end.
+    """
 
     writable = False
+    waits = True
 
     def empty(self, like: Any, shape: Shape) -> Any:
-        return _bindings.empty(str(like.dtype), shape)
+        return self._new(like, shape, str(like.dtype))
 
     def empty_float32(self, like: Any, shape: Shape) -> Any:
-        return _bindings.empty("float32", shape)
+        return self._new(like, shape, "float32")
+
+    def _new(self, like: Any, shape: Shape, dtype: str) -> Any:
+        device = self.device(like)
+        if device is None:
+            return _bindings.empty(dtype, shape)
+        array = sys.modules["jax"].numpy.empty(shape, dtype, device=device)
+        return _JaxMemory(array.block_until_ready())
 
     def finish(self, result: Any) -> Any:
+        if isinstance(result, _JaxMemory):
+            return result.array
         import jax.dlpack  # here already, as somebody made the arrays
 
         return jax.dlpack.from_dlpack(result)
+
+    def device(self, like: Any) -> Any:
+        (device,) = like.devices()
+        return device if device.platform == "gpu" else None
+
+    def to_device(self, array: Any, like: Any) -> Any:
+        return sys.modules["jax"].device_put(array, self.device(like))
+
+    def stream(self, like: Any) -> int:
+        return int(self.device(like).get_stream_for_external_ready_events())
+
+
+class _JaxMemory:
+    """A new JAX array on a GPU as memory to write into, which JAX itself lends only to readers."""
+
+    def __init__(self, array: Any):
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        kind, index = self.array.__dlpack_device__()
+        return int(kind), int(index)
+
+    def __dlpack__(self, stream: int | None = None, **_: Any) -> Any:
+        return _bindings.gpu_view(
+            str(self.array.dtype),
+            self.array.shape,
+            self.array.unsafe_buffer_pointer(),
+            self.__dlpack_device__()[1],
+        ).__dlpack__()
 
 
 class _ArrayApi(_NumPy):
@@ -202,3 +247,7 @@ def gpu_stream(q: Any) -> int:
 
 def gpu_scratch(q: Any, size: int, stream: int) -> Any:
     return of(q).scratch(q, size, stream)
+
+
+def gpu_must_wait(q: Any) -> bool:
+    return of(q).waits

@@ -58,6 +58,7 @@ class Problem:
     values: str = "normal"  # normal, tiny, huge (q and k), zeros (mostly)
     strides: bool = True  # odd strides and offsets; False: contiguous
     negative_strides: bool = True
+    aligned: bool = False  # head dimensions, strides and addresses in multiples of 8 elements
     options: dict[str, Any] = field(default_factory=dict)  # further keywords of the calls
 
     @property
@@ -140,7 +141,7 @@ def generate(seed: int, backend: str = "cpu") -> Problem:
         of = str(rng.choice(["float32", "float16", "bfloat16", "bool"]))
         shape = (batch, num_heads, max(max_q, 1), max(max_k, 1))
         bias = (of, tuple(int(rng.choice([1, n])) for n in shape))
-    return Problem(
+    problem = Problem(
         seed=seed,
         dtype=dtype,
         lengths_q=lengths_q,
@@ -166,6 +167,11 @@ def generate(seed: int, backend: str = "cpu") -> Problem:
         negative_strides=backend == "cpu",
         options={"deterministic": True} if chance(0.2) else {},
     )
+    # The fast kernels of a GPU take only what is aligned: most problems should be theirs.
+    if backend == "cpu" or chance(0.25):
+        return problem
+    head_dim, head_dim_v = (-(-d // 8) * 8 for d in (problem.head_dim, problem.head_dim_v))
+    return replace(problem, aligned=True, head_dim=head_dim, head_dim_v=head_dim_v)
 
 
 def _length(rng: np.random.Generator) -> int:
@@ -235,10 +241,12 @@ def place(
     *,
     negative: bool = True,
     broadcast: bool = False,
+    aligned: bool = False,
 ) -> Placed:
     """`values` in a buffer: with `rng` in odd strides (any but the last), else contiguous.
 
     With `broadcast` one dimension may get stride 0, and then holds what was its first element.
+    `aligned` strides and offsets are multiples of 8 elements.
     """
     dtype, outer = values.dtype, values.ndim - 1
     guard = 8
@@ -247,12 +255,14 @@ def place(
     if rng is not None and rng.random() < 0.7:
         axis = int(rng.integers(outer)) if outer else 0
         if broadcast and values.shape[axis] > 1 and rng.random() < 0.15:
-            placed = place(values.take([0], axis), rng, negative=negative)
+            placed = place(values.take([0], axis), rng, negative=negative, aligned=aligned)
             return Placed(np.broadcast_to(placed.view, values.shape), placed.buffer)
         order = [int(i) for i in rng.permutation(outer)]
         pad = [int(rng.choice([0, 0, 1, 3])) for _ in values.shape]
         flip = tuple(i for i in range(outer) if negative and rng.random() < 0.2)
         start = int(rng.integers(0, 9))
+        if aligned:
+            start, pad[-1] = 8 * start, -values.shape[-1] % 8 + 8 * pad[-1]
     shape = [n + p for n, p in zip(values.shape, pad, strict=True)]
     in_memory = [shape[i] for i in order] + [shape[-1]]
     size = int(np.prod(in_memory))
@@ -307,6 +317,7 @@ def inputs(p: Problem) -> dict[str, Placed]:
             rng if p.strides else None,
             negative=p.negative_strides,
             broadcast=name in ("q", "k", "v", "dout"),
+            aligned=p.aligned,
         )
         for name, x in values.items()
     }

@@ -4,16 +4,27 @@
 #include "common/params.h"
 #include "cuda/backward_workspace.h"
 #include "cuda/math.h"
+#include "cuda/vector_io.h"
 
 namespace flashsdk::cuda {
 
+// A thread block for each query tile of each head and sequence; where there are more of these than a grid's dimensions
+// take, a block does several.
+inline dim3 query_tile_grid(const ForwardParams& p, int tile_rows) {
+  constexpr int kMost = 65535;
+  return dim3(ceil_div(p.seqlen_q, tile_rows), min_of(p.num_heads, kMost), min_of(p.batch, kMost));
+}
+template <class Body>
+__device__ void for_each_query_tile(const ForwardParams& p, Body&& body) {
+  for (int batch = blockIdx.z; batch < p.batch; batch += gridDim.z)
+    for (int head = blockIdx.y; head < p.num_heads; head += gridDim.y) body(static_cast<int>(blockIdx.x), head, batch);
+}
+
 // delta = rowsum(dout∘out) − dlse and lse in units of log2, for one tile of queries; clears its part of dq_accum.
-// Eight lanes a row. Grid: (tiles of a sequence, num_heads, batch).
+// Eight lanes a row.
 template <class Element, int kThreads>
-__global__ void __launch_bounds__(kThreads)
-    backward_prepare_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace ws) {
-  constexpr int kLanesPerRow = 8, kVector = 8;
-  const int m_block = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
+__device__ void prepare_tile(const BackwardParams& p, const BackwardWorkspace& ws, int m_block, int head, int batch) {
+  constexpr int kLanesPerRow = 8, kVector = kVectorElements;
   const SeqlenInfo seq(p, batch);
   const int m0 = m_block * ws.tile_rows;
   if (m0 >= seq.seqlen_q) return;
@@ -22,6 +33,7 @@ __global__ void __launch_bounds__(kThreads)
   const Element* out = seq.head_q<const Element>(p.out, batch, head);
   const Element* dout = seq.head_q<const Element>(p.dout, batch, head);
   const float* lse = seq.rows(p.lse, batch, head);
+  const bool vectors = vector_rows(out, p.out.row, p.head_dim_v) && vector_rows(dout, p.dout.row, p.head_dim_v);
   const int lane = threadIdx.x % kLanesPerRow;
   for (int r = threadIdx.x / kLanesPerRow; r < ws.tile_rows; r += kThreads / kLanesPerRow) {
     const int row = m0 + r;
@@ -29,8 +41,15 @@ __global__ void __launch_bounds__(kThreads)
     float sum = 0.f;
     if (valid) {
       for (int c = lane * kVector; c < p.head_dim_v; c += kLanesPerRow * kVector) {
-        uint4 a = *reinterpret_cast<const uint4*>(out + row * p.out.row + c);
-        uint4 b = *reinterpret_cast<const uint4*>(dout + row * p.dout.row + c);
+        const Element *from_out = out + row * p.out.row + c, *from_dout = dout + row * p.dout.row + c;
+        uint4 a, b;
+        if (vectors) {
+          a = *reinterpret_cast<const uint4*>(from_out);
+          b = *reinterpret_cast<const uint4*>(from_dout);
+        } else {
+          a = gather_vector(from_out, p.head_dim_v - c);
+          b = gather_vector(from_dout, p.head_dim_v - c);
+        }
         const Element* x = reinterpret_cast<const Element*>(&a);
         const Element* y = reinterpret_cast<const Element*>(&b);
 #pragma unroll
@@ -52,6 +71,14 @@ __global__ void __launch_bounds__(kThreads)
   float4* accum = reinterpret_cast<float4*>(ws.dq_accum + tile * tile_size);
   for (int i = threadIdx.x; i < tile_size / 4; i += kThreads) accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   if (threadIdx.x == 0) ws.turn[tile] = 0;
+}
+
+// Grid: query_tile_grid().
+template <class Element, int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    backward_prepare_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace ws) {
+  for_each_query_tile(
+      p, [&](int m_block, int head, int batch) { prepare_tile<Element, kThreads>(p, ws, m_block, head, batch); });
 }
 
 // Where accumulator register e of a thread lies in its tile of dq_accum: neighbouring threads, neighbouring addresses.

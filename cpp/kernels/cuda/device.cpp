@@ -28,26 +28,60 @@ bool runs_on(const char* architecture, int capability) {
   return (machine_code && capability / 10 == built / 10 && capability >= built) || (ptx && capability >= built);
 }
 
-namespace {
-
-// One line that names the card and what would do.
-[[noreturn]] void refuse_device(int device, int capability) {
-  cudaDeviceProp properties{};
-  cudaGetDeviceProperties(&properties, device);
-  throw Error(ErrorCode::kUnsupported,
-              "q: on cuda:" + std::to_string(device) + ", " + properties.name + " of compute capability " +
-                  std::to_string(capability / 10) + "." + std::to_string(capability % 10) +
-                  "; a GPU that this build has code for (CMAKE_CUDA_ARCHITECTURES: " + built_architectures() + ")");
-}
-
-bool any_runs_on(int capability) {
-  std::istringstream list(built_architectures());
+bool any_runs_on(const std::string& architectures, int capability) {
+  std::istringstream list(architectures);
   for (std::string architecture; list >> architecture;)
     if (runs_on(architecture.c_str(), capability)) return true;
   return false;
 }
 
+std::string describe_refusal(int device, const char* name, int capability, const std::string& architectures) {
+  return "q: on cuda:" + std::to_string(device) + ", " + name + " of compute capability " +
+         std::to_string(capability / 10) + "." + std::to_string(capability % 10) +
+         "; a GPU that this build has code for (CMAKE_CUDA_ARCHITECTURES: " + architectures + ")";
+}
+
+namespace {
+
+int device_attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, device), "asking for a device attribute");
+  return value;
+}
+
+int capability_of(int device) {
+  return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor, device) +
+         device_attribute(cudaDevAttrComputeCapabilityMinor, device);
+}
+
 }  // namespace
+
+std::string machine_refusal(const std::string& arch) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess) {
+    cudaGetLastError();
+    devices = 0;
+  }
+  if (devices == 0) return "no GPU";
+  const bool one_chip = arch.back() == 'a';
+  const int needed = std::atoi(arch.c_str() + arch.find('_') + 1);
+  for (int device = 0; device < devices; ++device) {
+    const int capability = capability_of(device);
+    const bool fits = one_chip ? capability == needed : capability >= needed;
+    if (fits && any_runs_on(built_architectures(), capability)) return {};
+  }
+  return "no GPU that " + arch + " is for";
+}
+
+void check_stream(void* stream, int device) {
+  // Null and the two special streams are of whichever device is current, which a launch sets.
+  if (stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread) return;
+  int of = device;
+  check(cudaStreamGetDevice(static_cast<cudaStream_t>(stream), &of), "asking for the stream's device");
+  if (of == device) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              "stream: on cuda:" + std::to_string(of) + "; one on cuda:" + std::to_string(device) + ", where q is");
+}
 
 const DeviceLimits& device_limits(int device) {
   constexpr int kMaxDevices = 64;
@@ -58,19 +92,24 @@ const DeviceLimits& device_limits(int device) {
                 "device: cuda:" + std::to_string(device) + "; cuda:0 to cuda:63 are supported");
   }
   std::call_once(known[device], [device] {
-    auto attribute = [device](cudaDeviceAttr which) {
-      int value = 0;
-      check(cudaDeviceGetAttribute(&value, which, device), "asking for a device attribute");
-      return value;
-    };
     DeviceLimits found;
-    found.capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
-    found.shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    found.shared_memory_per_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    if (!any_runs_on(found.capability)) refuse_device(device, found.capability);
+    found.capability = capability_of(device);
+    found.shared_memory_per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    found.shared_memory_per_multiprocessor = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    if (!any_runs_on(built_architectures(), found.capability)) {
+      cudaDeviceProp properties{};
+      cudaGetDeviceProperties(&properties, device);
+      throw Error(ErrorCode::kUnsupported,
+                  describe_refusal(device, properties.name, found.capability, built_architectures()));
+    }
     limits[device] = found;
   });
   return limits[device];
+}
+
+void synchronize(void* stream, int device) {
+  DeviceGuard guard(device);
+  check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "waiting for the stream");
 }
 
 DeviceGuard::DeviceGuard(int device) {

@@ -1,12 +1,13 @@
 # The table of SM80 kernels: which tiles exist for a head dimension, fastest first. Measured on an H200.
 #
-# forward:  block_m x block_n _ warps _ stages _ Q in registers _ thread blocks a multiprocessor
-# backward: block_m x block_n _ warps _ warps along the keys of S _ of dK, dV _ along the queries of dQ _ thread blocks _ staggered
+# forward:  block_m x block_n _ warps _ stages _ Q in registers _ thread blocks a multiprocessor [_ any alignment]
+# backward: block_m x block_n _ warps _ warps along the keys of S _ of dK, dV _ along the queries of dQ _ thread blocks _ staggered [_ any alignment]
 set(FLASHSDK_SM80_ALL_DTYPES float16 bfloat16)
 set(FLASHSDK_SM80_TYPE_float16 cutlass::half_t)
 set(FLASHSDK_SM80_TYPE_bfloat16 cutlass::bfloat16_t)
 set(FLASHSDK_SM80_ALL_HEAD_DIMS 32 64 96 128 192 256)
-set(FLASHSDK_SM80_ALL_FEATURES None Dropout All)
+set(FLASHSDK_SM80_ALL_FEATURES None Dropout All Any)  # Any: All, and tensors of any alignment
+set(FLASHSDK_SM80_FEATURES_Any All)
 
 # What CI compiles: every kind of kernel, few sizes.
 set(FLASHSDK_SM80_CI_DTYPES bfloat16)
@@ -36,14 +37,31 @@ set(FLASHSDK_SM80_BACKWARD_128 64x128_8_4_4_2_1_false)
 set(FLASHSDK_SM80_BACKWARD_192 64x64_8_2_2_2_1_true)
 set(FLASHSDK_SM80_BACKWARD_256 64x64_8_2_2_2_1_true)
 
-# Layouts with smaller blocks than those tiles: one warp a tile of 16 x 16 takes any layout, at a price. Such kernels
-# have all features compiled in and take problems without them as well.
-set(FLASHSDK_SM80_FORWARD_SMALL 16x16_1_1_false_1)
-set(FLASHSDK_SM80_BACKWARD_SMALL 16x16_1_1_1_1_1_false)
+# What takes the rest: tensors that are not aligned to 16 bytes, head dimensions that are no multiple of 8, devices with
+# less shared memory (99 KiB do for the last of each), and layouts with smaller blocks than the tiles above have. They
+# cover the smaller head dimensions too.
+set(FLASHSDK_SM80_FORWARD_ANY_64 64x64_4_1_false_2_true)
+set(FLASHSDK_SM80_FORWARD_ANY_128 64x64_4_1_false_2_true)
+set(FLASHSDK_SM80_FORWARD_ANY_256 64x64_4_1_false_1_true)
+set(FLASHSDK_SM80_BACKWARD_ANY_64 64x64_8_4_4_4_1_false_true)
+set(FLASHSDK_SM80_BACKWARD_ANY_128 32x64_8_4_4_2_1_false_true)
+set(FLASHSDK_SM80_BACKWARD_ANY_256 32x64_8_4_4_2_1_false_true 16x32_2_2_2_1_1_false_true)
+
+# For layouts, one warp a tile of 16 x 16 takes any block size, at a price.
+set(FLASHSDK_SM80_FORWARD_SMALL 16x16_1_1_false_1_true)
+set(FLASHSDK_SM80_BACKWARD_SMALL 16x16_1_1_1_1_1_false_true)
 
 # The tiles of one kind of kernel, in priority order.
 function(flashsdk_sm80_tiles result op head_dim policy features)
   string(TOUPPER ${op} OP)
+  if(features STREQUAL "Any")
+    set(tiles ${FLASHSDK_SM80_${OP}_ANY_${head_dim}})
+    if(tiles AND policy STREQUAL "BlockSparse")
+      list(APPEND tiles ${FLASHSDK_SM80_${OP}_SMALL})
+    endif()
+    set(${result} "${tiles}" PARENT_SCOPE)
+    return()
+  endif()
   set(tiles ${FLASHSDK_SM80_${OP}_${head_dim}})
   if(op STREQUAL "forward")
     if(features STREQUAL "All" AND DEFINED FLASHSDK_SM80_FORWARD_ALL_${head_dim})
@@ -54,9 +72,6 @@ function(flashsdk_sm80_tiles result op head_dim policy features)
     elseif(NOT features STREQUAL "None" OR policy STREQUAL "BlockSparse")
       set(tiles ${FLASHSDK_SM80_FORWARD_OTHER_${head_dim}})
     endif()
-  endif()
-  if(policy STREQUAL "BlockSparse" AND features STREQUAL "All")
-    list(APPEND tiles ${FLASHSDK_SM80_${OP}_SMALL})
   endif()
   set(${result} "${tiles}" PARENT_SCOPE)
 endfunction()

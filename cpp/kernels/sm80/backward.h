@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   using SmemScores = typename Traits::SmemScores;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages;
-  using QIo = TileIo<Element, kBlockM, kHeadDim, kThreads>;
-  using KvIo = TileIo<Element, kBlockN, kHeadDim, kThreads>;
+  using QIo = TileIo<Element, kBlockM, kHeadDim, kThreads, Traits::kAnyAlignment>;
+  using KvIo = TileIo<Element, kBlockN, kHeadDim, kThreads, Traits::kAnyAlignment>;
 
   const cuda::TileWork work = schedule.work(blockIdx.x);  // head: of keys
   const SeqlenInfo seq(p, work.batch);
@@ -337,14 +337,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
              seq.seqlen_k - n0);
 }
 
-// dq_accum times the softmax scale, in 16 bits, to dq. Grid: (tiles of a sequence, num_heads, batch).
+// dq_accum times the softmax scale, in 16 bits, to dq, for one tile of queries.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads)
-    backward_convert_dq_kernel(const __grid_constant__ BackwardParams p,
-                               const __grid_constant__ cuda::BackwardWorkspace ws) {
+__device__ void convert_dq_tile(const BackwardParams& p, const cuda::BackwardWorkspace& ws, int m_block, int head,
+                                int batch) {
   using Element = typename Traits::Element;
   constexpr int kBlockM = Traits::kBlockM, kHeadDim = Traits::kHeadDim, kThreads = Traits::kThreads;
-  const int m_block = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
   const SeqlenInfo seq(p, batch);
   const int m0 = m_block * kBlockM;
   if (m0 >= seq.seqlen_q) return;
@@ -361,8 +359,19 @@ __global__ void __launch_bounds__(Traits::kThreads)
                                 typename Traits::SmemOut::RowMajor{});
   store_accumulator(mma, convert<Element>(acc), smem);
   __syncthreads();
-  TileIo<Element, kBlockM, kHeadDim, kThreads>(threadIdx.x, p.head_dim)
+  TileIo<Element, kBlockM, kHeadDim, kThreads, Traits::kAnyAlignment>(threadIdx.x, p.head_dim)
       .store(smem, seq.head_q<Element>(p.dq, batch, head) + m0 * p.dq.row, p.dq.row, seq.seqlen_q - m0);
+}
+
+// Grid: cuda::query_tile_grid().
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads)
+    backward_convert_dq_kernel(const __grid_constant__ BackwardParams p,
+                               const __grid_constant__ cuda::BackwardWorkspace ws) {
+  cuda::for_each_query_tile(p, [&](int m_block, int head, int batch) {
+    convert_dq_tile<Traits>(p, ws, m_block, head, batch);
+    __syncthreads();  // shared memory is free for the next one
+  });
 }
 
 }  // namespace flashsdk::sm80

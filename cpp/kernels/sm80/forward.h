@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   using Element = typename Traits::Element;
   using Mma = typename Traits::Mma;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
-  using QIo = TileIo<Element, kBlockM, kHeadDim, Traits::kThreads>;
-  using KvIo = TileIo<Element, kBlockN, kHeadDim, Traits::kThreads>;
+  using QIo = TileIo<Element, kBlockM, kHeadDim, Traits::kThreads, Traits::kAnyAlignment>;
+  using KvIo = TileIo<Element, kBlockN, kHeadDim, Traits::kThreads, Traits::kAnyAlignment>;
 
   const cuda::TileWork work = schedule.work(blockIdx.x);
   const SeqlenInfo seq(p, work.batch);

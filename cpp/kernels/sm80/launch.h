@@ -8,28 +8,31 @@
 
 #include "common/kernel_entry.h"
 #include "cuda/device.h"
+#include "cuda/launch.h"
 #include "cuda/packed_tail.h"
 #include "sm80/backward.h"
 #include "sm80/forward.h"
 
 namespace flashsdk::sm80 {
 
-template <class Element>
-inline constexpr DType kDType = DType::kFloat16;
-template <>
-inline constexpr DType kDType<cutlass::bfloat16_t> = DType::kBFloat16;
-
-template <class Policy>
-inline constexpr MaskKind kMaskKind = MaskKind::kDense;
-template <>
-inline constexpr MaskKind kMaskKind<BandPolicy> = MaskKind::kBand;
-template <>
-inline constexpr MaskKind kMaskKind<BlockSparsePolicy> = MaskKind::kBlockSparse;
+using cuda::allow_shared_memory;
+using cuda::kDType;
+using cuda::kMaskKind;
 
 constexpr const char* kArch = "sm_80";
 
-inline bool vector_aligned(const TensorParam& t) {
-  return reinterpret_cast<std::uintptr_t>(t.ptr) % 16 == 0 && t.batch % 8 == 0 && t.row % 8 == 0 && t.head % 8 == 0;
+// Null, or why tensors do not come in whole vectors of 16 bytes.
+inline const char* refuse_alignment(const ForwardParams& p, bool backward) {
+  if (p.head_dim % cuda::kVectorElements != 0 || p.head_dim_v % cuda::kVectorElements != 0) {
+    return "head_dim is not a multiple of 8";
+  }
+  bool aligned = true;
+  for (const TensorParam* t : {&p.q, &p.k, &p.v, &p.out}) aligned = aligned && cuda::vector_aligned(*t);
+  if (backward) {
+    const auto& b = static_cast<const BackwardParams&>(p);
+    for (const TensorParam* t : {&b.dout, &b.dq, &b.dk, &b.dv}) aligned = aligned && cuda::vector_aligned(*t);
+  }
+  return aligned ? nullptr : "a tensor's address or strides are not multiples of 16 bytes";
 }
 
 // Null, or why kernels of this tile and size do not take the problem.
@@ -39,30 +42,20 @@ const char* refuse(const ForwardParams& p, bool backward) {
     return "softcap, bias and ALiBi are not compiled in";
   }
   if (max_of(p.head_dim, p.head_dim_v) > Traits::kHeadDim) return "head_dim is larger than the kernel's";
-  if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return "head_dim is not a multiple of 8";
   if (p.mask.kind == MaskKind::kBlockSparse &&
       (p.mask.block_q % Traits::kBlockM != 0 || p.mask.block_k % Traits::kBlockN != 0)) {
     return "the mask's blocks are not multiples of the kernel's tile";
   }
-  bool aligned = vector_aligned(p.q) && vector_aligned(p.k) && vector_aligned(p.v) && vector_aligned(p.out);
-  if (backward) {
-    const auto& b = static_cast<const BackwardParams&>(p);
-    aligned = aligned && vector_aligned(b.dout) && vector_aligned(b.dq) && vector_aligned(b.dk) && vector_aligned(b.dv);
+  if constexpr (!Traits::kAnyAlignment) {
+    if (const char* reason = refuse_alignment(p, backward)) return reason;
   }
-  if (!aligned) return "a tensor's address or strides are not multiples of 16 bytes";
+  const std::int64_t blocks = backward ? std::int64_t{ceil_div(p.seqlen_k, Traits::kBlockN)} * p.num_heads_kv * p.batch
+                                       : std::int64_t{ceil_div(p.seqlen_q, Traits::kBlockM)} * p.num_heads * p.batch;
+  if (blocks > INT32_MAX) return "there are more tiles than a grid has blocks";
   const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
   if (device.capability < 80) return "the device is older than compute capability 8.0";
   if (device.shared_memory_per_block < Traits::kSmemBytes) return "the device has too little shared memory";
   return nullptr;
-}
-
-// Raises a kernel's limit of shared memory, once a device.
-template <class Kernel>
-void allow_shared_memory(Kernel kernel, int bytes, int device, std::atomic<std::uint64_t>& done) {
-  const std::uint64_t bit = std::uint64_t{1} << device;
-  if (bytes <= 48 * 1024 || (done.load(std::memory_order_relaxed) & bit) != 0) return;
-  cuda::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "preparing a kernel");
-  done.fetch_or(bit, std::memory_order_relaxed);
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
@@ -115,8 +108,8 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
   allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
   const cuda::BackwardWorkspace ws(p, Traits::kBlockM, Traits::kHeadDim, context.workspace);
 
-  const dim3 query_tiles(ceil_div(p.seqlen_q, Traits::kBlockM), p.num_heads, p.batch);
-  const bool has_queries = query_tiles.x * query_tiles.y * query_tiles.z != 0;
+  const dim3 query_tiles = cuda::query_tile_grid(p, Traits::kBlockM);
+  const bool has_queries = p.seqlen_q != 0 && p.batch != 0;
   constexpr int kPrepareThreads = 256;
   if (has_queries) {
     cuda::backward_prepare_kernel<typename Traits::Element, kPrepareThreads>

@@ -3,13 +3,15 @@
 
 #include <cute/tensor.hpp>
 
+#include "cuda/vector_io.h"
 #include "sm80/traits.h"
 
 namespace flashsdk::sm80 {
 
-template <class Element, int kRows, int kHeadDim, int kThreads>
+// kAnyAlignment: rows that are not made of whole vectors of 16 bytes go element by element.
+template <class Element, int kRows, int kHeadDim, int kThreads, bool kAnyAlignment>
 class TileIo {
-  static constexpr int kVector = 8;  // elements of 16 bytes
+  static constexpr int kVector = cuda::kVectorElements;
   static constexpr int kThreadsPerRow = slab_columns(kHeadDim) / kVector;
   static constexpr int kRowStep = kThreads / kThreadsPerRow;
   static constexpr int kPasses = kRows / kRowStep;
@@ -29,6 +31,7 @@ class TileIo {
   template <class SmemTensor>  // (kRows, kHeadDim)
   __device__ void load(SmemTensor&& smem, const Element* source, std::int64_t row_stride, int rows) const {
     auto dst = Partition{}.get_thread_slice(thread_).partition_D(smem);
+    const bool vectors = !kAnyAlignment || cuda::vector_rows(source, row_stride, columns_);
     source += row_ * row_stride + column_;
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -37,6 +40,12 @@ class TileIo {
       for (int slab = 0; slab < kSlabs; ++slab) {
         bool valid = row_valid && column_ + slab * slab_columns(kHeadDim) < columns_;
         const Element* from = source + slab * slab_columns(kHeadDim);
+        if constexpr (kAnyAlignment) {
+          if (!vectors) {
+            *reinterpret_cast<uint4*>(&dst(0, pass, slab)) = cuda::gather_vector(from, row_valid ? left(slab) : 0);
+            continue;
+          }
+        }
         cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
             *reinterpret_cast<const cute::uint128_t*>(from), *reinterpret_cast<cute::uint128_t*>(&dst(0, pass, slab)),
             valid);
@@ -48,12 +57,20 @@ class TileIo {
   template <class SmemTensor>
   __device__ void store(SmemTensor&& smem, Element* target, std::int64_t row_stride, int rows) const {
     auto src = Partition{}.get_thread_slice(thread_).partition_S(smem);
+    const bool vectors = !kAnyAlignment || cuda::vector_rows(target, row_stride, columns_);
     target += row_ * row_stride + column_;
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       bool row_valid = row_ + pass * kRowStep < rows;
       CUTE_UNROLL
       for (int slab = 0; slab < kSlabs; ++slab) {
+        if constexpr (kAnyAlignment) {
+          if (!vectors) {
+            cuda::scatter_vector(target + slab * slab_columns(kHeadDim),
+                                 *reinterpret_cast<const uint4*>(&src(0, pass, slab)), row_valid ? left(slab) : 0);
+            continue;
+          }
+        }
         if (row_valid && column_ + slab * slab_columns(kHeadDim) < columns_) {
           *reinterpret_cast<cute::uint128_t*>(target + slab * slab_columns(kHeadDim)) =
               *reinterpret_cast<const cute::uint128_t*>(&src(0, pass, slab));
@@ -64,6 +81,9 @@ class TileIo {
   }
 
  private:
+  // Columns of the head dimension from this thread's first one of a slab on; may be negative.
+  __device__ int left(int slab) const { return columns_ - column_ - slab * slab_columns(kHeadDim); }
+
   int thread_, row_, column_, columns_;
 };
 

@@ -50,10 +50,11 @@ struct SmemTile {
   static constexpr int kElements = kRows * kColumns;
 };
 
+// kAnyAlignment: takes tensors that are not aligned to 16 bytes, and head dimensions that are no multiple of 8.
 // kStages: buffers of K and V. With one, loads overlap with half an iteration; with two, with a whole one, and an
 // iteration has one barrier instead of two.
 template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_, bool kQInRegisters_,
-          int kMinBlocks_>
+          int kMinBlocks_, bool kAnyAlignment_ = false>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -62,6 +63,7 @@ struct ForwardTraits {
   static constexpr int kThreads = 32 * kWarps_;
   static constexpr int kStages = kStages_;
   static constexpr bool kQInRegisters = kQInRegisters_;
+  static constexpr bool kAnyAlignment = kAnyAlignment_;
   static constexpr int kMinBlocks = kMinBlocks_;  // thread blocks a multiprocessor should hold: caps the registers
 
   using Mma = WarpMma<Element, kWarps_, 1>;
@@ -75,7 +77,7 @@ struct ForwardTraits {
 // whole key rows (kWarpsN == kWarps), their accumulators are the register operands of dV += Pᵀ·dO and dK += dSᵀ·Q,
 // and only dS goes through shared memory, for dQ. Otherwise P goes there as well.
 template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kWarpsScores_, int kWarpsKeys_,
-          int kWarpsQueries_, int kMinBlocks_, bool kStaggered_>
+          int kWarpsQueries_, int kMinBlocks_, bool kStaggered_, bool kAnyAlignment_ = false>
 struct BackwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -85,6 +87,7 @@ struct BackwardTraits {
   static constexpr int kStages = 2;
   static constexpr int kMinBlocks = kMinBlocks_;
   static constexpr int kWarpsScores = kWarpsScores_;
+  static constexpr bool kAnyAlignment = kAnyAlignment_;
   static constexpr bool kStaggered = kStaggered_;  // see QueryStream: it pays for some tiles and costs for others
   static constexpr bool kRegisterOperands = kWarpsScores_ == kWarps_ && kWarpsKeys_ == kWarps_;
 
