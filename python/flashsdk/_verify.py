@@ -103,7 +103,12 @@ def run(
         **{f"d{name}": (x[name].shape, dtype) for name in "qkv"},
     }
     outputs = {
-        name: place(np.full(shape, np.nan, of), rng, negative=problem.negative_strides)
+        name: place(
+            np.full(shape, np.nan, of),
+            rng,
+            negative=problem.negative_strides,
+            aligned=problem.aligned,
+        )
         for name, (shape, of) in shapes.items()
     }
     t = {name: given.take(name, p) for name, p in (placed | outputs).items()}
