@@ -24,13 +24,6 @@ std::string tuple_of(const std::int64_t* values, int count) {
 
 std::string strides_of(const TensorView& t) { return "strides " + tuple_of(t.stride.data(), t.rank); }
 
-// Without elements strides mean nothing, and no memory is touched.
-bool is_empty(const TensorView& t) {
-  for (int d = 0; d < t.rank; ++d)
-    if (t.shape[d] == 0) return true;
-  return false;
-}
-
 // "(batch 2, seqlen_k, num_heads_kv, head_dim 64)"
 std::string describe(std::initializer_list<Dim> dims) {
   std::string text;

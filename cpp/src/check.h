@@ -36,8 +36,17 @@ void check_last_dim_contiguous(const char* name, const TensorView& t);
 void check_row_major(const char* name, const TensorView& t);
 void check_extent(const char* name, const char* dim, std::int64_t extent, std::int64_t min, std::int64_t max);
 
+// Without elements strides mean nothing, and no memory is touched.
+inline bool is_empty(const TensorView& t) {
+  for (int d = 0; d < t.rank; ++d)
+    if (t.shape[d] == 0) return true;
+  return false;
+}
+
 // The stride of a dimension that has more than one element, else 0: such a stride is never used and may be anything.
-inline std::int64_t stride_of(const TensorView& t, int dim) { return t.shape[dim] > 1 ? t.stride[dim] : 0; }
+inline std::int64_t stride_of(const TensorView& t, int dim) {
+  return t.shape[dim] > 1 && !is_empty(t) ? t.stride[dim] : 0;
+}
 
 // The memory that the tensors of one call touch. Checks addresses as tensors are added, and in the end that no output
 // shares a byte with an input or with another output.

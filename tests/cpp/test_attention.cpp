@@ -84,6 +84,32 @@ TEST_F(Attention, EmptyDimensions) {
   no_rows.check("packed, no rows at all");
 }
 
+// Nothing is read, so an empty tensor may have no address and any stride.
+TEST_F(Attention, EmptyTensorsWithoutAnAddress) {
+  constexpr std::int64_t kFar = std::int64_t{1} << 62;
+  for (bool keys : {true, false}) {
+    Problem p({.batch = 3, .seqlen_q = keys ? 5 : 0, .seqlen_k = keys ? 0 : 5, .num_heads = 4, .num_heads_kv = 2});
+    p.out.fill(NAN);
+    for (HostTensor* t : {&p.dq, &p.dk, &p.dv}) t->fill(NAN);
+    ForwardArgs forward = p.forward_args();
+    BackwardArgs backward = p.backward_args();
+    for (TensorView* t :
+         {&forward.q, &forward.k, &forward.v, &forward.out, &forward.lse, &backward.q, &backward.k, &backward.v,
+          &backward.out, &backward.lse, &backward.dout, &backward.dq, &backward.dk, &backward.dv}) {
+      if (t->numel() > 0) continue;
+      t->data = nullptr;
+      t->stride[0] = t->stride[1] = t->stride[2] = kFar;
+    }
+    forward.lse.stride[2] = backward.lse.stride[2] = 1;
+    GuardedWorkspace workspace(std::max(workspace_size(forward), workspace_size(backward)));
+    mha_fwd(forward, workspace.options());
+    mha_bwd(backward, workspace.options());
+    for (const HostTensor* t : {&p.out, &p.dq, &p.dk, &p.dv}) {
+      for (double x : dense(t->view())) ASSERT_EQ(x, 0);
+    }
+  }
+}
+
 TEST_F(Attention, Packed) {
   for (DType dtype : kDTypes) {
     Problem p({.num_heads = 4, .num_heads_kv = 2, .lengths_q = {3, 0, 150, 64, 1}, .lengths_k = {0, 7, 130, 64, 200}},
