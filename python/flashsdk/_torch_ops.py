@@ -9,13 +9,13 @@ gradient and a batching rule. An operator takes tensors and numbers only, so a m
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.library import custom_op
 
 from . import ops
 from ._block_lists import INT32_MAX, Csr
@@ -117,6 +117,9 @@ def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask:
 
 # ---- operators
 
+# Not torch.library.custom_op: its first call imports the compiler, which takes seconds.
+_library: Any = torch.library.Library("flashsdk", "DEF")  # type: ignore[no-untyped-call]
+
 
 def _define(
     name: str,  # "mha" or "mha_varlen"
@@ -128,30 +131,18 @@ def _define(
 
     Packed tensors have no batch dimension, lse is then (num_heads, total_q).
     """
-    schema = (_PACKED if packed else "") + _OPTIONS
+    rest_schema = (_PACKED if packed else "") + _OPTIONS
 
-    @custom_op(
-        f"flashsdk::{name}_fwd",
-        mutates_args=(),
-        schema=f"(Tensor q, Tensor k, Tensor v, {schema}) -> (Tensor out, Tensor lse)",
-    )
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         tensors, options = map(_detached, (q, k, v)), Options(*rest[packed:])
         out, lse = run_forward(*tensors, *rest[:packed], **options.keywords())
         return out, lse
 
-    @forward.register_fake
-    def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         *batch, seqlen, num_heads, _ = q.shape
         out = q.new_empty((*batch, seqlen, num_heads, v.shape[-1]))
         return out, q.new_empty((*batch, num_heads, seqlen), dtype=torch.float32)
 
-    @custom_op(
-        f"flashsdk::{name}_bwd",
-        mutates_args=(),
-        schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        f"{schema}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    )
     def backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         # Autograd's gradients are often expanded or transposed: that of out.sum() has strides 0.
         dlse = None if dlse is None else last_contiguous(dlse.detach())
@@ -160,8 +151,7 @@ def _define(
         dq, dk, dv = run_backward(*tensors, *rest[5 : 5 + packed], dlse=dlse, **options)
         return dq, dk, dv
 
-    @backward.register_fake
-    def _(
+    def fake_backward(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -186,8 +176,12 @@ def _define(
     def refuse(ctx: Any, *grads: Tensor) -> None:
         raise Error("create_graph: True; attention has no second derivative", "unsupported")
 
-    gradients = _differentiable(backward, save_nothing, refuse)
-    return _differentiable(forward, save, gradient)
+    qkv = "Tensor q, Tensor k, Tensor v, "
+    schema = f"{name}_bwd(Tensor dout, Tensor? dlse, {qkv}Tensor out, Tensor lse, {rest_schema})"
+    schema += " -> (Tensor dq, Tensor dk, Tensor dv)"
+    gradients = _operator(schema, backward, fake_backward, save_nothing, refuse)
+    schema = f"{name}_fwd({qkv}{rest_schema}) -> (Tensor out, Tensor lse)"
+    return _operator(schema, forward, fake_forward, save, gradient)
 
 
 def _detached(x: Tensor | None) -> Tensor | None:
@@ -195,17 +189,31 @@ def _detached(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach()
 
 
-def _differentiable(operator: Any, save: Operator, gradient: Operator) -> Operator:
-    """Gives a gradient and a batching rule for autograd, torch.compile and functorch."""
-    operator.register_autograd(gradient, setup_context=save)
-    operator.register_vmap(functools.partial(_one_by_one, operator))
-    # Eagerly, an autograd.Function does what the operator's own autograd does in half the time,
-    # and torch.func.grad works with no other.
-    methods = {"forward": operator.__call__, "setup_context": save, "backward": gradient}
-    members = {name: staticmethod(method) for name, method in methods.items()}
-    function: Any = type(operator._name, (Function,), {**members, "generate_vmap_rule": True})
+def _operator(
+    schema: str, kernel: Operator, fake: Operator, save: Operator, gradient: Operator
+) -> Operator:
+    """Defines an operator with a gradient and a batching rule; returns how to call it."""
+    _library.define(schema)
+    name = schema.partition("(")[0]
+    operator = getattr(torch.ops.flashsdk, name).default
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(operator, fake, lib=_library)
+    torch.library.register_autograd(operator, gradient, setup_context=save, lib=_library)
+    batched = functools.partial(_one_by_one, operator)
+    torch.library.register_vmap(operator, batched, lib=_library)
+
+    def forward(*inputs: Any) -> Any:
+        return operator(*inputs)
+
+    # Function.apply asks for the signature every time, and to work it out is most of its work.
+    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    methods = {"forward": forward, "setup_context": save, "backward": gradient}
+    members = {method: staticmethod(function) for method, function in methods.items()}
+    function: Any = type(name, (Function,), {**members, "generate_vmap_rule": True})
 
     def call(*inputs: Any) -> Any:
+        # Eagerly, an autograd.Function does what the operator's own autograd does in half the
+        # time, and torch.func takes gradients through no other.
         eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         return function.apply(*inputs) if eager else operator(*inputs)
 

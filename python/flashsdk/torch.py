@@ -19,10 +19,10 @@ What all share:
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ._errors import Error
 from ._flash_attn import (
@@ -225,7 +225,8 @@ def scaled_dot_product_attention(
     scores = (num_heads, query.shape[-2], key.shape[-2])
     mask = Causal("top_left") if is_causal else None
     bias = None
-    if isinstance(attn_mask, CausalBias):
+    # CausalBias of torch.nn.attention.bias, by its fields: to import it takes seconds.
+    if hasattr(attn_mask, "variant"):
         mask = _causal_bias(attn_mask, scores)
     elif attn_mask is not None:
         bias = _bias(attn_mask, batch, scores)
@@ -261,9 +262,8 @@ def _bias(attn_mask: Tensor, batch: torch.Size, scores: tuple[int, int, int]) ->
     return last_contiguous(bias)
 
 
-def _causal_bias(attn_mask: CausalBias, scores: tuple[int, int, int]) -> Band:
+def _causal_bias(attn_mask: Any, scores: tuple[int, int, int]) -> Band:
     shape = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
     if shape != scores[1:]:
         raise Error(f"attn_mask: shape {shape}; {scores[1:]}")
-    upper_left = attn_mask.variant == CausalVariant.UPPER_LEFT
-    return Causal("top_left" if upper_left else "bottom_right")
+    return Causal("top_left" if attn_mask.variant.name == "UPPER_LEFT" else "bottom_right")

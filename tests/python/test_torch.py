@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
 from flashsdk.torch import attention, varlen_attention  # noqa: E402
-from standard_attention import assert_close, check, standard  # noqa: E402
+from standard_attention import check, standard  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAUSAL = fs.Causal()
@@ -329,16 +329,24 @@ def test_functorch():
         return attention(q, k, v, mask=CAUSAL).square().sum()
 
     inputs = [torch.stack([x, -x, x + 1]) for x in qkv(seqlen_q=20)]
-    looped = [
-        torch.autograd.grad(loss(*x), x) for x in map(with_gradients, zip(*inputs, strict=True))
-    ]
+    rows = list(zip(*inputs, strict=True))
+    looped = [torch.autograd.grad(loss(*x), x) for x in map(with_gradients, rows)]
     expected = [torch.stack(x) for x in zip(*looped, strict=True)]
     gradient = torch.func.grad(loss, argnums=(0, 1, 2))
-    assert_close(torch.func.vmap(gradient)(*inputs), expected, [x.double() for x in expected])
-    out = torch.func.vmap(lambda q, k: attention(q, k, k), in_dims=(0, None))(
-        inputs[0], inputs[1][0]
+    torch.testing.assert_close(torch.func.vmap(gradient)(*inputs), tuple(expected))
+
+    def summed(*x):
+        return torch.func.vmap(loss)(*x).sum()
+
+    over_all = torch.func.grad(summed, argnums=(0, 1, 2))(*inputs)
+    torch.testing.assert_close(over_all, tuple(expected))
+    q, k, v = rows[0]
+    shared = torch.func.vmap(lambda q: attention(q, k, v), in_dims=1)(inputs[0].transpose(0, 1))
+    assert torch.equal(shared[1], attention(inputs[0][1], k, v))
+    jacobian = torch.func.jacrev(lambda q: attention(q, k, v)[0, 0, 0])(q)
+    torch.testing.assert_close(
+        jacobian.sum(0), torch.func.grad(lambda q: attention(q, k, v)[0, 0, 0].sum())(q)
     )
-    assert torch.equal(out[1], attention(inputs[0][1], inputs[1][0], inputs[1][0]))
 
 
 # ---- what is refused
