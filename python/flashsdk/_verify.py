@@ -7,7 +7,7 @@ report = check(problem, backend)      # report.failures is empty, or says what i
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ class Report:
     failures: list[str]
     errors: dict[str, tuple[float, float]]  # output: largest error, and the largest it may be
     refused: str = ""  # why the backend does not take this problem
+    framework: str = "numpy"
 
     @property
     def ok(self) -> bool:
@@ -70,12 +71,21 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.problem}", *self.failures]
         if self.failures and str(generate(self.problem.seed, self.backend)) == str(self.problem):
-            lines.append(f"repeat: {repeat_command(self.problem.seed, self.backend)}")
+            command = repeat_command(self.problem.seed, self.backend)
+            if self.backend == "cpu" and self.framework != "numpy":
+                command += f" --framework {self.framework}"
+            lines.append(f"repeat: {command}")
         return "\n  ".join(lines)
 
 
 def check(problem: Problem, backend: str = "cpu", framework: str | None = None) -> Report:
-    """Runs one problem forward and backward on `backend` and compares with the reference."""
+    """Runs one problem forward and backward on ``backend`` and compares with the reference.
+
+    ``framework``, "numpy" or "torch", is what the arrays are; None is what the backend needs.
+    """
+    framework = framework or ("numpy" if backend == "cpu" else "torch")
+    if framework == "torch":
+        problem = replace(problem, negative_strides=False)  # which torch has not
     placed = inputs(problem)
     try:
         results = run(problem, placed, backend, framework)
@@ -83,16 +93,17 @@ def check(problem: Problem, backend: str = "cpu", framework: str | None = None) 
         if backend != "cpu" and getattr(e, "code", "") == "unsupported":
             return Report(problem, backend, [], {}, refused=str(e))
         raise
-    return compare(problem, backend, results, expected(problem, placed))
+    report = compare(problem, backend, results, expected(problem, placed))
+    report.framework = framework
+    return report
 
 
 def run(
-    problem: Problem, placed: dict[str, Placed], backend: str, framework: str | None = None
+    problem: Problem, placed: dict[str, Placed], backend: str, framework: str = "numpy"
 ) -> Results:
     """Forward and backward into outputs that hold NaN, in the strides the problem asks for."""
     import flashsdk as fs
 
-    framework = framework or ("numpy" if backend == "cpu" else "torch")
     given = _Given(framework, "cpu" if backend == "cpu" else "cuda")
     rng = np.random.default_rng([problem.seed, 2]) if problem.strides else None
     x = {name: p.view for name, p in placed.items()}
