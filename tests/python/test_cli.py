@@ -223,14 +223,29 @@ def test_exact_attention_is_the_definition(mask, monkeypatch):
         np.testing.assert_allclose(ours, want, rtol=0, atol=1e-12 * np.abs(want).max())
 
 
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_exact_attention_may_leave_gradients_out(mask, monkeypatch):
+    monkeypatch.setattr(exact, "ROWS", 16)
+    q, k, v, dout = random_inputs(96, 1, 1)
+    seen = exact.Visibility.of(mask)
+    args = (q[0], k[0, :, 0], v[0, :, 0], dout[0], seen, np.float64)
+    every, some = exact.attention(*args), exact.attention(*args, every=3)
+    wanted = np.arange(96) // 16 % 3 == 0
+    np.testing.assert_array_equal(some.out, every.out)
+    for name in ("dq", "dk", "dv"):
+        left, right = getattr(some, name), getattr(every, name)
+        np.testing.assert_allclose(left[wanted], right[wanted], rtol=0, atol=1e-13)
+        assert np.isnan(left[~wanted]).all()
+
+
 @pytest.mark.parametrize("kind", ["NumpyAttention", "TorchAttention"])
 @pytest.mark.parametrize("mask", [fs.Dense(), fs.Causal()], ids=["none", "causal"])
 def test_standard_attention_is_the_definition(kind, mask):
     if kind == "TorchAttention":
         pytest.importorskip("torch")
     q, k, v, dout = random_inputs(32, 4, 2)
-    visible = exact.Visibility.of(mask).dense(0, 32, 32, 32)
-    attention = getattr(standard, kind)(q, k, v, dout, visible, 2)
+    hidden = exact.Visibility.of(mask).hidden(0, 32, 32, 32)
+    attention = getattr(standard, kind)(q, k, v, dout, hidden, 2)
     out, grads = attention.forward(), attention.backward()
     want = (
         _reference.forward(q, k, v, mask=mask)[0],
@@ -239,7 +254,7 @@ def test_standard_attention_is_the_definition(kind, mask):
     for ours, exactly in zip((out, *grads), want, strict=True):
         ours = np.asarray(ours.detach() if hasattr(ours, "detach") else ours)
         np.testing.assert_allclose(ours.swapaxes(1, 2), exactly, rtol=0, atol=2e-5)
-    attention.step()
+    attention.backward(keep=False)
 
 
 # ---- bench

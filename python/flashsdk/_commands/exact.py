@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flashsdk.masks import Band, BlockMask, Causal, Dense
 
 Array = NDArray[Any]
-ROWS = 512
+ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,16 @@ class Visibility:
             return Visibility(mask.band is not None, blocks, mask.block_size)
         return Visibility(causal=mask == Causal())
 
-    def rows(self, start: int, stop: int, seqlen_q: int, seqlen_k: int) -> tuple[Array, Array]:
-        """The keys that any of these queries sees (n,), and which each does (stop - start, n)."""
+    def rows(
+        self, start: int, stop: int, seqlen_q: int, seqlen_k: int
+    ) -> tuple[Array, NDArray[np.bool_] | None]:
+        """The keys that any of these queries sees, and which each does not (stop - start, keys).
+
+        None: all of them see all those keys.
+        """
         i, j = np.arange(start, stop), np.arange(seqlen_k)
+        if not self.causal and self.blocks is None:
+            return j, None
         visible = np.ones((stop - start, seqlen_k), bool)
         if self.causal:
             visible = j <= (i + seqlen_k - seqlen_q)[:, None]
@@ -45,22 +52,25 @@ class Visibility:
             block_q, block_k = self.block_size
             visible &= self.blocks[i // block_q][:, j // block_k]
         keys = np.flatnonzero(visible.any(axis=0))
-        return keys, visible[:, keys]
+        hidden = ~visible[:, keys]
+        return keys, hidden if hidden.any() else None
 
-    def dense(
+    def hidden(
         self, start: int, stop: int, seqlen_q: int, seqlen_k: int
     ) -> NDArray[np.bool_] | None:
-        """(stop - start, seqlen_k), or None when everything is visible."""
-        if not self.causal and self.blocks is None:
+        """What these queries do not see (stop - start, seqlen_k), or None when they see all."""
+        keys, hidden = self.rows(start, stop, seqlen_q, seqlen_k)
+        if len(keys) == seqlen_k and hidden is None:
             return None
-        keys, seen = self.rows(start, stop, seqlen_q, seqlen_k)
-        visible = np.zeros((stop - start, seqlen_k), bool)
-        visible[:, keys] = seen
-        return visible
+        every = np.ones((stop - start, seqlen_k), bool)
+        every[:, keys] = False if hidden is None else hidden
+        return every
 
 
 @dataclass(frozen=True)
 class Gradients:
+    """NaN where nothing was computed."""
+
     out: Array  # (seqlen_q, heads, head_dim)
     dq: Array
     dk: Array  # (seqlen_k, head_dim)
@@ -68,38 +78,48 @@ class Gradients:
 
 
 def attention(
-    q: Array, k: Array, v: Array, dout: Array, visibility: Visibility, dtype: Any
+    q: Array, k: Array, v: Array, dout: Array, visibility: Visibility, dtype: Any, every: int = 1
 ) -> Gradients:
-    """q and dout (seqlen_q, heads, head_dim), k and v (seqlen_k, head_dim)."""
+    """q and dout (seqlen_q, heads, head_dim), k and v (seqlen_k, head_dim).
+
+    Gradients of every so-manieth block of 128 rows, from the first on; out of all.
+    """
     seqlen_q, heads, head_dim = q.shape
     seqlen_k = k.shape[0]
     q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
-    scale = k.dtype.type(head_dim**-0.5)
-    g = Gradients(np.zeros_like(dout), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v))
+    q *= k.dtype.type(head_dim**-0.5)
+    wanted = np.arange(seqlen_k) // ROWS % every == 0
+    g = Gradients(*(np.full_like(x, np.nan) for x in (dout, q, k, v)))
+    g.dk[wanted] = g.dv[wanted] = 0
     for start in range(0, seqlen_q, ROWS):
         rows = slice(start, min(start + ROWS, seqlen_q))
-        keys, seen = visibility.rows(rows.start, rows.stop, seqlen_q, seqlen_k)
-        if not len(keys):
-            continue
-        hidden = None if seen.all() else ~seen
-        some: Any = slice(None) if len(keys) == seqlen_k else keys
-        kb, vb = k[some], v[some]
+        keys, hidden = visibility.rows(rows.start, rows.stop, seqlen_q, seqlen_k)
+        chosen = wanted[keys]
+        into = keys[chosen]
+        kb, vb = k[keys], v[keys]
         for h in range(heads):
-            p = q[rows, h] @ kb.T  # (rows, keys): scores, then probabilities
-            p *= scale
-            if hidden is not None:
-                np.copyto(p, -np.inf, where=hidden)
-            top = p.max(axis=1, keepdims=True)
-            p -= np.where(np.isneginf(top), 0, top)
-            np.exp(p, out=p)
-            total = p.sum(axis=1, keepdims=True)
-            p /= np.where(total == 0, 1, total)
+            do = dout[rows, h]
+            p = _softmax(q[rows, h] @ kb.T, hidden)  # (rows, keys)
             g.out[rows, h] = p @ vb
-            g.dv[some] += p.T @ dout[rows, h]
-            ds = dout[rows, h] @ vb.T
-            ds -= (dout[rows, h] * g.out[rows, h]).sum(axis=1, keepdims=True)
-            ds *= p
-            ds *= scale
-            g.dq[rows, h] = ds @ kb
-            g.dk[some] += ds.T @ q[rows, h]
+            delta = (do * g.out[rows, h]).sum(axis=1, keepdims=True)
+            if start // ROWS % every == 0:
+                ds = p * (do @ vb.T - delta)
+                g.dq[rows, h] = ds @ kb * k.dtype.type(head_dim**-0.5)
+            if every > 1:
+                p = p[:, chosen]
+                ds = p * (do @ vb[chosen].T - delta)
+            g.dv[into] += p.T @ do
+            g.dk[into] += ds.T @ q[rows, h]
     return g
+
+
+def _softmax(score: Array, hidden: NDArray[np.bool_] | None) -> Array:
+    """Of every row, in place; zeros where a row sees nothing."""
+    if hidden is not None:
+        np.copyto(score, -np.inf, where=hidden)
+    top = score.max(axis=1, initial=-np.inf, keepdims=True)
+    score -= np.where(np.isneginf(top), 0, top)
+    np.exp(score, out=score)
+    total = score.sum(axis=1, keepdims=True)
+    score /= np.where(total == 0, 1, total)
+    return score

@@ -15,16 +15,13 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-class Standard(Protocol):
-    framework: str
+class Pair(Protocol):
+    """A forward and the backward that follows it."""
 
     def forward(self) -> object: ...
 
-    def backward(self) -> object:
-        """Needs a forward before; may be called again."""
-
-    def step(self) -> object:
-        """Both, giving up memory as soon as it is not needed any more."""
+    def backward(self, keep: bool = True) -> object:
+        """Needs a forward before. May be called again after `keep`; else gives up its memory."""
 
 
 def have_torch() -> bool:
@@ -32,27 +29,25 @@ def have_torch() -> bool:
 
 
 def standard_attention(
-    q: Array, k: Array, v: Array, dout: Array, visible: NDArray[np.bool_] | None, threads: int
-) -> Standard:
+    q: Array, k: Array, v: Array, dout: Array, hidden: NDArray[np.bool_] | None, threads: int
+) -> Pair:
     """Lays the tensors out as suits the framework, before anything is timed. All float32.
 
     q, dout (batch, seqlen_q, heads, head_dim); k, v (batch, seqlen_k, heads_kv, head_dim);
-    visible (seqlen_q, seqlen_k).
+    hidden (seqlen_q, seqlen_k): what is masked.
     """
     kind = TorchAttention if have_torch() else NumpyAttention
-    return kind(q, k, v, dout, visible, threads)
+    return kind(q, k, v, dout, hidden, threads)
 
 
 class TorchAttention:
-    framework = "PyTorch"
-
     def __init__(
         self,
         q: Array,
         k: Array,
         v: Array,
         dout: Array,
-        visible: NDArray[np.bool_] | None,
+        hidden: NDArray[np.bool_] | None,
         threads: int,
     ) -> None:
         import torch
@@ -64,7 +59,7 @@ class TorchAttention:
         ]  # (batch, heads, seqlen, head_dim)
         self.inputs = [x.requires_grad_() for x in heads_first[:3]]
         self.dout = heads_first[3]
-        self.hidden = None if visible is None else torch.from_numpy(~visible)
+        self.hidden = None if hidden is None else torch.from_numpy(hidden)
         self.groups = q.shape[2] // k.shape[2]
         self.out: Any = None
 
@@ -79,25 +74,21 @@ class TorchAttention:
         self.out = self.torch.softmax(score, dim=-1) @ v
         return self.out
 
-    def backward(self) -> object:
-        return self.torch.autograd.grad(self.out, self.inputs, self.dout, retain_graph=True)
-
-    def step(self) -> object:
-        self.forward()
-        out, self.out = self.out, None
-        return self.torch.autograd.grad(out, self.inputs, self.dout)
+    def backward(self, keep: bool = True) -> object:
+        out = self.out
+        if not keep:
+            self.out = None
+        return self.torch.autograd.grad(out, self.inputs, self.dout, retain_graph=keep)
 
 
 class NumpyAttention:
-    framework = "NumPy"
-
     def __init__(
         self,
         q: Array,
         k: Array,
         v: Array,
         dout: Array,
-        visible: NDArray[np.bool_] | None,
+        hidden: NDArray[np.bool_] | None,
         threads: int,
     ) -> None:
         del threads  # NumPy's matrix product takes what its BLAS was told
@@ -106,7 +97,7 @@ class NumpyAttention:
             np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v, dout)
         )
         self.scale = np.float32(q.shape[-1] ** -0.5)
-        self.hidden = None if visible is None else ~visible
+        self.hidden = hidden
         self.kept: tuple[Array, Array, Array] | None = None
 
     def forward(self) -> object:
@@ -122,10 +113,12 @@ class NumpyAttention:
         self.kept = (k, v, p)
         return p @ v
 
-    def backward(self) -> object:
+    def backward(self, keep: bool = True) -> object:
         if self.kept is None:
             raise RuntimeError("backward before forward")
         k, v, p = self.kept
+        if not keep:
+            self.kept = None
         dv = p.swapaxes(-1, -2) @ self.dout
         dp = self.dout @ v.swapaxes(-1, -2)
         ds = p * (dp - (dp * p).sum(axis=-1, keepdims=True)) * self.scale
@@ -135,9 +128,3 @@ class NumpyAttention:
             shape = (self.k.shape[0], self.k.shape[1], self.groups, *self.k.shape[2:])
             dk, dv = (x.reshape(shape).sum(axis=2) for x in (dk, dv))
         return dq, dk, dv
-
-    def step(self) -> object:
-        out = self.forward()
-        gradients = self.backward()
-        self.kept = None
-        return out, gradients
