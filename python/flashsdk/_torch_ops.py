@@ -67,8 +67,8 @@ _PACKED = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt
 # ---- masks as integers
 
 
-def encode_mask(mask: object) -> tuple[list[int], Tensor | None]:
-    """A mask as (integers, block lists); ``decode_mask`` is the inverse.
+def encode_mask(mask: object, like: Tensor | None = None) -> tuple[list[int], Tensor | None]:
+    """A mask as (integers, block lists where ``like`` is); ``decode_mask`` is the inverse.
 
     Nothing for Dense; left, right, alignment for a Band, where INT32_MAX is unlimited; for a
     BlockMask also block_q, block_k, seqlen_q, seqlen_k and, for each of its four lists, the shape
@@ -85,7 +85,23 @@ def encode_mask(mask: object) -> tuple[list[int], Tensor | None]:
     code += [*mask.block_size, mask.seqlen_q, mask.seqlen_k]
     # Not the arrays themselves: torch.compile would make an input of each.
     code += mask._sizes
-    return code, torch.from_numpy(mask._flat)
+    return code, _blocks(mask, like)
+
+
+def _blocks(mask: BlockMask, like: Tensor | None) -> Tensor:
+    """All lists of a layout in one tensor; a GPU gets them once for each mask."""
+    blocks = torch.from_numpy(mask._flat)
+    if like is None or not like.is_cuda:
+        return blocks
+    if torch.compiler.is_compiling():
+        return blocks.to(like.device)
+    copies: dict[torch.device, Tensor] = mask.__dict__.setdefault("_blocks_on_gpu", {})
+    if like.device in copies:
+        return copies[like.device]
+    copy = blocks.to(like.device)
+    if type(copy) is Tensor:  # a fake one is nothing to keep
+        copies[like.device] = copy
+    return copy
 
 
 def _encode_band(band: Band) -> list[int]:
@@ -94,8 +110,8 @@ def _encode_band(band: Band) -> list[int]:
     return [left, right, int(band.alignment == "top_left")]
 
 
-def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask:
-    """The mask of ``encode_mask``; its arrays are views of ``blocks``."""
+def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask | ops.PlacedLayout:
+    """The mask of ``encode_mask``; its arrays are views of ``blocks``, and are not read."""
     if not code:
         return Dense()
     left, right, top_left, *rest = code
@@ -103,7 +119,15 @@ def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask:
     if blocks is None:
         return band
     block_q, block_k, seqlen_q, seqlen_k, *sizes = rest
-    flat = blocks.cpu().numpy()
+    if blocks.is_cuda:
+        placed = []
+        for _ in _LISTS:
+            batch, num_heads, ends, listed, *sizes = sizes
+            begin, end = batch * num_heads * ends, batch * num_heads * ends + listed
+            placed += [blocks[:begin].view(batch, num_heads, ends), blocks[begin:end]]
+            blocks = blocks[end:]
+        return ops.PlacedLayout((block_q, block_k), seqlen_q, seqlen_k, band, tuple(placed))
+    flat = blocks.numpy()
     lists: dict[str, Csr] = {}
     for name in _LISTS:
         batch, num_heads, ends, listed, *sizes = sizes
@@ -275,7 +299,7 @@ def attend(
     check_constant("alibi_slopes", alibi_slopes)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    code, blocks = encode_mask(mask)
+    code, blocks = encode_mask(mask, q)
     options = Options(
         bias,
         alibi_slopes,

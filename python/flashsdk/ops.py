@@ -285,6 +285,17 @@ def explain(
 # ---- from arguments to bindings
 
 
+@dataclass(frozen=True)
+class PlacedLayout:
+    """What a BlockMask says, with its lists on the GPU already: a mask for adapters."""
+
+    block_size: tuple[int, int]
+    seqlen_q: int
+    seqlen_k: int
+    band: Band  # unlimited where there are no partial blocks
+    arrays: tuple[Any, ...]  # as BlockMask._arrays, where q is
+
+
 def _forward(
     q: Any, k: Any, v: Any, out: Any, lse: Any, packed: _bindings.Packed, options: _bindings.Options
 ) -> tuple[Any, Any]:
@@ -340,6 +351,8 @@ def _mask(mask: object, q: Any) -> _bindings.Mask:
     if isinstance(mask, BlockMask):
         band = _mask(mask.band, q)
         return (*mask.block_size, mask.seqlen_q, mask.seqlen_k, band, *_lists(mask, q))
+    if isinstance(mask, PlacedLayout):
+        return (*mask.block_size, mask.seqlen_q, mask.seqlen_k, _mask(mask.band, q), *mask.arrays)
     allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
     raise Error(f"mask: {mask!r:.60}; {allowed}")
 
