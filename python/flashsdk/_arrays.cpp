@@ -78,6 +78,7 @@ TensorView view_of(ArrayImporter::Role role, const DlTensor& tensor) {
 }
 
 [[noreturn]] void refuse(const char* name, nb::handle array, const nb::python_error& error) {
+  if (!error.matches(PyExc_Exception)) throw error;  // Ctrl-C says nothing of the array
   fail(name, class_name(array) + " does not lend its memory (" + describe(error) + "); an array that holds data");
 }
 

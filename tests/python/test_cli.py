@@ -126,7 +126,7 @@ def test_verify_ends_cleanly_on_ctrl_c():
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, out + err
     assert "problems in" in out and "stopped by Ctrl-C; no failure" in out
     assert "Traceback" not in err
 

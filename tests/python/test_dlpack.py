@@ -224,6 +224,23 @@ def test_producers_that_fail():
     assert "\n" not in str(caught.value)
 
 
+def test_producers_that_are_interrupted():
+    """Ctrl-C stays what it is."""
+
+    class Interrupted:
+        shape = (1, 2, 3, 4)
+
+        def __dlpack__(self, **_):
+            raise KeyboardInterrupt
+
+        def __dlpack_device__(self):
+            return CPU, 0
+
+    q, _, v, _ = qkv((20, 30), 2, 16)
+    with pytest.raises(KeyboardInterrupt):
+        fs.mha_fwd(q, Interrupted(), v)
+
+
 def test_numpy_fields_of_records():
     """Strides that are no multiple of the element size."""
     q, k, v, _ = qkv((20, 30), 2, 16)
