@@ -3,6 +3,7 @@
 # flashsdk_add_cuda_kernels() writes build/generated/cuda/*.cu and the function that lists them, and appends the
 # objects to FLASHSDK_KERNEL_OBJECTS. Call it after flashsdk_add_cpu_kernels(), where FLASHSDK_CUDA_ENABLED.
 include(${PROJECT_SOURCE_DIR}/cpp/kernels/instantiate/sm80_table.cmake)
+include(${PROJECT_SOURCE_DIR}/cmake/Sm90Kernels.cmake)
 
 set(FLASHSDK_CUDA_SUBSET all CACHE STRING "Which GPU kernels: all, or ci (a few of every kind, quick to compile)")
 set_property(CACHE FLASHSDK_CUDA_SUBSET PROPERTY STRINGS all ci)
@@ -71,27 +72,39 @@ function(flashsdk_add_cuda_kernels)
       endforeach()
     endforeach()
   endforeach()
+  flashsdk_sm90_kernels("${dtypes}" "${head_dims}")
+  string(PREPEND DECLARATIONS "${SM90_DECLARATIONS}")
+  string(PREPEND CALLS "${SM90_CALLS}")
   list(JOIN CMAKE_CUDA_ARCHITECTURES " " ARCHITECTURES)
   configure_file(${PROJECT_SOURCE_DIR}/cpp/kernels/instantiate/cuda_table.cpp.in
                  ${PROJECT_BINARY_DIR}/generated/cuda/cuda_table.cpp @ONLY)
 
   find_package(CUDAToolkit REQUIRED)
+  set(FLASHSDK_NVCC_OPTIONS --expt-relaxed-constexpr --expt-extended-lambda -Xptxas=-v -Xcompiler=-fvisibility=hidden)
   add_library(flashsdk_cuda OBJECT ${sources})
   target_link_libraries(flashsdk_cuda PRIVATE flashsdk_kernels flashsdk_cutlass)
-  target_compile_options(flashsdk_cuda PRIVATE --expt-relaxed-constexpr --expt-extended-lambda -Xptxas=-v
-    -Xcompiler=-fvisibility=hidden)
+  target_compile_options(flashsdk_cuda PRIVATE ${FLASHSDK_NVCC_OPTIONS})
+  set(objects $<TARGET_OBJECTS:flashsdk_cuda> $<TARGET_OBJECTS:flashsdk_cuda_host>)
+  if(SM90_SOURCES)
+    add_library(flashsdk_cuda_sm90 OBJECT ${SM90_SOURCES})
+    set_target_properties(flashsdk_cuda_sm90 PROPERTIES CUDA_ARCHITECTURES 90a-real)
+    target_link_libraries(flashsdk_cuda_sm90 PRIVATE flashsdk_kernels flashsdk_cutlass)
+    target_compile_definitions(flashsdk_cuda_sm90 PRIVATE CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
+    target_compile_options(flashsdk_cuda_sm90 PRIVATE ${FLASHSDK_NVCC_OPTIONS})
+    list(APPEND objects $<TARGET_OBJECTS:flashsdk_cuda_sm90>)
+  endif()
   # The host's part: no CUTLASS, compiled by the C++ compiler.
   add_library(flashsdk_cuda_host OBJECT ${PROJECT_BINARY_DIR}/generated/cuda/cuda_table.cpp
-    ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/device.cpp)
+    ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/device.cpp ${SM90_HOST_SOURCES})
   target_link_libraries(flashsdk_cuda_host PRIVATE flashsdk_kernels flashsdk_warnings CUDA::cudart_static)
 
   # Single kernels for tests/cpp/gpu, without the CPU's.
   add_library(flashsdk_gpu_harness SHARED EXCLUDE_FROM_ALL ${PROJECT_SOURCE_DIR}/tests/cpp/gpu/harness.cpp
-    ${PROJECT_SOURCE_DIR}/cpp/src/tensor.cpp $<TARGET_OBJECTS:flashsdk_cuda> $<TARGET_OBJECTS:flashsdk_cuda_host>)
+    ${PROJECT_SOURCE_DIR}/cpp/src/tensor.cpp ${objects})
   target_link_libraries(flashsdk_gpu_harness PRIVATE flashsdk_kernels CUDA::cudart_static)
 
   list(LENGTH sources count)
-  message(STATUS "GPU kernels: ${count}; ${dtypes}; head_dim ${head_dims}")
-  set(FLASHSDK_KERNEL_OBJECTS ${FLASHSDK_KERNEL_OBJECTS} $<TARGET_OBJECTS:flashsdk_cuda>
-    $<TARGET_OBJECTS:flashsdk_cuda_host> PARENT_SCOPE)
+  list(LENGTH SM90_SOURCES sm90_count)
+  message(STATUS "GPU kernels: ${count} and ${sm90_count} for sm_90a; ${dtypes}; head_dim ${head_dims}")
+  set(FLASHSDK_KERNEL_OBJECTS ${FLASHSDK_KERNEL_OBJECTS} ${objects} PARENT_SCOPE)
 endfunction()

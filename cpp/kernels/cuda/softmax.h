@@ -9,9 +9,14 @@ namespace flashsdk::cuda {
 
 template <int kRows>
 class OnlineSoftmax {
+  static constexpr float kSlack = 8.f;
+
  public:
   // scale: from the scores' unit to that of log2; positive.
-  __device__ explicit OnlineSoftmax(float scale) : scale_(scale) {
+  __device__ explicit OnlineSoftmax(float scale) : scale_(scale) { reset(); }
+
+  // For other rows.
+  __device__ void reset() {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       max_[i] = -INFINITY;
@@ -25,28 +30,54 @@ class OnlineSoftmax {
   // which changes nothing in floating point, and the multiplication of `out` is saved.
   template <class Scores, class Out>  // both ((2, M), (2, N))
   __device__ void step(Scores& scores, Out& out) {
-    constexpr float kSlack = 8.f;
-    float tile_max[kRows];
-    bool grows = false;
+    float tile_max[kRows], factor[kRows];
+    find_max(scores, tile_max);
+    branch_if(exceeds(tile_max), [&] {
+      raise(tile_max, factor);
+      rescale(out, factor);
+    });
+    exponentiate(scores);
+  }
+
+  // The parts of a step, for kernels whose `out` is still being computed when the scores are ready.
+  template <class Scores>
+  static __device__ void find_max(const Scores& scores, float (&tile_max)[kRows]) {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       float m = scores(i, 0);
       CUTE_UNROLL
       for (int j = 1; j < cute::size<1>(scores); ++j) m = fmaxf(m, scores(i, j));
       tile_max[i] = quad_max(m);
-      grows |= scale_ * tile_max[i] > scale_ * max_[i] + kSlack;
     }
-    branch_if(__any_sync(0xffffffffu, grows) != 0, [&] {
+  }
+  // Whether some row of the warp has grown beyond the slack.
+  __device__ bool exceeds(const float (&tile_max)[kRows]) const {
+    bool grows = false;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) grows |= scale_ * tile_max[i] > scale_ * max_[i] + kSlack;
+    return __any_sync(0xffffffffu, grows) != 0;
+  }
+  // Raises the running maximum to that of the tile. `out` must then be multiplied by the factors.
+  __device__ void raise(const float (&tile_max)[kRows], float (&factor)[kRows]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      float m = fmaxf(max_[i], tile_max[i]);
+      factor[i] = exp2_approx(scale_ * (max_[i] - finite(m)));
+      max_[i] = m;
+      sum_[i] *= factor[i];
+    }
+  }
+  template <class Out>
+  static __device__ void rescale(Out& out, const float (&factor)[kRows]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
       CUTE_UNROLL
-      for (int i = 0; i < kRows; ++i) {
-        float m = fmaxf(max_[i], tile_max[i]);
-        float factor = exp2_approx(scale_ * (max_[i] - finite(m)));
-        max_[i] = m;
-        sum_[i] *= factor;
-        CUTE_UNROLL
-        for (int j = 0; j < cute::size<1>(out); ++j) out(i, j) *= factor;
-      }
-    });
+      for (int j = 0; j < cute::size<1>(out); ++j) out(i, j) *= factor[i];
+    }
+  }
+  // Scores become exp2(scale·(score − max)) and are added to the row sums.
+  template <class Scores>
+  __device__ void exponentiate(Scores& scores) {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       float offset = scale_ * finite(max_[i]);

@@ -18,7 +18,7 @@ struct TileSchedule {
   int section;      // heads walked side by side
   bool descending;  // last tile first
 
-  __host__ std::int64_t size() const { return std::int64_t{num_blocks} * heads_total; }
+  FLASHSDK_HD std::int64_t size() const { return std::int64_t{num_blocks} * heads_total; }
 
   __device__ TileWork work(int index) const {
     int section_tiles = section * num_blocks;

@@ -1,0 +1,46 @@
+// Every built-in mask in one policy, told apart at run time.
+//
+// Where one warp walks the tiles for a whole thread block, which mask it is costs nothing to ask there, and the others
+// only ever ask which keys of a partial tile a query sees: a band for all of them. One kernel then serves all masks.
+#pragma once
+
+#include "common/mask_policy.h"
+
+namespace flashsdk::cuda {
+
+class BuiltinPolicy {
+ public:
+  __device__ BuiltinPolicy(const MaskParam& mask, const SeqlenInfo& s, int batch, int head)
+      : mask_(mask), seq_(s), batch_(batch), head_(head) {}
+
+  __device__ TileWalk row_walk(flashsdk::Tile tile, int m_block) const {
+    switch (mask_.kind) {
+      case MaskKind::kDense:
+        return DensePolicy(mask_, seq_, batch_, head_).row_walk(tile, m_block);
+      case MaskKind::kBand:
+        return BandPolicy(mask_, seq_, batch_, head_).row_walk(tile, m_block);
+      default:
+        return BlockSparsePolicy(mask_, seq_, batch_, head_).row_walk(tile, m_block);
+    }
+  }
+  __device__ TileWalk col_walk(flashsdk::Tile tile, int n_block) const {
+    switch (mask_.kind) {
+      case MaskKind::kDense:
+        return DensePolicy(mask_, seq_, batch_, head_).col_walk(tile, n_block);
+      case MaskKind::kBand:
+        return BandPolicy(mask_, seq_, batch_, head_).col_walk(tile, n_block);
+      default:
+        return BlockSparsePolicy(mask_, seq_, batch_, head_).col_walk(tile, n_block);
+    }
+  }
+  // Asked in partial tiles only, which a dense mask does not have.
+  __device__ bool allowed(int i, int j) const { return BandPolicy(mask_, seq_, batch_, head_).allowed(i, j); }
+  __device__ KeyRange keys_of(int i) const { return BandPolicy(mask_, seq_, batch_, head_).keys_of(i); }
+
+ private:
+  const MaskParam& mask_;
+  const SeqlenInfo& seq_;
+  int batch_, head_;
+};
+
+}  // namespace flashsdk::cuda

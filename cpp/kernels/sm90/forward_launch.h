@@ -1,0 +1,57 @@
+// Rows of the kernel table for the SM90 forward.
+#pragma once
+
+#include "cuda/builtin_policy.h"
+#include "cuda/packed_tail.h"
+#include "sm90/forward.h"
+#include "sm90/forward_tiles.h"
+#include "sm90/launch.h"
+
+namespace flashsdk::sm90 {
+
+// Says so to `explain` when the choice fell on another tile.
+template <class Traits, cuda::Features kFeatures>
+const char* refuse_forward(const ForwardParams& p) {
+  if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
+  const std::int64_t tiles = std::int64_t{ceil_div(p.seqlen_q, Traits::kBlockM)} * p.num_heads * p.batch;
+  if (tiles > INT32_MAX / 2) return "there are too many tiles";
+  const flashsdk::Tile best = forward_tile(p);
+  if (best.m != Traits::kBlockM || best.n != Traits::kBlockN) return "another tile is faster for these lengths";
+  return nullptr;
+}
+
+template <class Traits, cuda::Features kFeatures>
+void launch_forward(const ForwardParams& p, const LaunchContext& context) {
+  static std::atomic<std::uint64_t> prepared{0};
+  constexpr DType kType = cuda::kDType<typename Traits::Element>;
+  cuda::DeviceGuard guard(p.device.index);
+  auto kernel = forward_kernel<Traits, cuda::BuiltinPolicy, kFeatures>;
+  cuda::allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
+
+  const int heads_total = p.num_heads * p.batch;
+  const std::int64_t kv_bytes =
+      std::int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Traits::Element) / p.heads_per_group();
+  const cuda::TileSchedule schedule{ceil_div(p.seqlen_q, Traits::kBlockM), p.num_heads, heads_total,
+                                    cuda::section_of(kv_bytes, heads_total, p.mask.kind == MaskKind::kDense), true};
+  const int blocks = min_of(cuda::device_limits(p.device.index).multiprocessors, static_cast<int>(schedule.size()));
+  const ForwardMaps maps{
+      make_tensor_map(p.q, query_extent(p, p.head_dim), kType, Traits::kBlockM, Traits::SmemQ::kSlabColumns),
+      make_tensor_map(p.k, key_extent(p, p.head_dim), kType, Traits::kBlockN, Traits::SmemK::kSlabColumns),
+      make_tensor_map(p.v, key_extent(p, p.head_dim_v), kType, Traits::kBlockN, Traits::SmemV::kSlabColumns)};
+  auto stream = static_cast<cudaStream_t>(context.stream);
+  kernel<<<static_cast<unsigned>(blocks), Traits::kThreads, Traits::kSmemBytes, stream>>>(p, maps, schedule);
+  cuda::check(cudaGetLastError(), "launching the forward kernel");
+  if (p.cu_seqlens_q != nullptr) {
+    cuda::clear_packed_tail<typename Traits::Element>(
+        {p.out, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim_v}, p.lse, stream);
+  }
+}
+
+template <class Traits, cuda::Features kFeatures>
+KernelEntry forward_entry(MaskKind mask) {
+  return {key_of<Traits, kFeatures>(Op::kForward, mask), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+          refuse_forward<Traits, kFeatures>, [](const ForwardParams&, int) { return std::size_t{0}; },
+          launch_forward<Traits, kFeatures>};
+}
+
+}  // namespace flashsdk::sm90

@@ -1,0 +1,61 @@
+// What the SM90 forward knows at compile time: its tile, its products, its shared memory, and how its roles talk.
+#pragma once
+
+#include "sm90/pipeline.h"
+#include "sm90/traits.h"
+
+namespace flashsdk::sm90 {
+
+// One tile of keys of one tile of queries, as the loading warp announces it with the keys themselves. The warpgroups
+// that compute know nothing else of what is to be done: no mask, no schedule.
+struct alignas(16) KeyTile {
+  enum Flags : int {
+    kFirst = 1,    // of its queries
+    kLast = 2,     // of its queries
+    kMasked = 4,   // some key is hidden from some query …
+    kPartial = 8,  // … and which, the mask policy knows
+    kEnd = 16,     // there is no tile: all work is done
+  };
+  int flags = kEnd;
+  int n0 = 0;       // first key
+  int key_end = 0;  // keys from here on do not exist
+  int m_block = 0, head = 0, batch = 0;
+
+  __device__ bool has(Flags flag) const { return (flags & flag) != 0; }
+};
+
+// kStages: buffers of K, and of V. kQueryStages: with two, the next queries are there before these are done.
+template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kQueryStages_>
+struct ForwardTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
+  static constexpr int kStages = kStages_, kQueryStages = kQueryStages_;
+  static constexpr int kWarpgroups = kBlockM / kWarpgroupRows;  // that compute; one more loads
+  static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
+  // Of 65536 a multiprocessor: what loading does not need, computing gets.
+  static constexpr int kLoadRegisters = kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kComputeRegisters = kWarpgroups == 2 ? 232 : kWarpgroups == 3 ? 160 : 112;
+  // Rescaling the output only when the maximum moves much: +1 to +2.5 % at head_dim 64, −1 to −2 % at 128.
+  static constexpr bool kLazyRescale = kHeadDimV <= 64;
+
+  using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kQueryStages>;
+  using SmemK = SmemTile<Element, kBlockN, kHeadDim, kStages>;
+  using SmemV = SmemTile<Element, kBlockN, kHeadDimV, kStages>;
+  using MmaScores = SmemMma<Element, kBlockN, kHeadDim, kSumContiguous, kSumContiguous>;
+  using MmaOut = RegisterMma<Element, kHeadDimV, kBlockN, kSumStrided>;
+
+  struct Smem {
+    alignas(1024) Element q[kQueryStages * SmemQ::kElements];
+    alignas(1024) Element k[kStages * SmemK::kElements];
+    alignas(1024) Element v[kStages * SmemV::kElements];
+    KeyTile tiles[kStages];  // beside the keys of each stage
+    Ring<kQueryStages> q_ring;
+    Ring<kStages> k_ring, v_ring;
+    cutlass::arch::ClusterTransactionBarrier tail;  // see ForwardLoader::load_values
+  };
+  static constexpr int kSmemBytes = static_cast<int>(sizeof(Smem));
+  static_assert(kSmemBytes <= 227 * 1024);
+};
+
+}  // namespace flashsdk::sm90
