@@ -1,9 +1,11 @@
 # make demo    set up, build, and run attention at real model shapes
 # make test    set up, build, and run ctest and pytest
+# make test-gpu   on a machine with a GPU: build for it, test on it, write benchmarks/results/gpu_tests.json
+# make bench-gpu  the same for speed: our backends beside PyTorch's, benchmarks/results/gpu_bench.*
 #
 # Variables: PYTHON (base interpreter), JOBS, BUILD_DIR, CMAKE_ARGS (such as
 # -DFLASHSDK_CPU_ISAS=avx2), TORCH_SPEC, JAX=0 (without JAX and its tests), DEMO_ARGS, BENCH_ARGS,
-# PYTEST_ARGS, CTEST_ARGS.
+# PYTEST_ARGS, CTEST_ARGS; for the GPU targets GPU_ARGS, FLASHSDK_CUTLASS_DIR (a checkout of CUTLASS 4.2).
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -31,11 +33,11 @@ PY_DIRS = $(wildcard python tests benchmarks examples scripts)
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-asan test-tsan test-package bench lint format wheel clean distclean
+.PHONY: help setup build demo test test-asan test-tsan test-package test-gpu bench-gpu build-cuda-ci bench lint format wheel clean distclean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
-	@echo "also: setup build bench lint format wheel test-asan test-tsan test-package clean distclean"
+	@echo "also: setup build bench lint format wheel test-asan test-tsan test-package build-cuda-ci clean distclean"
 
 setup:
 	@$(BOOTSTRAP) $(TEST_GROUPS) lint
@@ -77,6 +79,26 @@ test-tsan:
 	@$(CMAKE) --build build/tsan -j $(JOBS) --target flashsdk_tests
 	@TSAN_OPTIONS=halt_on_error=1 setarch -R build/tsan/tests/cpp/flashsdk_tests --gtest_brief=1 \
 		--gtest_filter='ThreadPool*:*Threads*:*SeveralCallers*:Attention.Packed:Attention.BlockSparse'
+
+# On a machine with a GPU, which may have no network: with what PYTHON has installed, see scripts/test_gpu.py.
+GPU_CMAKE_ARGS = $(if $(FLASHSDK_CUTLASS_DIR),-DFLASHSDK_CUTLASS_DIR=$(abspath $(FLASHSDK_CUTLASS_DIR))) $(CMAKE_ARGS)
+test-gpu:
+	@$(PYTHON) scripts/test_gpu.py $(GPU_ARGS) -- $(GPU_CMAKE_ARGS)
+
+bench-gpu:
+	@$(PYTHON) scripts/test_gpu.py --steps build --out build/gpu/build.json -- $(GPU_CMAKE_ARGS)
+	@$(PYTHON) benchmarks/gpu_bench.py $(BENCH_ARGS)
+
+# Needs nvcc and no GPU: a few GPU kernels of every kind, the library and the C++ tests around them. The extension is
+# loaded and asked for its kernels where there may be no driver.
+build-cuda-ci:
+	@$(BOOTSTRAP) build
+	@$(CONFIGURE) -B build/cuda-ci -DCMAKE_BUILD_TYPE=Release -DFLASHSDK_CUDA=ON -DFLASHSDK_CUDA_SUBSET=ci \
+		-DFLASHSDK_CPU_ISAS=portable -DFLASHSDK_CPU_HEAD_DIMS=256 -DFLASHSDK_BUILD_PYTHON=ON \
+		-DFLASHSDK_BUILD_TESTS=ON -DFLASHSDK_EXTENSION_DIR=$(CURDIR)/build/cuda-ci/extension $(CMAKE_ARGS)
+	@$(CMAKE) --build build/cuda-ci -j $(JOBS) --target flashsdk _bindings flashsdk_tests flashsdk_gpu_harness
+	@$(CTEST) --test-dir build/cuda-ci -R '^(Device|Registry|Validation)' -j $(JOBS)
+	@$(PY) scripts/check_cuda_extension.py build/cuda-ci/extension
 
 # pip's builds of the package, as a machine without a network makes them.
 test-package:

@@ -1,0 +1,252 @@
+"""How fast the GPU kernels are: our backends beside PyTorch's FlashAttention-2 and cuDNN.
+
+    python3 benchmarks/gpu_bench.py [--out benchmarks/results/gpu_bench] [--quick]
+
+`make bench-gpu` builds first. Writes OUT.json, the record that docs/benchmarks.md is made from, and
+OUT.csv, its cells. Everything a row compares is timed in turns in one process: medians of
+CUDA-event times, after warm-up. FLOPs: forward 4·batch·heads·seqlen²·head_dim, half of it when
+causal; backward 2.5 forwards. A backward's time holds all of its passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+
+import flashsdk as fs
+import numpy as np
+import torch
+from flashsdk._commands import gpu_record
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+TOKENS, WIDTH = 16384, 2048  # batch · seqlen, heads · head_dim
+PEERS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+Runs = dict[Any, Callable[[], object]]
+Row = dict[str, Any]
+
+
+def median_ms(runs: Runs, budget_ms: float = 25.0, rounds: int = 5) -> dict[Any, float]:
+    """Median milliseconds of each, all of them in turn in every round."""
+
+    def elapsed(run: Callable[[], object], count: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(count):
+            run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / count
+
+    counts, times = {}, {name: [] for name in runs}
+    for name, run in runs.items():
+        run()
+        once = max(elapsed(run, 1), 1e-3)
+        counts[name] = max(1, min(50, int(budget_ms / rounds / once)))
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(elapsed(run, counts[name]))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def backends() -> list[str]:
+    return sorted({k["backend"] for k in fs.kernels() if k["available"]} - {"cpu"})
+
+
+def tensors(batch: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype) -> list[Any]:
+    shape = batch, seqlen, heads, dim
+    return [torch.randn(shape, device="cuda").to(dtype) for _ in range(4)]
+
+
+def ours(x: list[Any], backend: str, **options: Any) -> Runs:
+    """Forward and backward, each into given outputs; nothing where there is no such kernel."""
+    q, k, v, dout = x
+    try:
+        for op in ("fwd", "bwd"):
+            if not fs.explain(q, k, v, op=op, backend=backend, **_shown(options)).kernel:
+                return {}
+    except fs.Error:
+        return {}
+    out, lse = fs.mha_fwd(q, k, v, backend=backend, **options)
+    grads = {f"d{name}": torch.empty_like(t) for name, t in zip("qkv", (q, k, v), strict=True)}
+    return {
+        ("fwd", backend): lambda: fs.mha_fwd(q, k, v, backend=backend, out=out, lse=lse, **options),
+        ("bwd", backend): lambda: fs.mha_bwd(
+            dout, q, k, v, out, lse, backend=backend, **grads, **options
+        ),
+    }
+
+
+def _shown(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in options.items() if name != "seed"}
+
+
+def peer(x: list[Any], name: str, causal: bool, dropout: float = 0.0) -> Runs:
+    """PyTorch's scaled_dot_product_attention with one backend forced."""
+    q, k, v = (t.transpose(1, 2).detach().requires_grad_() for t in x[:3])
+    dout = x[3].transpose(1, 2)
+
+    def forward() -> Any:
+        with sdpa_kernel(PEERS[name]):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=causal
+            )
+
+    try:
+        out = forward()
+        torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    except RuntimeError:  # not for this shape
+        return {}
+    # With gradients on: the log-sum-exp is part of a training forward, and ours always writes it.
+    return {
+        ("fwd", name): forward,
+        ("bwd", name): lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+    }
+
+
+def dense(head_dims: list[int], seqlens: list[int]) -> list[Row]:
+    rows = []
+    for dim in head_dims:
+        for causal in (False, True):
+            for seqlen in seqlens:
+                batch, heads = TOKENS // seqlen, WIDTH // dim
+                x = tensors(batch, seqlen, heads, dim, torch.bfloat16)
+                runs: Runs = {}
+                for backend in backends():
+                    runs |= ours(x, backend, mask=fs.Causal() if causal else None)
+                for name in PEERS:
+                    runs |= peer(x, name, causal)
+                forward = 4 * batch * heads * seqlen**2 * dim * (0.5 if causal else 1)
+                for (op, name), ms in median_ms(runs).items():
+                    flops = forward * (2.5 if op == "bwd" else 1)
+                    row = {"head_dim": dim, "causal": causal, "seqlen": seqlen, "op": op}
+                    rows.append({**row, "name": name, "ms": ms, "tflops": flops / ms / 1e9})
+                ratios = ", ".join(f"{n} {r:.2f}" for n, r in over(rows[-len(runs) :], "cudnn"))
+                print(f"d{dim} {'causal' if causal else 'full'} {seqlen}: {ratios}", flush=True)
+                del x, runs
+    return rows
+
+
+def over(rows: list[Row], base: str) -> list[tuple[str, float]]:
+    """Our rates over a peer's, of the rows of one cell."""
+    rate = {(r["op"], r["name"]): r["tflops"] for r in rows}
+    return [
+        (f"{op} {name}", rate[op, name] / rate[op, base])
+        for op, name in rate
+        if name not in PEERS and (op, base) in rate
+    ]
+
+
+def sparse(seqlen: int, block: int = 128) -> list[Row]:
+    """Random layouts with the diagonal, as parts of the time without a mask."""
+    rows = []
+    n = seqlen // block
+    for dim in (64, 128):
+        x = tensors(2, seqlen, WIDTH // dim, dim, torch.bfloat16)
+        masks: dict[Any, Any] = {"dense": None}
+        for wanted in (0.0625, 0.125, 0.25, 0.5):
+            blocks = np.random.default_rng(0).random((1, 1, n, n)) < wanted
+            blocks |= np.eye(n, dtype=bool)
+            masks[float(blocks.mean())] = fs.BlockMask.from_dense(
+                blocks, (block, block), seqlen_q=seqlen, seqlen_k=seqlen
+            )
+        for backend in backends():
+            runs: Runs = {}
+            for density, mask in masks.items():
+                found = ours(x, backend, mask=mask)
+                runs |= {(op, density): run for (op, _), run in found.items()}
+            if ("fwd", "dense") not in runs:
+                continue
+            ms = median_ms(runs)
+            for (op, density), t in ms.items():
+                if density != "dense":
+                    row = {"name": backend, "op": op, "head_dim": dim, "seqlen": seqlen}
+                    part = t / ms[op, "dense"]
+                    rows.append({**row, "density": density, "ms": t, "of_dense": part})
+                    print(f"sparse {backend} {op} d{dim} {density:.3f}: {part:.3f}", flush=True)
+    return rows
+
+
+def gpt2_medium() -> list[Row]:
+    """The attention of the paper's GPT-2 medium: batch 64, 16 heads, 1024, fp16, causal."""
+    rows = []
+    x = tensors(64, 1024, 16, 64, torch.float16)
+    for dropout in (0.0, 0.1):
+        runs: Runs = {}
+        for backend in backends():
+            runs |= ours(x, backend, mask=fs.Causal(), dropout_p=dropout, seed=1)
+        for name in PEERS:
+            runs |= peer(x, name, True, dropout)
+        ms = median_ms(runs, budget_ms=50)
+        for name in dict.fromkeys(name for _, name in ms):
+            forward, backward = ms["fwd", name], ms["bwd", name]
+            rows.append({"name": name, "dropout": dropout, "fwd_ms": forward, "bwd_ms": backward})
+            print(
+                f"GPT-2 medium, dropout {dropout}: {name} {forward + backward:.2f} ms", flush=True
+            )
+    return rows
+
+
+def features_off() -> list[Row]:
+    """What it costs to have features compiled in that do nothing: ALiBi with slopes of 0."""
+    rows = []
+    for dim in (64, 128):
+        heads = WIDTH // dim
+        x = tensors(4, 4096, heads, dim, torch.bfloat16)
+        slopes = torch.zeros(heads, device="cuda")
+        for backend in backends():
+            plain, with_slopes = ours(x, backend), ours(x, backend, alibi_slopes=slopes)
+            if not plain or not with_slopes:
+                continue
+            runs = {(op, "plain"): run for (op, _), run in plain.items()}
+            runs |= {(op, "featured"): run for (op, _), run in with_slopes.items()}
+            ms = median_ms(runs)
+            for op in ("fwd", "bwd"):
+                part = ms[op, "featured"] / ms[op, "plain"]
+                rows.append({"name": backend, "op": op, "head_dim": dim, "of_plain": part})
+                print(f"features off, {backend} {op} d{dim}: {part:.3f}", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", default="benchmarks/results/gpu_bench", help="without an ending")
+    parser.add_argument("--quick", action="store_true", help="few cells")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    seqlens = [1024, 4096] if args.quick else [512, 1024, 2048, 4096, 8192, 16384]
+    record = gpu_record.header("gpu_bench", torch.cuda.get_device_name())
+    record["dense"] = dense(args.head_dims, seqlens)
+    record["sparse"] = sparse(2048 if args.quick else 8192)
+    record["gpt2_medium"] = gpt2_medium()
+    record["features_off"] = features_off()
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(_rounded(record), indent=1) + "\n")
+    with open(out.with_suffix(".csv"), "w", newline="") as f:
+        columns = ("op", "head_dim", "causal", "seqlen", "name", "ms", "tflops")
+        writer = csv.writer(f)
+        writer.writerow(columns)
+        for row in _rounded(record["dense"]):
+            writer.writerow([int(row[c]) if c == "causal" else row[c] for c in columns])
+    print(f"record: {out.with_suffix('.json')}")
+
+
+def _rounded(x: Any) -> Any:
+    if isinstance(x, float):
+        return float(f"{x:.4g}")
+    if isinstance(x, dict):
+        return {key: _rounded(value) for key, value in x.items()}
+    return [_rounded(value) for value in x] if isinstance(x, list) else x
+
+
+if __name__ == "__main__":
+    main()

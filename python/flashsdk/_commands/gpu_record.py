@@ -1,0 +1,65 @@
+"""What records of GPU runs have in common: the card, the software, and the sources they are of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from flashsdk._commands.machine import commit, source_root, version
+
+PEERS = ("torch", "cupy-cuda13x", "cupy-cuda12x", "jax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+TESTS = Path("benchmarks", "results", "gpu_tests.json")
+
+
+def header(kind: str, device: str) -> dict[str, Any]:
+    import flashsdk as fs
+
+    return {
+        "kind": kind,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "flashsdk": fs.__version__,
+        "commit": commit(),
+        "kernel_sources": sources_hash(),
+        "device": device,
+        "python": platform.python_version(),
+        "versions": {name: v for name in PEERS if (v := version(name)) is not None},
+    }
+
+
+def sources_hash(root: Path | None = None) -> str | None:
+    """One hash over everything that decides what the GPU kernels compute and how fast."""
+    root = root or source_root()
+    if root is None:
+        return None
+    kernels = root / "cpp" / "kernels"
+    files = [p for name in ("common", "cuda", "sm80", "sm90") for p in (kernels / name).rglob("*")]
+    files += [p for p in (kernels / "instantiate").iterdir() if not p.name.startswith("cpu")]
+    digest = hashlib.sha256()
+    for path in sorted(p for p in files if p.is_file()):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def staleness(root: Path | None = None) -> str | None:
+    """Why the record of the GPU tests does not speak for these sources; None if it does."""
+    root = root or source_root()
+    if root is None:
+        return None
+    path = root / TESTS
+    if not path.exists():
+        return f"{TESTS} is missing: the GPU kernels have no record of a test run"
+    record = json.loads(path.read_text())
+    now = sources_hash(root)
+    if record["kernel_sources"] != now:
+        return (
+            f"{TESTS} is of {record['date']} and kernel sources {record['kernel_sources']}, these "
+            f"are {now}: run `make test-gpu` on a machine with a GPU"
+        )
+    if not (record["ok"] and record["complete"]):
+        return f"{TESTS} is of a run that {'is incomplete' if record['ok'] else 'failed'}"
+    return None

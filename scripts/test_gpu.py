@@ -1,0 +1,319 @@
+"""Builds for this machine's GPU, tests every kernel family there, and writes the record of it.
+
+    python3 scripts/test_gpu.py [--out benchmarks/results/gpu_tests.json] [-- CMake options]
+
+`make test-gpu` calls it. Needs no network: a python3 with PyTorch, cmake, ninja, nanobind and
+pytest, nvcc, and CUTLASS as third_party/cutlass finds it (FLASHSDK_CUTLASS_DIR). pytest-xdist is
+used where it is. GoogleTest too (-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=...): without it the C++
+tests are left out, and the record says so.
+
+Steps: build, ctest, pytest, verify, sanitizer (compute-sanitizer's memcheck, racecheck, synccheck),
+overhead. --steps picks some; the record then lacks the others and counts as incomplete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck", "synccheck")
+Part = dict[str, Any]
+
+
+class Machine:
+    """Where everything runs, and with what."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            sys.exit("test_gpu: PyTorch sees no GPU")
+        major, minor = torch.cuda.get_device_capability()
+        self.arch = f"{major}{minor}a-real" if (major, minor) == (9, 0) else f"{major}{minor}-real"
+        self.device = torch.cuda.get_device_name()
+        self.build = ROOT / args.build_dir
+        self.logs = Path(args.logs).resolve() if args.logs else self.build / "logs"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.jobs = args.jobs
+        self.problems, self.cmake_args = args.problems, args.cmake_args
+        self.env = {**os.environ, "PYTHONPATH": f"{ROOT / 'python'}"}
+
+    def run(
+        self, name: str, command: list[str], *, limit: float, **env: str
+    ) -> tuple[int, str, float]:
+        """Exit status (124: too long), output, seconds; the output is kept as a log as well."""
+        start = time.monotonic()
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env={**self.env, **env}, timeout=limit,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            )  # fmt: skip
+            status, text = done.returncode, done.stdout
+        except subprocess.TimeoutExpired as e:
+            status, text = 124, (e.stdout or b"").decode(errors="replace")
+        (self.logs / f"{name}.log").write_text(text)
+        return status, text, time.monotonic() - start
+
+
+def build(m: Machine) -> Part:
+    """The whole library, the extension and, with GoogleTest, the C++ tests."""
+    configure = [
+        "cmake", "-S", ".", "-B", str(m.build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+        "-DFLASHSDK_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={m.arch}", "-DFLASHSDK_CPU_ISAS=native",
+        "-DFLASHSDK_BUILD_PYTHON=ON", f"-DPython_EXECUTABLE={sys.executable}",
+        "-DFETCHCONTENT_FULLY_DISCONNECTED=ON", *m.cmake_args,
+    ]  # fmt: skip
+    for tests in ("ON", "OFF"):
+        flag = f"-DFLASHSDK_BUILD_TESTS={tests}"
+        status, text, _ = m.run("configure", [*configure, flag], limit=300)
+        if status == 0:
+            break
+    if status != 0:
+        return {"ok": False, "why": text[-2000:]}
+    targets = ["_bindings", "flashsdk_gpu_harness", *(["flashsdk_tests"] if tests == "ON" else [])]
+    command = ["cmake", "--build", str(m.build), "-v", "-j", str(m.jobs), "--target", *targets]
+    status, text, seconds = m.run("build", command, limit=3600)
+    part: Part = {"ok": status == 0, "seconds": round(seconds), "jobs": m.jobs, "arch": m.arch}
+    part["gtest"] = tests == "ON"
+    if status != 0:
+        errors = [line for line in text.splitlines() if "error" in line.lower()]
+        return {**part, "why": "\n".join(errors[:8]) or text[-2000:]}
+    return part | registers(m)
+
+
+def registers(m: Machine) -> Part:
+    """Register use of all kernels; those that are to be fast and spill all the same."""
+    script = ROOT / "tests" / "cpp" / "gpu" / "registers.py"
+    _, text, _ = m.run(
+        "registers", [sys.executable, str(script), str(m.logs / "build.log")], limit=60
+    )
+    lines = text.splitlines()
+    spilling = [line for line in lines if not re.search(r"spill stores 0, loads 0", line)]
+    return {
+        "kernels": len(lines),
+        "spilling": len(spilling),
+        "plain_spilling": sorted(line for line in spilling if " none " in line),
+    }
+
+
+def ctest(m: Machine) -> Part:
+    """The device contract in C++. The rest of ctest needs no GPU: `make test` runs it."""
+    if not (m.build / "tests" / "cpp").exists():
+        return {"ok": True, "skipped": "no GoogleTest"}
+    report = m.logs / "ctest.xml"
+    command = ["ctest", "--test-dir", str(m.build), "-R", "^Device\\.", "--timeout", "120"]
+    command += ["--output-on-failure", "--output-junit", str(report)]
+    status, _, seconds = m.run("ctest", command, limit=600)
+    return {"ok": status == 0, "seconds": round(seconds), **junit(report)}
+
+
+def pytest(m: Machine) -> Part:
+    """Everything that runs on a GPU. What is timed against a sleeping stream runs by itself."""
+    parts = []
+    parallel = ["-n", str(max(2, min(m.jobs, 16) - 2))] if has_module("xdist") else []
+    words = " or ".join(backends(m))
+    for name, arguments in (
+        ("pytest", ["tests/python", "--ignore=tests/python/test_gpu.py", "-k", words, *parallel]),
+        ("pytest_gpu", ["tests/python/test_gpu.py", "-k", words]),
+    ):
+        report = m.logs / f"{name}.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command += [f"--junitxml={report}", *arguments]
+        status, text, seconds = m.run(name, command, limit=1800)
+        skips = [line for line in text.splitlines() if line.startswith("SKIPPED")]
+        part = {"ok": status == 0, "seconds": round(seconds), **junit(report), "skips": skips}
+        if status != 0:
+            part["why"] = "\n".join(x for x in text.splitlines() if x.startswith(("FAILED", "E  ")))
+        parts.append(part)
+    total = {key: sum(p.get(key, 0) for p in parts) for key in ("seconds", *COUNTS)}
+    reasons = [skip for p in parts for skip in p["skips"]]
+    why = "\n".join(p["why"] for p in parts if "why" in p)
+    part = {"ok": all(p["ok"] for p in parts), **total, "skips": reasons}
+    return part | ({"why": why[:4000]} if why else {})
+
+
+COUNTS = ("passed", "failed", "skipped")
+
+
+def junit(path: Path) -> Part:
+    if not path.exists():
+        return dict.fromkeys(COUNTS, 0)
+    tests = failed = skipped = 0
+    root = ElementTree.parse(path).getroot()
+    for suite in [root] if root.tag == "testsuite" else list(root):
+        tests += int(suite.get("tests", 0))
+        failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        skipped += int(suite.get("skipped", 0)) + int(suite.get("disabled", 0))
+    return {"passed": tests - failed - skipped, "failed": failed, "skipped": skipped}
+
+
+def verify(m: Machine) -> Part:
+    """Random problems against float64, in as many processes as there are cores."""
+    workers = max(1, m.jobs - 2)
+    part: Part = {"ok": True, "seconds": 0.0, "problems": {}, "refused": {}, "seeds": {}}
+    for backend in backends(m):
+        each = -(-m.problems // workers)
+        command = [sys.executable, "-m", "flashsdk", "verify", "--count", str(each)]
+        command += ["--backend", backend]
+        with ThreadPoolExecutor(workers) as pool:
+            jobs = [
+                pool.submit(
+                    m.run, f"verify_{backend}_{i}", command, limit=1800, OMP_NUM_THREADS="1"
+                )
+                for i in range(workers)
+            ]
+            done = [job.result() for job in jobs]
+        texts = [text for _, text, _ in done]
+        part["problems"][backend] = sum(count(r"^(\d+) problems in", text) for text in texts)
+        part["refused"][backend] = sum(count(r"^(\d+) not run: ", text) for text in texts)
+        part["seeds"][backend] = [count(r"from seed (\d+) on", text) for text in texts]
+        part["seconds"] += max(seconds for _, _, seconds in done)
+        failures = [text[text.find("FAILED") :] for status, text, _ in done if status != 0]
+        if failures:
+            part["ok"], part["why"] = False, "\n".join(failures)[:4000]
+    part["seconds"] = round(part["seconds"])
+    return part
+
+
+def count(pattern: str, text: str) -> int:
+    return sum(int(n) for n in re.findall(pattern, text, re.M))
+
+
+def sanitizer(m: Machine) -> Part:
+    """A small problem for every kernel family of the harness, under each tool."""
+    tool_path = shutil.which("compute-sanitizer")
+    if tool_path is None:
+        return {"ok": True, "skipped": "no compute-sanitizer"}
+    script = ROOT / "tests" / "cpp" / "gpu" / "touch_kernels.py"
+    library = m.build / "libflashsdk_gpu_harness.so"
+    shards = max(1, m.jobs // len(TOOLS))
+
+    def one(tool: str, shard: int) -> tuple[int, str, float]:
+        command = [tool_path, "--tool", tool, "--error-exitcode", "9", sys.executable, str(script)]
+        command += [str(library), "--shard", str(shard), "--shards", str(shards)]
+        return m.run(f"{tool}_{shard}", command, limit=1800)
+
+    with ThreadPoolExecutor(shards * len(TOOLS)) as pool:
+        jobs = {(t, s): pool.submit(one, t, s) for t in TOOLS for s in range(shards)}
+        done = {key: job.result() for key, job in jobs.items()}
+    part: Part = {"ok": True, "seconds": round(max(s for _, _, s in done.values()))}
+    for tool in TOOLS:
+        results = [r for (t, _), r in done.items() if t == tool]
+        launches = sum(count(r"^touched (\d+) kernels", text) for _, text, _ in results)
+        clean = all(
+            status == 0 and re.search(r"(ERROR SUMMARY: 0 errors|SUMMARY: 0 hazards)", text)
+            for status, text, _ in results
+        )
+        part[tool] = {"kernels": launches, "clean": clean}
+        if not clean:
+            part["ok"] = False
+            lines = [
+                line
+                for status, text, _ in results
+                if status != 0
+                for line in text.splitlines()
+                if line.startswith("=========") or "Error" in line
+            ]
+            part["why"] = "\n".join(lines[:40])
+    return part
+
+
+def overhead(m: Machine) -> Part:
+    """Host time of one call of the Python API with torch tensors."""
+    script = ROOT / "benchmarks" / "gpu_overhead.py"
+    status, text, _ = m.run("overhead", [sys.executable, str(script)], limit=120)
+    if status != 0:
+        return {"ok": False, "why": text[-2000:]}
+    return {"ok": True, **json.loads(text.splitlines()[-1])}
+
+
+STEPS: dict[str, Callable[[Machine], Part]] = {
+    "build": build,
+    "ctest": ctest,
+    "pytest": pytest,
+    "verify": verify,
+    "sanitizer": sanitizer,
+    "overhead": overhead,
+}
+
+
+def backends(m: Machine) -> list[str]:
+    """The GPU backends that this build has kernels of."""
+    code = "import flashsdk as fs; print(*sorted({k['backend'] for k in fs.kernels()} - {'cpu'}))"
+    _, text, _ = m.run("backends", [sys.executable, "-c", code], limit=60)
+    return text.split()
+
+
+def has_module(name: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(name) is not None
+
+
+def header(m: Machine) -> Part:
+    """Written before the steps: the kernels as they are now."""
+    sys.path.insert(0, str(ROOT / "python"))
+    from flashsdk._commands import gpu_record
+
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    _, text, _ = m.run("nvcc", [nvcc, "--version"], limit=60)
+    found = re.search(r"release ([\d.]+)", text)
+    return gpu_record.header("gpu_tests", m.device) | {"nvcc": found[1] if found else None}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", default="benchmarks/results/gpu_tests.json", help="the record")
+    parser.add_argument("--logs", help="folder (default: inside the build folder)")
+    parser.add_argument("--build-dir", default="build/gpu")
+    parser.add_argument("--problems", type=int, default=2000, help="of verify, for each backend")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("cmake_args", nargs="*", help="CMake options, after --")
+    args = parser.parse_args()
+    m = Machine(args)
+    parts: dict[str, Part] = {}
+    record: Part = {}
+    for name, step in STEPS.items():
+        if name not in args.steps:
+            continue
+        print(f"== {name}", flush=True)
+        start = time.monotonic()
+        try:
+            parts[name] = step(m)
+        except Exception as e:
+            parts[name] = {"ok": False, "why": f"{type(e).__name__}: {e}"}
+        part = parts[name]
+        shown = {k: v for k, v in part.items() if k not in ("why", "seeds", "plain_spilling")}
+        print(f"   {shown}  ({time.monotonic() - start:.0f} s)", flush=True)
+        if "why" in part:
+            print(part["why"], flush=True)
+        if name == "build":
+            if not part["ok"]:
+                return 1
+            record = header(m)
+        ok = all(p["ok"] for p in parts.values())
+        complete = set(parts) == set(STEPS)
+        if record:
+            out = Path(args.out)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            whole = {**record, "ok": ok, "complete": complete, "steps": parts}
+            out.write_text(json.dumps(whole, indent=1) + "\n")
+    print(f"{'passed' if ok else 'FAILED'}: {args.out}" if record else "no record without a build")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

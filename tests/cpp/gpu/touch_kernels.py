@@ -1,0 +1,122 @@
+"""Launches every kernel family once on a small problem, for compute-sanitizer to watch.
+
+compute-sanitizer --tool memcheck python touch_kernels.py HARNESS.so [--shard 0 --shards 4]
+
+A family is all that kernels differ in but the dtype: where both are built, bfloat16 stands for
+both. Sequences end inside tiles, layouts skip blocks, and each kernel gets the most features that
+it takes. Inputs are made on the CPU, so that few kernels other than ours run under the tool.
+Results only have to be numbers: check_kernels.py says whether they are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import sys
+
+import numpy as np
+import torch
+from harness import DTYPES, Harness, Mask, Problem
+
+FORWARD, BACKWARD = 0, 1
+KINDS = ("dense", "band", "block_sparse")
+FEATURES = (("softcap", "bias", "alibi", "dropout"), ("softcap", "dropout"), ("dropout",), ())
+
+
+def random(*shape, dtype, aligned=True):
+    """On the GPU; not aligned: rows that begin at any element."""
+    wide = torch.randn(*shape[:-1], shape[-1] + (0 if aligned else 3)).to(dtype).cuda()
+    return wide[..., : shape[-1]]
+
+
+def problem(entry, features, block, aligned, packed):
+    _, code, head_dim, mask, _, tile_m, tile_n = entry
+    dtype = next(dtype for dtype, c in DTYPES.items() if c == code)
+    rows, keys = 2 * tile_m + 5, 2 * tile_n + 7
+    batch, heads, dim = 2, 2, head_dim if aligned else head_dim - 3
+    lead_q, lead_k = ((rows,), (keys,)) if packed else ((batch, rows), (batch, keys))
+    m = Mask(KINDS[mask])
+    if m.kind == "band":
+        m.right = 3
+    elif m.kind == "block_sparse":
+        m.right, m.block = 3, block
+        grid = -(-rows // block[0]), -(-keys // block[1])
+        m.blocks = np.random.default_rng(0).integers(0, 3, (1, heads, *grid))
+        m.blocks[0, 0, 0, 0] = 2
+    p = Problem(
+        random(*lead_q, heads, dim, dtype=dtype, aligned=aligned),
+        random(*lead_k, 1, dim, dtype=dtype, aligned=aligned),
+        random(*lead_k, 1, dim, dtype=dtype, aligned=aligned),
+        m,
+        softcap=5.0 if "softcap" in features else 0.0,
+        threshold=40 if "dropout" in features else 0,
+    )
+    if packed:
+        p.cu_q = torch.tensor([0, tile_m + 3, rows], dtype=torch.int32).cuda()
+        p.cu_k = torch.tensor([0, tile_n + 2, keys], dtype=torch.int32).cuda()
+    if "bias" in features:
+        p.bias = torch.randn(1, heads, rows, keys).cuda()
+    if "alibi" in features:
+        p.alibi = torch.rand(heads).cuda()
+    return p
+
+
+def takes(harness, index, p, words):
+    scale, softcap = ctypes.c_double(p.scale), ctypes.c_double(p.softcap)
+    return harness.lib.harness_refusal(index, words, scale, softcap) is None
+
+
+def touch(harness, index, aligned, packed, deterministic):
+    """Whether the kernel takes a problem, which it then has run."""
+    entry = harness.entries[index]
+    tile = entry[5], entry[6]
+    blocks = ((128, 128), tile) if KINDS[entry[3]] == "block_sparse" else ((0, 0),)
+    for features, block in itertools.product(FEATURES if entry[4] else ((),), blocks):
+        p = problem(entry, features, block, aligned, packed)
+        p.deterministic = deterministic
+        out = torch.randn(*p.q.shape).to(p.q.dtype).cuda()
+        rows = (2, p.q.shape[0]) if packed else (2, 2, p.q.shape[1])
+        lse = torch.randn(*rows).cuda() + 8
+        dout = torch.randn(*p.q.shape).to(p.q.dtype).cuda()
+        grads = [torch.randn(*t.shape).to(t.dtype).cuda() for t in (p.q, p.k, p.v)]
+        words = harness.words(p, out, lse, dout, *grads)
+        if not takes(harness, index, p, words):
+            continue
+        size = harness.lib.harness_workspace(index, words)
+        workspace = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8).cuda()  # NaN
+        harness.launch(index, p, words, workspace)
+        torch.cuda.synchronize()
+        written = grads if entry[0] == BACKWARD else (out, lse)
+        for x in written:
+            assert not x.cpu().isnan().any(), f"kernel {index}: NaN"
+        return True
+    return False
+
+
+def main():
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("library")
+    parser.add_argument("--shard", type=int, default=0)
+    parser.add_argument("--shards", type=int, default=1)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    harness = Harness(args.library)
+    dtype = max(entry[1] for entry in harness.entries)
+    indices = [i for i, entry in enumerate(harness.entries) if entry[1] == dtype]
+    touched = 0
+    for n, index in enumerate(indices):
+        if n % args.shards != args.shard:
+            continue
+        done = touch(harness, index, True, n // args.shards % 2 == 1, n // args.shards % 3 == 0)
+        if not done:
+            print(f"kernel {index}: takes no problem of this list")
+            return 1
+        touched += 1
+        touch(harness, index, False, False, False)  # of those that take any alignment
+    print(f"touched {touched} kernels")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
