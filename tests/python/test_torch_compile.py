@@ -234,5 +234,5 @@ def test_inductor():
 @pytest.mark.parametrize("mask", [CAUSAL, BLOCKS], ids=["band", "blocks"])
 def test_export(mask):
     block, x = Block(mask), torch.randn(2, 48, 64)
-    exported = torch.export.export(block, (x,)).module()
+    exported = torch.export.export(block, (x,), strict=False).module()  # newer defaults
     torch.testing.assert_close(exported(x), block(x))
