@@ -6,6 +6,9 @@
 //   bool allowed(i, j)                 whether query i sees key j; asked in partial tiles only,
 // and, where the visible keys of a query are one interval, also
 //   KeyRange keys_of(i)                that interval, which lets kernels trim and mask by two comparisons.
+// A policy that is the same along every diagonal may offer
+//   KeyRange diagonals()               the visible values of j - i,
+// and a GPU kernel then compares each element with two constants.
 // i and j are local to the sequence. Cutting at the sequence ends belongs to the kernel. examples/custom_mask adds one.
 #pragma once
 
@@ -68,6 +71,10 @@ class BandPolicy {
     return walk(j0 - last_, j1 - first_, j1 - last_, j0 - first_, tile.m, seqlen_q_);
   }
   FLASHSDK_HD bool allowed(int i, int j) const { return j >= i + first_ && j <= i + last_; }
+  FLASHSDK_HD KeyRange diagonals() const {
+    constexpr int kFar = 1 << 30;  // beyond any sequence that fits a device
+    return {clamp_index(first_ + kFar, 2 * (kFar - 1)) - kFar, clamp_index(last_ + 1 + kFar, 2 * (kFar - 1)) - kFar};
+  }
   FLASHSDK_HD KeyRange keys_of(int i) const {
     return {clamp_index(i + first_, seqlen_k_), clamp_index(i + last_ + 1, seqlen_k_)};
   }
@@ -112,6 +119,7 @@ class BlockSparsePolicy {
   }
   FLASHSDK_HD bool allowed(int i, int j) const { return band_.allowed(i, j); }
   FLASHSDK_HD KeyRange keys_of(int i) const { return band_.keys_of(i); }  // within partial blocks
+  FLASHSDK_HD KeyRange diagonals() const { return band_.diagonals(); }    // likewise
 
  private:
   FLASHSDK_HD TileWalk walk(const BlockListParam& partial, const BlockListParam& full, int line, int split,

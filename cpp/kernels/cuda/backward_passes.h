@@ -70,13 +70,14 @@ __device__ void prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
   const std::int64_t tile_size = std::int64_t{ws.tile_rows} * ws.head_dim;
   float4* accum = reinterpret_cast<float4*>(ws.dq_accum + tile * tile_size);
   for (int i = threadIdx.x; i < tile_size / 4; i += kThreads) accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (threadIdx.x == 0) ws.turn[tile] = 0;
+  if (threadIdx.x < ws.parts) ws.turn[tile * ws.parts + threadIdx.x] = 0;
 }
 
 // Grid: query_tile_grid().
 template <class Element, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     backward_prepare_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace ws) {
+  if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) *ws.next_work = 0;
   for_each_query_tile(
       p, [&](int m_block, int head, int batch) { prepare_tile<Element, kThreads>(p, ws, m_block, head, batch); });
 }

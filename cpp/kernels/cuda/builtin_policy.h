@@ -36,6 +36,7 @@ class BuiltinPolicy {
   // Asked in partial tiles only, which a dense mask does not have.
   __device__ bool allowed(int i, int j) const { return BandPolicy(mask_, seq_, batch_, head_).allowed(i, j); }
   __device__ KeyRange keys_of(int i) const { return BandPolicy(mask_, seq_, batch_, head_).keys_of(i); }
+  __device__ KeyRange diagonals() const { return BandPolicy(mask_, seq_, batch_, head_).diagonals(); }
 
  private:
   const MaskParam& mask_;

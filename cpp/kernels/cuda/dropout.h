@@ -120,9 +120,9 @@ __device__ void drop_transposed(Gradients& gradients, const Coordinates& coordin
   }
 }
 
-// The same elements of the 16-bit fragment ((2, 2), M, N).
-template <class Fragment, int kPairs>
-__device__ void drop_pairs(Fragment& fragment, const KeptPairs<kPairs>& kept) {
+// f(pair of the 16-bit fragment ((2, 2), M, N), 16 bits of ones for each element of it that is kept).
+template <class Fragment, int kPairs, class F>
+__device__ void for_each_kept(Fragment& fragment, const KeptPairs<kPairs>& kept, F&& f) {
   auto pairs = cute::recast<std::uint32_t>(fragment);  // ((1, 2), M, N)
   constexpr int kKeyPairs = kExtent<Fragment, 1>, kAtoms = kExtent<Fragment, 2>;
   CUTE_UNROLL
@@ -130,9 +130,18 @@ __device__ void drop_pairs(Fragment& fragment, const KeptPairs<kPairs>& kept) {
     CUTE_UNROLL
     for (int a = 0; a < 2; ++a) {
       CUTE_UNROLL
-      for (int q = 0; q < kAtoms; ++q) pairs(cute::make_coord(0, a), k, q) &= kept.mask((2 * k + a) * kAtoms + q);
+      for (int q = 0; q < kAtoms; ++q) f(pairs(cute::make_coord(0, a), k, q), kept.mask((2 * k + a) * kAtoms + q));
     }
   }
+}
+template <class Fragment, int kPairs>
+__device__ void drop_pairs(Fragment& fragment, const KeptPairs<kPairs>& kept) {
+  for_each_kept(fragment, kept, [](std::uint32_t& pair, std::uint32_t mask) { pair &= mask; });
+}
+// What is dropped becomes negative; no element was.
+template <class Fragment, int kPairs>
+__device__ void negate_dropped(Fragment& fragment, const KeptPairs<kPairs>& kept) {
+  for_each_kept(fragment, kept, [](std::uint32_t& pair, std::uint32_t mask) { pair |= ~mask & 0x80008000u; });
 }
 
 }  // namespace flashsdk::cuda

@@ -16,6 +16,11 @@ struct HasKeyRange : std::false_type {};
 template <class Policy>
 struct HasKeyRange<Policy, std::void_t<decltype(std::declval<const Policy&>().keys_of(0))>> : std::true_type {};
 
+template <class Policy, class = void>
+struct HasDiagonals : std::false_type {};
+template <class Policy>
+struct HasDiagonals<Policy, std::void_t<decltype(std::declval<const Policy&>().diagonals())>> : std::true_type {};
+
 // What one query sees of a tile: an interval where the policy knows it, else asked key by key.
 template <class Policy>
 class VisibleKeys {
@@ -42,11 +47,61 @@ class VisibleKeys {
   KeyRange range_;
 };
 
+// Rows are keys. Every element differs from the first by constants, which comparisons take as immediate operands.
+template <class Scores, class Coordinates>
+__device__ void mask_diagonals(Scores& scores, const Coordinates& coordinates, KeyRange diagonals, int m0, int n0,
+                               int seqlen_k, float masked_value) {
+  const auto origin = coordinates(0, 0);
+  const int first = n0 + cute::get<0>(origin) - m0 - cute::get<1>(origin);  // key - query of the first element
+  const int behind_begin = first - diagonals.begin, before_end = diagonals.end - first;
+  const int keys = seqlen_k - n0 - cute::get<0>(origin);
+  CUTE_UNROLL
+  for (int q = 0; q < kExtent<Scores, 1>; ++q) {
+    const int query = cute::get<1>(coordinates(0, q)) - cute::get<1>(origin);
+    CUTE_UNROLL
+    for (int k = 0; k < kExtent<Scores, 0>; ++k) {
+      const int key = cute::get<0>(coordinates(k, 0)) - cute::get<0>(origin), diagonal = key - query;
+      if (behind_begin < -diagonal || before_end <= diagonal || key >= keys) scores(k, q) = masked_value;
+    }
+  }
+}
+
+// Rows are queries, each of which sees an interval of keys. Columns differ from a thread's first by constants too.
+template <class Policy, class Scores, class Coordinates>
+__device__ void mask_ranges(Scores& scores, const Coordinates& coordinates, const Policy& policy, bool partial, int m0,
+                            int n0, int seqlen_k, float masked_value) {
+  const auto origin = coordinates(0, 0);
+  const int first = n0 + cute::get<1>(origin);
+  CUTE_UNROLL
+  for (int q = 0; q < kExtent<Scores, 0>; ++q) {
+    KeyRange seen{0, seqlen_k};
+    if (partial) {
+      seen = policy.keys_of(m0 + cute::get<0>(coordinates(q, 0)));
+      seen.end = min_of(seen.end, seqlen_k);
+    }
+    const int begin = seen.begin - first, end = seen.end - first;
+    CUTE_UNROLL
+    for (int k = 0; k < kExtent<Scores, 1>; ++k) {
+      const int key = cute::get<1>(coordinates(0, k)) - cute::get<1>(origin);
+      if (begin > key || end <= key) scores(q, k) = masked_value;
+    }
+  }
+}
+
 // scores is a matrix view of an accumulator, coordinates its (row, column) inside the tile; rows are queries, or keys
 // when kTransposed. m0 and n0 are the tile's first query and key.
 template <bool kTransposed, class Policy, class Scores, class Coordinates>
 __device__ void mask_tile(Scores& scores, const Coordinates& coordinates, const Policy& policy, bool partial, int m0,
                           int n0, int seqlen_k, float masked_value) {
+  if constexpr (kTransposed && HasDiagonals<Policy>::value) {
+    const KeyRange all{-(1 << 30), 1 << 30};
+    mask_diagonals(scores, coordinates, partial ? policy.diagonals() : all, m0, n0, seqlen_k, masked_value);
+    return;
+  }
+  if constexpr (!kTransposed && HasKeyRange<Policy>::value) {
+    mask_ranges(scores, coordinates, policy, partial, m0, n0, seqlen_k, masked_value);
+    return;
+  }
   constexpr int kQueries = kExtent < Scores, kTransposed ? 1 : 0 >, kKeys = kExtent < Scores, kTransposed ? 0 : 1 > ;
   CUTE_UNROLL
   for (int q = 0; q < kQueries; ++q) {

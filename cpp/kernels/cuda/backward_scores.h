@@ -1,0 +1,126 @@
+// From Sᵀ and dPᵀ to Pᵀ and dSᵀ in place: the element-wise half of the backward, the same on every architecture.
+#pragma once
+
+#include "cuda/dropout.h"
+#include "cuda/masking.h"
+#include "cuda/score_features.h"
+#include "cuda/tile_scheduler.h"
+
+namespace flashsdk::cuda {
+
+// Matrices are (keys, queries) views of a thread's accumulators, `at` the (row, column) of their elements in the tile
+// and lse and delta the tile's rows. kPaired: see drop_transposed().
+template <int kBlockM, int kBlockN, class Policy, Features kFeatures, bool kPaired>
+class BackwardScores {
+ public:
+  __device__ BackwardScores(const ForwardParams& p, const SeqlenInfo& seq, const TileWork& work)
+      : p_(p),
+        seq_(seq),
+        batch_(work.batch),
+        n0_(work.block * kBlockN),
+        keys_end_here_(n0_ + kBlockN > seq.seqlen_k),
+        modified_(modifies_scores(kFeatures) && ScoreFeatures::any(p.score)),
+        scale_((modified_ ? 1.f : p.score.softmax_scale) * kLog2e) {}
+
+  // Scores become probabilities, kept ones or not.
+  template <class Scores, class Coordinates>
+  __device__ void probabilities(Scores&& s, const Coordinates& at, int head, TileRef tile,
+                                const float* lse_log2) const {
+    for_each_pair(s, at, lse_log2,
+                  [&](int, int, float& x, float row_lse) { x = exp2_approx(fmaf(x, scale_, -row_lse)); });
+    branch_if(tile.partial || keys_end_here_, [&] {
+      Policy policy(p_.mask, seq_, batch_, head);
+      mask_tile<true>(s, at, policy, tile.partial, tile.index * kBlockM, n0_, seq_.seqlen_k, 0.f);
+    });
+  }
+
+  template <class Probabilities, class Gradients, class Coordinates>
+  __device__ void gradients(const Probabilities& p, Gradients&& dp, const Coordinates& at, const float* delta) const {
+    for_each_pair(dp, at, delta,
+                  [&](int i, int j, float& x, float row_delta) { x = static_cast<float>(p(i, j)) * (x - row_delta); });
+  }
+
+  // Both steps, with the features. Returns what dropout keeps, to be applied to the P that weighs dO.
+  template <class Scores, class Gradients, class Coordinates>
+  __device__ auto featured(Scores&& s, Gradients&& dp, const Coordinates& at, int head, TileRef tile,
+                           const float* lse_log2, const float* delta) const {
+    const auto kept = drop(dp, at, head, tile);
+    const float dropout_scale = p_.score.dropout.scale();
+    for_each_pair(dp, at, delta, [&](int, int, float& x, float row_delta) { x = fmaf(x, dropout_scale, -row_delta); });
+    modify(s, dp, at, head, tile);
+    probabilities(s, at, head, tile, lse_log2);
+    for_each_element(dp, [&](int i, int j, float& x) { x *= s(i, j); });
+    return kept;
+  }
+
+  // The same in two places. Where the scores are: they become probabilities, and `factor` the derivative of softcap.
+  // Returns what dropout keeps.
+  template <class Scores, class Factor, class Coordinates>
+  __device__ auto featured_probabilities(Scores&& s, Factor&& factor, const Coordinates& at, int head, TileRef tile,
+                                         const float* lse_log2) const {
+    const auto kept = drop(factor, at, head, tile);
+    for_each_element(factor, [](int, int, float& x) { x = 1.f; });
+    modify(s, factor, at, head, tile);
+    probabilities(s, at, head, tile, lse_log2);
+    return kept;
+  }
+  // Where dP is: p holds the probabilities times that factor, negative where they are dropped.
+  template <class Probabilities, class Gradients, class Coordinates>
+  __device__ void featured_gradients(const Probabilities& p, Gradients&& dp, const Coordinates& at,
+                                     const float* delta) const {
+    const float dropout_scale = p_.score.dropout.scale();
+    for_each_pair(dp, at, delta, [&](int i, int j, float& x, float row_delta) {
+      const float weight = static_cast<float>(p(i, j));
+      x = fabsf(weight) * fmaf(x, weight < 0.f ? 0.f : dropout_scale, -row_delta);
+    });
+  }
+
+ private:
+  // Zeroes the gradients of what is dropped, and tells what is kept.
+  template <class Gradients, class Coordinates>
+  __device__ auto drop(Gradients& dp, const Coordinates& at, int head, TileRef tile) const {
+    KeptPairs<kExtent<Gradients, 0> * kExtent<Gradients, 1> / 2> kept;
+    const DropoutParam& dropout = p_.score.dropout;
+    branch_if(dropout.threshold > 0, [&] {
+      DropoutRng rng(dropout, batch_ * p_.num_heads + head);
+      drop_transposed<kPaired>(dp, at, rng, dropout.threshold, tile.index * kBlockM, n0_, kept);
+    });
+    return kept;
+  }
+  // Softcap, bias and ALiBi, and the derivative.
+  template <class Scores, class Gradients, class Coordinates>
+  __device__ void modify(Scores& s, Gradients& dp, const Coordinates& at, int head, TileRef tile) const {
+    if constexpr (modifies_scores(kFeatures)) {
+      branch_if(modified_, [&] {
+        ScoreFeatures features(p_.score, seq_, batch_, head);
+        if constexpr (has_bias(kFeatures))
+          features.apply(s, dp, TileCoordinates<true, Coordinates>{at, tile.index * kBlockM, n0_});
+        else
+          features.cap(s, dp);
+      });
+    }
+  }
+
+  // f(i, j, element, row value of its query); a lane's queries come in neighbouring pairs.
+  template <class Matrix, class Coordinates, class F>
+  static __device__ void for_each_pair(Matrix& matrix, const Coordinates& at, const float* rows, F&& f) {
+    CUTE_UNROLL
+    for (int j = 0; j < cute::size<1>(matrix); j += 2) {
+      const float2 pair = *reinterpret_cast<const float2*>(rows + cute::get<1>(at(0, j)));
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size<0>(matrix); ++i) {
+        f(i, j, matrix(i, j), pair.x);
+        f(i, j + 1, matrix(i, j + 1), pair.y);
+      }
+    }
+  }
+
+  const ForwardParams& p_;
+  const SeqlenInfo& seq_;
+  int batch_, n0_;
+  bool keys_end_here_;
+  bool modified_;  // scores are more than a scaled product
+  float scale_;
+};
+
+}  // namespace flashsdk::cuda

@@ -1,0 +1,89 @@
+// The SM90 backward kernel (FlashAttention-3, arXiv 2407.08608, section 3, has its pieces; docs/sm90-backward.md says
+// what is different here): a loading warp, warps that add dQ to device memory, and warpgroups that compute.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "sm90/backward_load.h"
+#include "sm90/backward_warpgroup.h"
+#include "sm90/backward_wide.h"
+
+namespace flashsdk::sm90 {
+
+template <class Traits, class Policy, cuda::Features kFeatures>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
+                    const __grid_constant__ cuda::BackwardWorkspace ws,
+                    const __grid_constant__ cuda::TileSchedule schedule) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  auto& smem = *reinterpret_cast<typename Traits::Smem*>(smem_bytes);
+  if (threadIdx.x == 0) smem.init();
+  cutlass::arch::fence_barrier_init();
+  __syncthreads();
+
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same for all lanes
+  if (warp < 4) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
+    if (warp == 0) {
+      if (threadIdx.x == 0) BackwardLoader<Traits, Policy>(p, maps, ws, smem).run(schedule);
+    } else if constexpr (!Traits::kWide) {
+      if (warp <= Traits::kWarpgroups) add_dq<Traits, Policy>(p, ws, smem, warp - 1);
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kComputeRegisters>();
+    if constexpr (Traits::kWide)
+      WideBackwardWarpgroup<Traits, Policy, kFeatures>(p, ws, smem, warp / 4 - 1).run();
+    else
+      BackwardWarpgroup<Traits, Policy, kFeatures>(p, smem, warp / 4 - 1).run();
+  }
+}
+
+// dq_accum times the softmax scale, in 16 bits, to dq, for one tile of queries.
+template <class Traits>
+__device__ void convert_dq_tile(const BackwardParams& p, const cuda::BackwardWorkspace& ws, int m_block, int head,
+                                int batch) {
+  using Element = typename Traits::Element;
+  using MmaDq = typename Traits::MmaDq;
+  constexpr int kColumns = Traits::kDqColumns, kVectors = kWarpgroupRows / 8;
+  const SeqlenInfo seq(p, batch);
+  if (m_block * Traits::kBlockM >= seq.seqlen_q) return;
+  __shared__ alignas(1024) Element smem[Traits::kDqPieces][Traits::kDqElements];
+  const int piece = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
+
+  auto acc = accumulator<MmaDq, kColumns>();
+  const float* from =
+      ws.dq_accum + (ws.tile(p, seq, batch, head, m_block) * Traits::kDqPieces + piece) * Traits::kDqElements;
+  CUTE_UNROLL
+  for (int e = 0; e < cute::size(acc); e += 4) {
+    const float4 four = reinterpret_cast<const float4*>(from)[e / 4 * kWarpgroup + thread];
+    const float values[] = {four.x, four.y, four.z, four.w};
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) acc(e + i) = values[i] * p.score.softmax_scale;
+  }
+  store_transposed(convert<Element>(acc), smem[piece]);
+  barrier_sync(named_barrier::kBackwardConvert + piece, kWarpgroup);
+
+  const int m0 = m_block * Traits::kBlockM + piece / Traits::kDqRowPieces * kColumns;
+  const int column0 = piece % Traits::kDqRowPieces * kWarpgroupRows;
+  Element* dq = seq.head_q<Element>(p.dq, batch, head) + column0;
+  for (int i = thread; i < kColumns * kVectors; i += kWarpgroup) {
+    const int row = i / kVectors, vector = i % kVectors;
+    if (m0 + row < seq.seqlen_q && column0 + vector * 8 < p.head_dim) {
+      *reinterpret_cast<uint4*>(dq + (m0 + row) * p.dq.row + vector * 8) =
+          reinterpret_cast<const uint4*>(smem[piece])[row * kVectors + (vector ^ (row % 8))];
+    }
+  }
+}
+
+// Grid: cuda::query_tile_grid().
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kDqPieces* kWarpgroup)
+    backward_convert_dq_kernel(const __grid_constant__ BackwardParams p,
+                               const __grid_constant__ cuda::BackwardWorkspace ws) {
+  cuda::for_each_query_tile(p, [&](int m_block, int head, int batch) {
+    convert_dq_tile<Traits>(p, ws, m_block, head, batch);
+    __syncthreads();  // shared memory is free for the next one
+  });
+}
+
+}  // namespace flashsdk::sm90

@@ -1,0 +1,83 @@
+// How fragments of the SM90 backward get to shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "common/seqlen_info.h"
+#include "cuda/tile_scheduler.h"
+#include "sm90/gemm.h"
+#include "sm90/named_barriers.h"
+#include "sm90/pipeline.h"
+
+namespace flashsdk::sm90 {
+
+// Writes a 16-bit accumulator fragment, 64 rows x kColumns, transposed to a slab of shared memory as SmemTile has it:
+// kColumns rows of 64 elements.
+template <class Fragment>
+__device__ __forceinline__ void store_transposed(const Fragment& fragment, void* slab) {
+  auto words = cute::recast<std::uint32_t>(as_atoms(fragment));  // ((1, 2), 1, N): two columns of row r, of row r + 8
+  constexpr int kAtoms = decltype(cute::size<2>(words))::value;
+  static_assert(kAtoms % 2 == 0);
+  // stmatrix takes the address of each row of 16 bytes from one lane: matrix l / 8, row l % 8. Matrices are rows r and
+  // r + 8 of one atom, then of the next; transposed, their rows are the fragment's columns.
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, matrix = lane / 8, row = lane % 8;
+  const int chunk = thread / 32 * 2 + matrix % 2;  // of 16 bytes; the swizzle exchanges them by the row
+  char* address = static_cast<char*>(slab) + (matrix / 2 * 8 + row) * 128 + ((chunk ^ row) * 16);
+  CUTE_UNROLL
+  for (int atom = 0; atom < kAtoms; atom += 2) {
+    cute::SM90_U16x8_STSM_T::copy(words(cute::make_coord(0, 0), 0, atom), words(cute::make_coord(0, 1), 0, atom),
+                                  words(cute::make_coord(0, 0), 0, atom + 1),
+                                  words(cute::make_coord(0, 1), 0, atom + 1),
+                                  *reinterpret_cast<cute::uint128_t*>(address + atom * 8 * 128));
+  }
+}
+
+template <class Layout, class Element>
+__device__ __forceinline__ auto smem_tensor(Element* data) {
+  return cute::make_tensor(cute::make_smem_ptr(data), Layout{});
+}
+
+// Adds to each warp's share of a ring: what its lanes wrote to shared memory, also for the tensor cores and TMA to read.
+template <int kStages>
+__device__ __forceinline__ void publish(const Ring<kStages>& ring, const RingState<kStages>& use) {
+  cutlass::arch::fence_view_async_shared();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ring.arrive_full(use);
+}
+
+// Packed: a tile's last rows belong to another sequence, whose values, if they are not finite, would not vanish when
+// multiplied by zero. By one warpgroup.
+template <class Tile, class Element>
+__device__ __forceinline__ void clear_rows(Element* tile, int begin, int end) {
+  constexpr int kVectors = Tile::kSlabColumns / 8;  // in a row of a slab
+  const int vectors = (end - begin) * kVectors;
+  for (int i = threadIdx.x % kWarpgroup; i < vectors * Tile::kSlabs; i += kWarpgroup)
+    reinterpret_cast<uint4*>(tile)[i / vectors * Tile::kRows * kVectors + begin * kVectors + i % vectors] = uint4{};
+}
+// All computing warpgroups, once rows are cleared.
+template <class Traits>
+__device__ __forceinline__ void meet() {
+  cutlass::arch::fence_view_async_shared();
+  barrier_sync(named_barrier::kBackwardClear, Traits::kWarpgroups * kWarpgroup);
+}
+
+// Sets rows of K and V, or of Q and dO, to zero from `begin` on; one warpgroup each.
+template <class Traits, class First, class Second, class Element>
+__device__ __forceinline__ void clear_tails(Element* first, Element* second, int begin, int warpgroup) {
+  static_assert(First::kRows == Second::kRows);
+  if (warpgroup == 0) clear_rows<First>(first, max_of(0, begin), First::kRows);
+  if (warpgroup == 1) clear_rows<Second>(second, max_of(0, begin), Second::kRows);
+  meet<Traits>();
+}
+
+// dK or dV of a warpgroup's 64 keys, from row `first` of the sequence on.
+template <class Element, class Accumulator>
+__device__ __forceinline__ void store_gradient(Accumulator& acc, float scale, const TensorParam& t,
+                                               const SeqlenInfo& seq, const cuda::TileWork& work, int first,
+                                               int columns) {
+  for (int i = 0; i < cute::size(acc); ++i) acc(i) *= scale;
+  store_accumulator(convert<Element>(acc), seq.head_k<Element>(t, work.batch, work.head) + first * t.row, t.row,
+                    seq.seqlen_k - first, columns);
+}
+
+}  // namespace flashsdk::sm90

@@ -1,0 +1,95 @@
+// A row of the kernel table from the backward's templates: what it takes, its workspace, its launches.
+#pragma once
+
+#include "cuda/backward_passes.h"
+#include "cuda/builtin_policy.h"
+#include "cuda/packed_tail.h"
+#include "sm90/backward.h"
+#include "sm90/launch.h"
+
+namespace flashsdk::sm90 {
+
+template <class Traits>
+cuda::BackwardWorkspace backward_workspace(const ForwardParams& p, void* base) {
+  return cuda::BackwardWorkspace(p, Traits::kBlockM, Traits::kHeadDimQ, base, Traits::kDqPieces);
+}
+
+template <class Traits, cuda::Features kFeatures>
+const char* refuse_backward(const ForwardParams& p) {
+  if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
+  // Tiles that are no multiple of 64 queries are faster where few are masked.
+  if (Traits::kBlockM % 64 != 0 && p.mask.kind != MaskKind::kDense) return "another tile is faster under a mask";
+  const auto& b = static_cast<const BackwardParams&>(p);
+  if (const char* reason = tensor_map_refusal(b.dout, query_extent(p, p.head_dim_v))) return reason;
+  for (const TensorParam* t : {&b.out, &b.dq, &b.dk, &b.dv})
+    if (!cuda::vector_aligned(*t)) return "a tensor's address or strides are not multiples of 16 bytes";
+  const std::int64_t tiles = std::int64_t{ceil_div(p.seqlen_k, Traits::kBlockN)} * p.num_heads_kv * p.batch;
+  if (tiles > INT32_MAX / 2) return "there are too many tiles of keys";
+  return nullptr;
+}
+
+template <class Traits>
+BackwardMaps backward_maps(const BackwardParams& p) {
+  auto map = [&](const TensorParam& t, const TensorExtent& extent, auto tile) {
+    return make_tensor_map(t, extent, p.dtype, decltype(tile)::kRows, decltype(tile)::kSlabColumns);
+  };
+  return {map(p.q, query_extent(p, p.head_dim), typename Traits::SmemQ{}),
+          map(p.k, key_extent(p, p.head_dim), typename Traits::SmemK{}),
+          map(p.v, key_extent(p, p.head_dim_v), typename Traits::SmemV{}),
+          map(p.dout, query_extent(p, p.head_dim_v), typename Traits::SmemDo{})};
+}
+
+template <class Traits>
+cuda::TileSchedule backward_schedule(const BackwardParams& p) {
+  const int heads_total = p.num_heads_kv * p.batch;
+  const std::int64_t q_bytes =
+      std::int64_t{p.seqlen_q} * p.heads_per_group() *
+      ((p.head_dim + p.head_dim_v) * sizeof(typename Traits::Element) + p.head_dim * sizeof(float));
+  return {ceil_div(p.seqlen_k, Traits::kBlockN), p.num_heads_kv, heads_total,
+          cuda::section_of(q_bytes, heads_total, p.mask.kind == MaskKind::kDense), false};
+}
+
+template <class Traits, cuda::Features kFeatures>
+void launch_backward(const ForwardParams& params, const LaunchContext& context) {
+  static std::atomic<std::uint64_t> prepared{0};
+  using Element = typename Traits::Element;
+  const auto& p = static_cast<const BackwardParams&>(params);
+  cuda::DeviceGuard guard(p.device.index);
+  auto stream = static_cast<cudaStream_t>(context.stream);
+  auto kernel = backward_kernel<Traits, cuda::BuiltinPolicy, kFeatures>;
+  cuda::allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
+  const cuda::BackwardWorkspace ws = backward_workspace<Traits>(p, context.workspace);
+
+  dim3 query_tiles = cuda::query_tile_grid(p, Traits::kBlockM);
+  query_tiles.x = max_of(query_tiles.x, 1);  // packed: rows, but no sequence
+  constexpr int kPrepareThreads = 256;
+  cuda::backward_prepare_kernel<Element, kPrepareThreads><<<query_tiles, kPrepareThreads, 0, stream>>>(p, ws);
+  cuda::check(cudaGetLastError(), "launching the backward's first pass");
+
+  const cuda::TileSchedule schedule = backward_schedule<Traits>(p);
+  const int blocks = min_of(static_cast<int>(schedule.size()), cuda::device_limits(p.device.index).multiprocessors);
+  if (blocks != 0) {
+    kernel<<<blocks, Traits::kThreads, Traits::kSmemBytes, stream>>>(p, backward_maps<Traits>(p), ws, schedule);
+    cuda::check(cudaGetLastError(), "launching the backward kernel");
+  }
+
+  backward_convert_dq_kernel<Traits><<<query_tiles, Traits::kDqPieces * kWarpgroup, 0, stream>>>(p, ws);
+  cuda::check(cudaGetLastError(), "launching the backward's last pass");
+  if (p.cu_seqlens_q != nullptr) {
+    cuda::clear_packed_tail<Element>({p.dq, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim}, {}, stream);
+    cuda::clear_packed_tail<Element>({p.dk, p.cu_seqlens_k + p.batch, p.total_k, p.num_heads_kv, p.head_dim}, {},
+                                     stream);
+    cuda::clear_packed_tail<Element>({p.dv, p.cu_seqlens_k + p.batch, p.total_k, p.num_heads_kv, p.head_dim_v}, {},
+                                     stream);
+  }
+}
+
+template <class Traits, cuda::Features kFeatures>
+KernelEntry backward_entry(MaskKind mask) {
+  return {key_of<Traits, kFeatures>(Op::kBackward, mask), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+          refuse_backward<Traits, kFeatures>,
+          [](const ForwardParams& p, int) { return backward_workspace<Traits>(p, nullptr).size; },
+          launch_backward<Traits, kFeatures>};
+}
+
+}  // namespace flashsdk::sm90

@@ -1,0 +1,170 @@
+// What the SM90 backward knows at compile time: its tile, its products, its shared memory.
+//
+// A thread block owns kBlockN keys, 64 to a warpgroup, and walks the tiles of kBlockM queries that see them. Scores are
+// computed transposed, Sᵀ = K·Qᵀ, so that Pᵀ and dSᵀ leave the accumulators as register operands of dV += Pᵀ·dO and
+// dK += dSᵀ·Q; dS goes through shared memory, because dQᵀ = Kᵀ·dSᵀ sums over the keys of all warpgroups.
+#pragma once
+
+#include "cuda/tile_scheduler.h"
+#include "sm90/pipeline.h"
+#include "sm90/traits.h"
+
+namespace flashsdk::sm90 {
+
+// One step of the walk, as the loading warp tells it to those that compute.
+struct BackwardStep {
+  int head, m_block;
+  bool partial;
+  bool cut;  // the tile's last rows belong to the next packed sequence
+  bool last;
+};
+// The next tile of keys.
+struct BackwardWork {
+  cuda::TileWork tile;
+  bool visited;  // some tile of queries sees these keys
+  bool stop;     // there is no more work
+};
+
+// For head dimensions up to 128.
+template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_>
+struct NarrowBackwardTraits {
+  static constexpr bool kWide = false;
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
+  static constexpr int kWarpgroups = kBlockN / kWarpgroupRows;  // that compute; one more loads and writes
+  static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
+  static constexpr int kLoadRegisters = kWarpgroups == 2 ? 24 : 32;
+  static constexpr int kComputeRegisters = kWarpgroups == 2 ? 240 : 160;
+  static constexpr int kStages = 2;
+
+  static constexpr int kKeyBuffers = kHeadDim <= 64 && kHeadDimV <= 64 ? 2 : 1;  // the next keys load under these
+
+  // Kᵀ is operand A of dQ, 64 rows at a time.
+  static constexpr int kHeadDimQ = round_up(kHeadDim, kWarpgroupRows);
+  using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kStages>;
+  using SmemDo = SmemTile<Element, kBlockM, kHeadDimV, kStages>;
+  using SmemK = SmemTile<Element, kBlockN, kHeadDimQ, kKeyBuffers>;
+  using SmemV = SmemTile<Element, kBlockN, kHeadDimV, kKeyBuffers>;
+  using SmemScores = SmemTile<Element, kBlockM, kBlockN, kStages>;  // dS
+
+  using MmaScores = SmemMma<Element, kBlockM, kHeadDim, kSumContiguous, kSumContiguous>;  // Sᵀ and dPᵀ
+  using MmaDk = RegisterMma<Element, kHeadDim, kBlockM, kSumStrided>;
+  using MmaDv = RegisterMma<Element, kHeadDimV, kBlockM, kSumStrided>;
+
+  // dQᵀ (head_dim, queries) is dealt to the warpgroups by 64 rows first, then by columns. A piece has its own place in
+  // shared memory and in dq_accum, where it lies in the order of its accumulator's registers.
+  static constexpr int kDqPieces = kWarpgroups;
+  static constexpr int kDqRowPieces = kHeadDimQ / kWarpgroupRows;  // along head_dim
+  static constexpr int kDqColumns = kBlockM * kDqRowPieces / kDqPieces;
+  static constexpr int kDqElements = kWarpgroupRows * kDqColumns;
+  static_assert(kDqPieces % kDqRowPieces == 0 && kDqColumns % 8 == 0);
+  using MmaDq = SmemMma<Element, kDqColumns, kBlockN, kSumStrided, kSumContiguous>;
+
+  struct Smem {
+    alignas(1024) Element q[kStages * SmemQ::kElements];
+    alignas(1024) Element dout[kStages * SmemDo::kElements];
+    alignas(1024) Element k[kKeyBuffers * SmemK::kElements];
+    alignas(1024) Element v[kKeyBuffers * SmemV::kElements];
+    alignas(1024) Element ds[kStages * SmemScores::kElements];
+    alignas(128) float dq[kWarpgroups][kDqElements];
+    alignas(128) float lse_log2[kStages][kBlockM];
+    alignas(128) float delta[kStages][kBlockM];
+    BackwardStep step[kStages];
+    BackwardWork work[2];
+    Ring<kStages> full_q, full_do;  // with lse_log2 and step, with delta
+    Ring<kKeyBuffers> full_k, full_v;
+    Ring<kStages> full_ds;  // from and to the computing warps
+    Ring<1> full_dq[kWarpgroups];
+    Ring<2> full_work;
+
+    __device__ void init() {
+      constexpr int kWarps = 4 * kWarpgroups;
+      full_q.init(1, kWarps);
+      full_do.init(1, kWarps);
+      full_k.init(1, kWarps);
+      full_v.init(1, kWarps);
+      full_ds.init(kWarps, kWarps);
+      for (auto& ring : full_dq) ring.init(4, 1);
+      full_work.init(1, kWarps + kWarpgroups);
+    }
+  };
+  static constexpr int kSmemBytes = sizeof(Smem);
+  static_assert(kSmemBytes <= 227 * 1024);
+};
+
+// For larger head dimensions, where dK and dV of 64 keys fill the registers of a warpgroup each: one warpgroup computes
+// Pᵀ and dV, the other dSᵀ and dK, and dQ is shared out in pieces. Both own the same 64 keys.
+template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_>
+struct WideBackwardTraits {
+  static constexpr bool kWide = true;
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kHeadDimQ = kHeadDim_;
+  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
+  static_assert(kBlockN == kWarpgroupRows && kHeadDim % 64 == 0 && kHeadDimV % 64 == 0);
+  static constexpr int kWarpgroups = 2;
+  static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
+  static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
+  static constexpr int kStages = 2, kKeyBuffers = 1;
+
+  using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kStages>;
+  using SmemDo = SmemTile<Element, kBlockM, kHeadDimV, kStages>;
+  using SmemK = SmemTile<Element, kBlockN, kHeadDim>;
+  using SmemV = SmemTile<Element, kBlockN, kHeadDimV>;
+  using SmemScores = SmemTile<Element, kBlockM, kBlockN, kStages>;  // dS
+
+  using MmaScores = SmemMma<Element, kBlockM, kHeadDim, kSumContiguous, kSumContiguous>;
+  using MmaDk = RegisterMma<Element, kHeadDim, kBlockM, kSumStrided>;
+  using MmaDv = RegisterMma<Element, kHeadDimV, kBlockM, kSumStrided>;
+
+  // As many pieces for one warpgroup as for the other.
+  static constexpr int kDqRowPieces = kHeadDim / kWarpgroupRows;
+  static constexpr int kDqColumns = kDqRowPieces % 2 == 0 ? kBlockM : kBlockM / 2;
+  static constexpr int kDqPieces = kDqRowPieces * kBlockM / kDqColumns;
+  static constexpr int kDqElements = kWarpgroupRows * kDqColumns;
+  using MmaDq = SmemMma<Element, kDqColumns, kBlockN, kSumStrided, kSumContiguous>;
+
+  static constexpr int kScoreElements = kBlockM * kBlockN;
+  struct Smem {
+    alignas(1024) Element q[kStages * SmemQ::kElements];
+    alignas(1024) Element dout[kStages * SmemDo::kElements];
+    alignas(1024) Element k[kKeyBuffers * SmemK::kElements];
+    alignas(1024) Element v[kKeyBuffers * SmemV::kElements];
+    alignas(1024) Element ds[kStages * SmemScores::kElements];
+    alignas(128) Element p[kStages][kScoreElements];  // in the order of accumulator registers
+    alignas(128) float lse_log2[kStages][kBlockM];
+    alignas(128) float delta[kStages][kBlockM];
+    BackwardStep step[kStages];
+    BackwardWork work[2];
+    Ring<kStages> full_q, full_do;
+    Ring<kKeyBuffers> full_k, full_v;
+    Ring<kStages> full_p, full_ds;  // from the one warpgroup to the other, and to both
+    Ring<2> full_work;
+
+    __device__ void init() {
+      constexpr int kWarps = 4 * kWarpgroups;
+      full_q.init(1, kWarps);
+      full_do.init(1, kWarps);
+      full_k.init(1, kWarps);
+      full_v.init(1, kWarps);
+      full_p.init(4, 4);
+      full_ds.init(4, kWarps);
+      full_work.init(1, kWarps);
+    }
+  };
+  static constexpr int kSmemBytes = sizeof(Smem);
+  static_assert(kSmemBytes <= 227 * 1024);
+};
+
+template <class Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN>
+using BackwardTraits =
+    std::conditional_t<(kHeadDim <= 128), NarrowBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN>,
+                       WideBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN>>;
+
+// Where the n-th use of a ring finds its buffer.
+template <int kStages>
+__device__ __forceinline__ RingState<kStages> nth_use(unsigned n) {
+  return {static_cast<int>(n % kStages), (n / kStages) & 1};
+}
+
+}  // namespace flashsdk::sm90

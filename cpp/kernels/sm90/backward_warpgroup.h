@@ -1,0 +1,191 @@
+// What a computing warpgroup of the SM90 backward does for head dimensions up to 128: it owns 64 keys.
+//
+// dQ needs dS of all warpgroups; it is computed one step late, so that warpgroups need not meet: while one does its
+// exponentials, the tensor cores work for another.
+#pragma once
+
+#include "cuda/backward_scores.h"
+#include "sm90/backward_fragments.h"
+#include "sm90/backward_load.h"
+#include "sm90/named_barriers.h"
+
+namespace flashsdk::sm90 {
+
+// One computing warpgroup.
+template <class Traits, class Policy, cuda::Features kFeatures>
+class BackwardWarpgroup {
+  using Element = typename Traits::Element;
+  using Smem = typename Traits::Smem;
+  using Scores = cuda::BackwardScores<Traits::kBlockM, Traits::kBlockN, Policy, kFeatures, true>;
+  using MmaScores = typename Traits::MmaScores;
+  using MmaDk = typename Traits::MmaDk;
+  using MmaDv = typename Traits::MmaDv;
+  using MmaDq = typename Traits::MmaDq;
+  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
+  static constexpr bool kFeatured = cuda::has_dropout(kFeatures);
+  template <class Layout>
+  using RowMajor = typename Layout::RowMajor;
+
+ public:
+  __device__ BackwardWarpgroup(const BackwardParams& p, Smem& smem, int warpgroup)
+      : p_(p), smem_(smem), warpgroup_(warpgroup) {}
+
+  __device__ void run() {
+    for_each_work<Traits>(smem_, [&](const BackwardWork& work) { compute(work); });
+  }
+
+ private:
+  __device__ void compute(const BackwardWork& work) {
+    const SeqlenInfo seq(p_, work.tile.batch);
+    auto acc_dk = accumulator<MmaDk, Traits::kHeadDim>();
+    auto acc_dv = accumulator<MmaDv, Traits::kHeadDimV>();
+    cute::clear(acc_dk);
+    cute::clear(acc_dv);
+    if (work.visited) {
+      smem_.full_k.wait_full(nth_use<Traits::kKeyBuffers>(key_tiles_));
+      smem_.full_v.wait_full(nth_use<Traits::kKeyBuffers>(key_tiles_));
+      const int keys = seq.seqlen_k - work.tile.block * kBlockN;
+      if (p_.cu_seqlens_k != nullptr && keys < kBlockN)
+        clear_tails<Traits, typename Traits::SmemK, typename Traits::SmemV>(
+            smem_.k + key_buffer() * Traits::SmemK::kElements, smem_.v + key_buffer() * Traits::SmemV::kElements, keys,
+            warpgroup_);
+      const Scores scores(p_, seq, work.tile);
+      bool last = step<true>(scores, seq, acc_dk, acc_dv);
+      while (!last) last = step<false>(scores, seq, acc_dk, acc_dv);
+      smem_.full_v.release(nth_use<Traits::kKeyBuffers>(key_tiles_));
+      auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
+      start_dq(acc_dq);
+      cute::warpgroup_wait<0>();
+      smem_.full_k.release(nth_use<Traits::kKeyBuffers>(key_tiles_++));
+      finish_dq(acc_dq);
+    }
+    const int first = work.tile.block * kBlockN + warpgroup_ * kWarpgroupRows;
+    const float dv_scale = kFeatured ? p_.score.dropout.scale() : 1.f;
+    store_gradient<Element>(acc_dv, dv_scale, p_.dv, seq, work.tile, first, p_.head_dim_v);
+    store_gradient<Element>(acc_dk, p_.score.softmax_scale, p_.dk, seq, work.tile, first, p_.head_dim);
+  }
+
+  // One tile of queries; dQ of the tile before. Returns whether it was the last.
+  template <bool kFirst, class AccDk, class AccDv>
+  __device__ __forceinline__ bool step(const Scores& scores, const SeqlenInfo& seq, AccDk& acc_dk, AccDv& acc_dv) {
+    const auto use = nth_use<kStages>(steps_);
+    const int stage = use.stage;
+    smem_.full_q.wait_full(use);
+    const BackwardStep step = smem_.step[stage];
+    const TileRef tile{step.m_block, step.partial};
+    if (step.cut) {
+      smem_.full_do.wait_full(use);
+      clear_tails<Traits, typename Traits::SmemQ, typename Traits::SmemDo>(
+          smem_.q + stage * Traits::SmemQ::kElements, smem_.dout + stage * Traits::SmemDo::kElements,
+          seq.seqlen_q - step.m_block * kBlockM, warpgroup_);
+    }
+
+    auto k = cute::local_tile(smem_tensor<RowMajor<typename Traits::SmemK>>(smem_.k)(cute::_, cute::_, key_buffer()),
+                              Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimQ>>{}, cute::make_coord(warpgroup_, 0));
+    auto v = cute::local_tile(smem_tensor<RowMajor<typename Traits::SmemV>>(smem_.v)(cute::_, cute::_, key_buffer()),
+                              Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimV>>{}, cute::make_coord(warpgroup_, 0));
+    auto q = smem_tensor<RowMajor<typename Traits::SmemQ>>(smem_.q)(cute::_, cute::_, stage);
+    auto dout = smem_tensor<RowMajor<typename Traits::SmemDo>>(smem_.dout)(cute::_, cute::_, stage);
+    auto acc_s = accumulator<MmaScores, kBlockM>();
+    auto acc_dp = accumulator<MmaScores, kBlockM>();
+    start_gemm<MmaScores>(operand_a<MmaScores>(k), operand_b<MmaScores>(q), acc_s, false);
+    smem_.full_do.wait_full(use);
+    start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
+
+    const auto at = coordinates();
+    const float* lse_log2 = smem_.lse_log2[stage];
+    const float* delta = smem_.delta[stage];
+    cute::warpgroup_wait<1>();
+    finished(acc_s);
+    if constexpr (!kFeatured) scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2);
+    cute::warpgroup_wait<0>();
+    finished(acc_dp);
+    if constexpr (!kFeatured) scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), at, delta);
+    auto kept = [&] {
+      if constexpr (kFeatured)
+        return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, step.head, tile, lse_log2, delta);
+      else
+        return 0;
+    }();
+    auto probabilities = convert<Element>(acc_s);
+    if constexpr (kFeatured) {
+      auto atoms = as_atoms(probabilities);
+      cuda::branch_if(p_.score.dropout.threshold > 0, [&] { cuda::drop_pairs(atoms, kept); });
+    }
+    auto ds = convert<Element>(acc_dp);
+    publish_ds(ds, use);
+
+    auto dout_t = smem_tensor<typename Traits::SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, stage);
+    auto q_t = smem_tensor<typename Traits::SmemQ::Transposed>(smem_.q)(cute::_, cute::_, stage);
+    auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
+    auto p_operand = as_operand_a(probabilities);
+    auto ds_operand = as_operand_a(ds);
+    start_gemm<MmaDv>(p_operand, operand_b<MmaDv>(dout_t), acc_dv, true);
+    if constexpr (!kFirst) start_dq(acc_dq);
+    start_gemm<MmaDk>(ds_operand, operand_b<MmaDk>(q_t), acc_dk, true);
+    cute::warpgroup_wait<1>();
+    smem_.full_do.release(use);
+    if constexpr (!kFirst) finish_dq(acc_dq);
+    cute::warpgroup_wait<0>();
+    finished(acc_dk);
+    finished(acc_dv);
+    smem_.full_q.release(use);
+    ++steps_;
+    return step.last;
+  }
+
+  // dS of this warpgroup's keys, for all warpgroups.
+  template <class Fragment>
+  __device__ __forceinline__ void publish_ds(const Fragment& ds, const RingState<kStages>& use) {
+    using Tile = typename Traits::SmemScores;
+    static_assert(Tile::kSlabs == Traits::kWarpgroups);
+    smem_.full_ds.wait_empty(use);
+    store_transposed(ds, smem_.ds + use.stage * Tile::kElements + warpgroup_ * (Tile::kElements / Tile::kSlabs));
+    publish(smem_.full_ds, use);
+  }
+
+  // dQᵀ = Kᵀ·dSᵀ of the step before.
+  template <class Accumulator>
+  __device__ __forceinline__ void start_dq(Accumulator& acc_dq) {
+    const auto use = nth_use<kStages>(steps_ - 1);
+    auto k_t = cute::local_tile(
+        smem_tensor<typename Traits::SmemK::Transposed>(smem_.k)(cute::_, cute::_, key_buffer()),
+        Shape<Int<kWarpgroupRows>, Int<kBlockN>>{}, cute::make_coord(warpgroup_ % Traits::kDqRowPieces, 0));
+    auto ds = cute::local_tile(
+        smem_tensor<RowMajor<typename Traits::SmemScores>>(smem_.ds)(cute::_, cute::_, use.stage),
+        Shape<Int<Traits::kDqColumns>, Int<kBlockN>>{}, cute::make_coord(warpgroup_ / Traits::kDqRowPieces, 0));
+    smem_.full_ds.wait_full(use);
+    start_gemm<MmaDq>(operand_a<MmaDq>(k_t), operand_b<MmaDq>(ds), acc_dq, false);
+  }
+
+  // Once it has been waited for: hands dQ, in the order of its registers, to the warp that adds it.
+  template <class Accumulator>
+  __device__ __forceinline__ void finish_dq(Accumulator& acc_dq) {
+    finished(acc_dq);
+    smem_.full_ds.release(nth_use<kStages>(steps_ - 1));
+    auto& ring = smem_.full_dq[warpgroup_];
+    const auto use = nth_use<1>(dq_tiles_++);
+    ring.wait_empty(use);
+    float4* target = reinterpret_cast<float4*>(smem_.dq[warpgroup_]) + threadIdx.x % kWarpgroup;
+    CUTE_UNROLL
+    for (int e = 0; e < cute::size(acc_dq); e += 4)
+      target[e / 4 * kWarpgroup] = make_float4(acc_dq(e), acc_dq(e + 1), acc_dq(e + 2), acc_dq(e + 3));
+    publish(ring, use);
+  }
+
+  __device__ int key_buffer() const { return key_tiles_ % Traits::kKeyBuffers; }
+
+  // Of the scores, (key, query) in the thread block's tile.
+  __device__ auto coordinates() const {
+    auto c = cute::make_identity_tensor(Shape<Int<kBlockN>, Int<kBlockM>>{});
+    auto own = cute::local_tile(c, Shape<Int<kWarpgroupRows>, Int<kBlockM>>{}, cute::make_coord(warpgroup_, 0));
+    return as_matrix(MmaScores{}.get_thread_slice(threadIdx.x % kWarpgroup).partition_C(own));
+  }
+
+  const BackwardParams& p_;
+  Smem& smem_;
+  int warpgroup_;
+  unsigned steps_ = 0, key_tiles_ = 0, dq_tiles_ = 0;  // so far
+};
+
+}  // namespace flashsdk::sm90
