@@ -13,10 +13,7 @@ class OnlineSoftmax {
 
  public:
   // scale: from the scores' unit to that of log2; positive.
-  __device__ explicit OnlineSoftmax(float scale) : scale_(scale) { reset(); }
-
-  // For other rows.
-  __device__ void reset() {
+  __device__ explicit OnlineSoftmax(float scale) : scale_(scale) {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       max_[i] = -INFINITY;
@@ -56,6 +53,14 @@ class OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) grows |= scale_ * tile_max[i] > scale_ * max_[i] + kSlack;
     return __any_sync(0xffffffffu, grows) != 0;
+  }
+  // For other rows, whose first tile this is.
+  __device__ void restart(const float (&tile_max)[kRows]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      max_[i] = tile_max[i];
+      sum_[i] = 0.f;
+    }
   }
   // Raises the running maximum to that of the tile. `out` must then be multiplied by the factors.
   __device__ void raise(const float (&tile_max)[kRows], float (&factor)[kRows]) {

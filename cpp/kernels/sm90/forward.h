@@ -55,15 +55,18 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
 
   RingState<Traits::kQueryStages> q_state;
   RingState<Traits::kStages> k_state, v_state;
+  RingState<Traits::kTileSlots> slot;
   auto next_tile = [&] {
     smem.k_ring.wait_full(k_state);
-    return smem.tiles[k_state.stage];
+    const KeyTileView tile(smem.tiles[slot.stage]);
+    slot.advance();
+    return tile;
   };
-  auto start_scores = [&](auto& acc, const KeyTile& tile) {
+  auto start_scores = [&](auto& acc, const KeyTileView& tile) {
     if (tile.has(KeyTile::kFirst)) smem.q_ring.wait_full(q_state);
     start_gemm<MmaScores>(queries(_, _, _, q_state.stage), keys(_, _, _, k_state.stage), acc, false);
   };
-  auto release_keys = [&](const KeyTile& tile) {
+  auto release_keys = [&](const KeyTileView& tile) {
     smem.k_ring.release(k_state);
     k_state.advance();
     if (tile.has(KeyTile::kLast)) {
@@ -72,13 +75,13 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
     }
   };
 
-  KeyTile tile = next_tile();
+  KeyTileView tile = next_tile();
   if (tile.has(KeyTile::kEnd)) return;
   ForwardScores<Traits, Policy, kFeatures> scores(p, warpgroup);
   auto acc_out = accumulator<MmaOut, Traits::kHeadDimV>();
   auto probabilities = cute::make_tensor_like<typename Traits::Element>(accumulator<MmaScores, kBlockN>());
   const auto probabilities_a = as_operand_a(probabilities);
-  auto start_out = [&](const KeyTile& tile) {
+  auto start_out = [&](const KeyTileView& tile) {
     smem.v_ring.wait_full(v_state);
     start_gemm<MmaOut>(probabilities_a, values(_, _, _, v_state.stage), acc_out, !tile.has(KeyTile::kFirst));
   };
@@ -95,12 +98,12 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
     cute::warpgroup_wait<0>();
     finished(acc);
     release_keys(tile);
-    scores.apply(acc, tile);
+    scores.start(acc, tile);
     scores.keep(acc, probabilities, tile);
   }
   const Turn<Traits::kWarpgroups> turn(warpgroup);
   for (;;) {
-    const KeyTile next = next_tile();
+    const KeyTileView next = next_tile();
     if (next.has(KeyTile::kEnd)) break;
     auto acc = accumulator<MmaScores, kBlockN>();
     turn.wait();
@@ -110,27 +113,25 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
     cute::warpgroup_wait<1>();
     finished(acc);
     release_keys(next);
-    const auto softmax = scores.softmax();
-    const auto rescale = scores.apply(acc, next);
+    const auto factors = scores.apply(acc, next, tile);
     finish_out();
     scores.keep(acc, probabilities, next);
-    if (next.has(KeyTile::kFirst)) {
-      scores.write(acc_out, softmax, tile);
-    } else {
-      rescale.apply(acc_out);
-    }
+    factors.apply(acc_out);
+    if (next.has(KeyTile::kFirst)) scores.write(acc_out, tile);
     tile = next;
   }
   turn.end();
   start_out(tile);
+  const auto factors = scores.close(tile);
   finish_out();
-  scores.write(acc_out, scores.softmax(), tile);
+  factors.apply(acc_out);
+  scores.write(acc_out, tile);
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardMaps maps,
-                   const __grid_constant__ cuda::TileSchedule schedule) {
+                   const __grid_constant__ ForwardSchedule schedule) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::Smem*>(smem_bytes);
   if (threadIdx.x == 0) {

@@ -1,6 +1,9 @@
 // Rows of the kernel table for the SM90 forward.
 #pragma once
 
+#include <atomic>
+#include <chrono>
+
 #include "cuda/builtin_policy.h"
 #include "cuda/packed_tail.h"
 #include "sm90/forward.h"
@@ -20,6 +23,20 @@ const char* refuse_forward(const ForwardParams& p) {
   return nullptr;
 }
 
+// Whether all tiles of queries cost the same.
+inline bool uniform_tiles(const ForwardParams& p) {
+  return p.mask.kind == MaskKind::kDense && p.cu_seqlens_q == nullptr;
+}
+
+// A number that no other launch has and that no memory holds by chance.
+inline std::uint64_t launch_name() {
+  static std::atomic<std::uint64_t> count{
+      static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count())};
+  std::uint64_t x = count.fetch_add(1, std::memory_order_relaxed) * 0x9E3779B97F4A7C15u;  // odd: a permutation
+  x ^= x >> 32;
+  return x != 0 ? x : 1;
+}
+
 template <class Traits, cuda::Features kFeatures>
 void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
@@ -28,12 +45,16 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   auto kernel = forward_kernel<Traits, cuda::BuiltinPolicy, kFeatures>;
   cuda::allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
 
+  const bool uniform = uniform_tiles(p);
   const int heads_total = p.num_heads * p.batch;
   const std::int64_t kv_bytes =
       std::int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Traits::Element) / p.heads_per_group();
-  const cuda::TileSchedule schedule{ceil_div(p.seqlen_q, Traits::kBlockM), p.num_heads, heads_total,
-                                    cuda::section_of(kv_bytes, heads_total, p.mask.kind == MaskKind::kDense), true};
-  const int blocks = min_of(cuda::device_limits(p.device.index).multiprocessors, static_cast<int>(schedule.size()));
+  const ForwardSchedule schedule{{ceil_div(p.seqlen_q, Traits::kBlockM), p.num_heads, heads_total,
+                                  cuda::section_of(kv_bytes, heads_total, uniform), true},
+                                 uniform ? nullptr : static_cast<TicketCounter*>(context.workspace),
+                                 launch_name()};
+  const int blocks =
+      min_of(cuda::device_limits(p.device.index).multiprocessors, static_cast<int>(schedule.tiles.size()));
   const ForwardMaps maps{
       make_tensor_map(p.q, query_extent(p, p.head_dim), kType, Traits::kBlockM, Traits::SmemQ::kSlabColumns),
       make_tensor_map(p.k, key_extent(p, p.head_dim), kType, Traits::kBlockN, Traits::SmemK::kSlabColumns),
@@ -50,7 +71,8 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
 template <class Traits, cuda::Features kFeatures>
 KernelEntry forward_entry(MaskKind mask) {
   return {key_of<Traits, kFeatures>(Op::kForward, mask), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
-          refuse_forward<Traits, kFeatures>, [](const ForwardParams&, int) { return std::size_t{0}; },
+          refuse_forward<Traits, kFeatures>,
+          [](const ForwardParams& p, int) { return uniform_tiles(p) ? 0 : sizeof(TicketCounter); },
           launch_forward<Traits, kFeatures>};
 }
 

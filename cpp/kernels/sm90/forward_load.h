@@ -34,7 +34,7 @@ class ForwardLoader {
     load_pending_values();
     k_ring().wait_empty(k_state_);
     if (leader_) {
-      smem_.tiles[k_state_.stage] = KeyTile{};  // the end
+      smem_.tiles[slot_.stage] = KeyTile{};  // the end
       k_ring().arrive_full(k_state_);
     }
   }
@@ -68,12 +68,13 @@ class ForwardLoader {
   __device__ void load_keys(const KeyTile& tile, TileOrigin at) {
     k_ring().wait_empty(k_state_);
     if (leader_) {
-      smem_.tiles[k_state_.stage] = tile;
+      smem_.tiles[slot_.stage] = tile;
       k_ring().announce(k_state_, Traits::SmemK::kBytes);
       load_tile<typename Traits::SmemK>(maps_.k, k_ring().full[k_state_.stage],
                                         smem_.k + k_state_.stage * Traits::SmemK::kElements, at);
     }
     k_state_.advance();
+    slot_.advance();
   }
 
   __device__ void load_queries(TileOrigin at) {
@@ -139,6 +140,7 @@ class ForwardLoader {
   bool leader_;
   RingState<Traits::kQueryStages> q_state_;
   RingState<Traits::kStages> k_state_, v_state_;
+  RingState<Traits::kTileSlots> slot_;
   PendingValues pending_{{0, 0, 0}, 0, false};
   std::uint32_t tail_phase_ = 0;
 };

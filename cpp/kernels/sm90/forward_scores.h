@@ -18,18 +18,19 @@ class ForwardScores {
   using Softmax = cuda::OnlineSoftmax<kRows>;
 
  public:
-  // How the output so far must change to fit the maximum of the newest tile.
-  struct Rescale {
-    bool needed;
-    float factor[kRows];
+  // What the output so far is to be multiplied by: to fit the maximum of the newest tile, or, when that has other
+  // queries, to be finished.
+  struct Factors {
+    float row[kRows];
+    bool needed = true;
 
     template <class Out>
     __device__ void apply(Out& acc_out) const {
       auto out = as_matrix(acc_out);
       if constexpr (Traits::kLazyRescale) {
-        cuda::branch_if(needed, [&] { Softmax::rescale(out, factor); });
+        cuda::branch_if(needed, [&] { Softmax::rescale(out, row); });
       } else {
-        Softmax::rescale(out, factor);
+        Softmax::rescale(out, row);
       }
     }
   };
@@ -41,80 +42,100 @@ class ForwardScores {
         scale_first_((cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) || !(p.score.softmax_scale > 0.f)),
         softmax_((scale_first_ ? 1.f : p.score.softmax_scale) * cuda::kLog2e) {}
 
-  // Scores become probabilities, not yet divided by their sum.
+  // Scores become probabilities, not yet divided by their sum. `previous` is the tile before this one.
   template <class Accumulator>
-  __device__ Rescale apply(Accumulator& acc, const KeyTile& tile) {
+  __device__ Factors apply(Accumulator& acc, const KeyTileView& tile, const KeyTileView& previous) {
+    modify_and_mask(acc, tile);
     auto scores = as_matrix(acc);
-    cuda::branch_if(scale_first_, [&] {
-      if constexpr (cuda::modifies_scores(kFeatures)) {
-        const SeqlenInfo seq(p_, tile.batch);
-        cuda::ScoreFeatures(p_.score, seq, tile.batch, tile.head).cap(scores);
-      } else {
-        cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
-      }
-    });
-    cuda::branch_if(tile.has(KeyTile::kMasked), [&] {
-      const SeqlenInfo seq(p_, tile.batch);
-      const Policy policy(p_.mask, seq, tile.batch, tile.head);
-      cuda::mask_tile<false>(scores, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), policy,
-                             tile.has(KeyTile::kPartial), m0(tile), tile.n0, tile.key_end, -INFINITY);
-    });
-    if (tile.has(KeyTile::kFirst)) softmax_.reset();
-    Rescale rescale;
+    Factors factors;
     float tile_max[kRows];
     Softmax::find_max(scores, tile_max);
-    if constexpr (Traits::kLazyRescale) {
-      rescale.needed = softmax_.exceeds(tile_max);
-      cuda::branch_if(rescale.needed, [&] { softmax_.raise(tile_max, rescale.factor); });
+    if (tile.has(KeyTile::kFirst)) {
+      factors = close(previous);
+      softmax_.restart(tile_max);
+    } else if constexpr (Traits::kLazyRescale) {
+      factors.needed = softmax_.exceeds(tile_max);
+      cuda::branch_if(factors.needed, [&] { softmax_.raise(tile_max, factors.row); });
     } else {
-      softmax_.raise(tile_max, rescale.factor);
+      softmax_.raise(tile_max, factors.row);
     }
+    cuda::before_next_wait([&] { softmax_.exponentiate(scores); });
+    return factors;
+  }
+
+  // The very first tile.
+  template <class Accumulator>
+  __device__ void start(Accumulator& acc, const KeyTileView& tile) {
+    modify_and_mask(acc, tile);
+    auto scores = as_matrix(acc);
+    float tile_max[kRows];
+    Softmax::find_max(scores, tile_max);
+    softmax_.restart(tile_max);
     softmax_.exponentiate(scores);
-    return rescale;
+  }
+
+  // Ends the softmax of a tile's queries: writes their log-sum-exp; the factors divide by the row sums.
+  __device__ Factors close(const KeyTileView& tile) {
+    const SeqlenInfo seq(p_, tile->batch);
+    const int first = m0(tile), rows = seq.seqlen_q - first;
+    auto coordinates = matrix_coordinates<typename Traits::MmaOut, 16>();
+    float* lse = seq.rows(p_.lse, tile->batch, tile->head) + first * p_.lse.row;
+    const float dropout_scale = cuda::has_dropout(kFeatures) ? p_.score.dropout.scale() : 1.f;
+    softmax_.finish();
+    Factors factors;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      factors.row[i] = softmax_.inverse_sum(i) * dropout_scale;
+      const int row = cute::get<0>(coordinates(i, 0));
+      if (threadIdx.x % 4 == 0 && row < rows) lse[row * p_.lse.row] = softmax_.lse(i);
+    }
+    return factors;
   }
 
   // The probabilities as 16-bit operand of the second product, without what dropout drops.
   template <class Accumulator, class Probabilities>
-  __device__ void keep(const Accumulator& acc, Probabilities& probabilities, const KeyTile& tile) const {
+  __device__ void keep(const Accumulator& acc, Probabilities& probabilities, const KeyTileView& tile) const {
     auto converted = convert<Element>(acc);
     if constexpr (cuda::has_dropout(kFeatures)) {
       cuda::branch_if(p_.score.dropout.threshold > 0, [&] {
         auto atoms = as_atoms(converted);
-        const DropoutRng rng(p_.score.dropout, tile.batch * p_.num_heads + tile.head);
+        const DropoutRng rng(p_.score.dropout, tile->batch * p_.num_heads + tile->head);
         cuda::drop_elements(atoms, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), rng,
-                            p_.score.dropout.threshold, m0(tile), tile.n0);
+                            p_.score.dropout.threshold, m0(tile), tile->n0);
       });
     }
     cute::copy(converted, probabilities);
   }
 
-  // The softmax of one tile of queries, to finish it when the next has begun.
-  __device__ Softmax softmax() const { return softmax_; }
-
-  // Divides by the row sums and writes the output and its log-sum-exp.
   template <class Out>
-  __device__ void write(Out& acc_out, Softmax softmax, const KeyTile& tile) const {
-    const SeqlenInfo seq(p_, tile.batch);
-    const int first = m0(tile), rows = seq.seqlen_q - first;
-    auto out = as_matrix(acc_out);
-    auto coordinates = matrix_coordinates<typename Traits::MmaOut, 16>();
-    float* lse = seq.rows(p_.lse, tile.batch, tile.head) + first * p_.lse.row;
-    const float dropout_scale = cuda::has_dropout(kFeatures) ? p_.score.dropout.scale() : 1.f;
-    softmax.finish();
-    float factor[kRows];
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      factor[i] = softmax.inverse_sum(i) * dropout_scale;
-      const int row = cute::get<0>(coordinates(i, 0));
-      if (threadIdx.x % 4 == 0 && row < rows) lse[row * p_.lse.row] = softmax.lse(i);
-    }
-    Softmax::rescale(out, factor);
-    Element* target = seq.head_q<Element>(p_.out, tile.batch, tile.head) + first * p_.out.row;
-    store_accumulator(convert<Element>(acc_out), target, p_.out.row, rows, p_.head_dim_v);
+  __device__ void write(const Out& acc_out, const KeyTileView& tile) const {
+    const SeqlenInfo seq(p_, tile->batch);
+    Element* target = seq.head_q<Element>(p_.out, tile->batch, tile->head) + m0(tile) * p_.out.row;
+    store_accumulator(convert<Element>(acc_out), target, p_.out.row, seq.seqlen_q - m0(tile), p_.head_dim_v);
   }
 
  private:
-  __device__ int m0(const KeyTile& tile) const { return tile.m_block * Traits::kBlockM + first_row_; }
+  // Softcap, and −inf where the mask hides a key.
+  template <class Accumulator>
+  __device__ void modify_and_mask(Accumulator& acc, const KeyTileView& tile) const {
+    auto scores = as_matrix(acc);
+    cuda::branch_if(scale_first_, [&] {
+      if constexpr (cuda::modifies_scores(kFeatures)) {
+        const SeqlenInfo seq(p_, tile->batch);
+        cuda::ScoreFeatures(p_.score, seq, tile->batch, tile->head).cap(scores);
+      } else {
+        cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
+      }
+    });
+    cuda::branch_if(tile.has(KeyTile::kMasked), [&] {
+      const SeqlenInfo seq(p_, tile->batch);
+      const Policy policy(p_.mask, seq, tile->batch, tile->head);
+      cuda::mask_tile<false>(scores, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), policy,
+                             tile.has(KeyTile::kPartial), m0(tile), tile->n0, tile->key_end, -INFINITY);
+    });
+  }
+
+  __device__ int m0(const KeyTileView& tile) const { return tile->m_block * Traits::kBlockM + first_row_; }
 
   const ForwardParams& p_;
   int first_row_;

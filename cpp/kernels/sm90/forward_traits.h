@@ -20,8 +20,16 @@ struct alignas(16) KeyTile {
   int n0 = 0;       // first key
   int key_end = 0;  // keys from here on do not exist
   int m_block = 0, head = 0, batch = 0;
+};
 
-  __device__ bool has(Flags flag) const { return (flags & flag) != 0; }
+// An announced tile where it stands in shared memory; only the flags are worth a register.
+struct KeyTileView {
+  const KeyTile* tile;
+  int flags;
+
+  __device__ explicit KeyTileView(const KeyTile& t) : tile(&t), flags(t.flags) {}
+  __device__ const KeyTile* operator->() const { return tile; }
+  __device__ bool has(KeyTile::Flags flag) const { return (flags & flag) != 0; }
 };
 
 // kStages: buffers of K, and of V. kQueryStages: with two, the next queries are there before these are done.
@@ -45,11 +53,14 @@ struct ForwardTraits {
   using MmaScores = SmemMma<Element, kBlockN, kHeadDim, kSumContiguous, kSumContiguous>;
   using MmaOut = RegisterMma<Element, kHeadDimV, kBlockN, kSumStrided>;
 
+  // An announcement outlives its keys: it is read until the softmax of the tile behind it is done.
+  static constexpr int kTileSlots = kStages + 2;
+
   struct Smem {
     alignas(1024) Element q[kQueryStages * SmemQ::kElements];
     alignas(1024) Element k[kStages * SmemK::kElements];
     alignas(1024) Element v[kStages * SmemV::kElements];
-    KeyTile tiles[kStages];  // beside the keys of each stage
+    KeyTile tiles[kTileSlots];
     Ring<kQueryStages> q_ring;
     Ring<kStages> k_ring, v_ring;
     cutlass::arch::ClusterTransactionBarrier tail;  // see ForwardLoader::load_values

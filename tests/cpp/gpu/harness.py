@@ -225,14 +225,18 @@ class Harness:
     def forward(self, p, index=None):
         out, lse = self.outputs(p)
         words = self.words(p, out, lse)
-        self.launch(self.pick(0, p, words) if index is None else index, p, words)
+        index = self.pick(0, p, words) if index is None else index
+        self.launch(index, p, words, self.workspace(index, p, words))
         return out, lse
+
+    def workspace(self, index, p, words):
+        """Poisoned."""
+        size = self.lib.harness_workspace(index, words)
+        return torch.full((size,), 0xFF, dtype=torch.uint8, device=p.q.device)
 
     def backward(self, p, out, lse, dout, dlse=None, index=None):
         grads = [torch.full_like(t, math.nan) for t in (p.q, p.k, p.v)]
         words = self.words(p, out, lse, dout, *grads, dlse)
         index = self.pick(1, p, words) if index is None else index
-        size = self.lib.harness_workspace(index, words)
-        workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device=p.q.device)  # NaN
-        self.launch(index, p, words, workspace)
+        self.launch(index, p, words, self.workspace(index, p, words))
         return grads
