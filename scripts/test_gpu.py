@@ -82,7 +82,11 @@ def build(m: Machine) -> Part:
             break
     if status != 0:
         return {"ok": False, "why": text[-2000:]}
-    targets = ["_bindings", "flashsdk_gpu_harness", *(["flashsdk_tests"] if tests == "ON" else [])]
+    targets = [
+        "_bindings",
+        "flashsdk_gpu_harness",
+        *(["flashsdk_device_tests"] if tests == "ON" else []),
+    ]
     command = ["cmake", "--build", str(m.build), "-v", "-j", str(m.jobs), "--target", *targets]
     status, text, seconds = m.run("build", command, limit=3600)
     part: Part = {"ok": status == 0, "seconds": round(seconds), "jobs": m.jobs, "arch": m.arch}

@@ -192,8 +192,7 @@ struct Call {
     stream();
     nb::object scratch;
     if (planned.workspace_size > 0) {
-      const auto address = reinterpret_cast<std::uintptr_t>(options.stream);
-      scratch = frameworks().attr("gpu_scratch")(q_, planned.workspace_size, address);
+      scratch = frameworks().attr("gpu_scratch")(q_, planned.workspace_size, given_stream_);
       options.workspace = {arrays.take({"workspace"}, scratch).data, planned.workspace_size};
     }
     void* known;  // those that tell their stream without Python keep memory in the order of streams

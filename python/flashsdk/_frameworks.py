@@ -25,6 +25,12 @@ class Framework(Protocol):
     def empty_float32(self, like: Any, shape: Shape) -> Any:
         """The same, of float32."""
 
+    def empty_like(self, like: Any, other: Any) -> Any:
+        """``empty`` of the shape of another array, which may be of another framework."""
+
+    def new_out(self, q: Any, v: Any) -> Any:
+        """``empty`` for the out of a forward, batched or packed."""
+
     def finish(self, result: Any) -> Any:
         """The framework's array of memory that now holds results."""
 
@@ -37,8 +43,9 @@ class Framework(Protocol):
     def stream(self, like: Any) -> int:
         """Address of the current CUDA stream on the GPU of ``like``."""
 
-    def scratch(self, like: Any, size: int, stream: int) -> Any:
-        """At least ``size`` bytes beside ``like``, reused only after what runs on ``stream``."""
+    def scratch(self, like: Any, size: int, stream: int | None) -> Any:
+        """At least ``size`` bytes beside ``like``, reused only after what runs on ``stream``, or
+        on the current one."""
 
 
 class _NumPy:
@@ -50,6 +57,12 @@ class _NumPy:
 
     def empty_float32(self, like: Any, shape: Shape) -> Any:
         return np.empty(shape, np.float32)
+
+    def empty_like(self, like: Any, other: Any) -> Any:
+        return self.empty(like, tuple(other.shape))
+
+    def new_out(self, q: Any, v: Any) -> Any:
+        return self.empty(q, (*q.shape[:-1], v.shape[-1]))
 
     def finish(self, result: Any) -> Any:
         return result
@@ -63,21 +76,36 @@ class _NumPy:
     def stream(self, like: Any) -> int:
         return 0  # the default one
 
-    def scratch(self, like: Any, size: int, stream: int) -> Any:
+    def scratch(self, like: Any, size: int, stream: int | None) -> Any:
         return self.empty_float32(like, (-(-size // 4),))
 
 
 class _Torch(_NumPy):
+    """What a call on a GPU takes on the host is mostly the making of tensors: two each forward."""
+
     def __init__(self) -> None:
         torch = sys.modules["torch"]
         self.cuda, self.from_numpy = torch.cuda, torch.from_numpy
         self.new, self.float32 = torch.empty, torch.float32  # faster than Tensor.new_empty
+        self.new_like, self.row_major = torch.empty_like, torch.contiguous_format
+        self.tensor = torch.Tensor
 
     def empty(self, like: Any, shape: Shape) -> Any:
         return self.new(shape, dtype=like.dtype, device=like.device)
 
     def empty_float32(self, like: Any, shape: Shape) -> Any:
         return self.new(shape, dtype=self.float32, device=like.device)
+
+    def empty_like(self, like: Any, other: Any) -> Any:
+        if isinstance(other, self.tensor):
+            return self.new_like(other, memory_format=self.row_major)
+        return self.empty(like, tuple(other.shape))
+
+    def new_out(self, q: Any, v: Any) -> Any:
+        shape, head_dim_v = q.shape, v.shape[-1]
+        if head_dim_v == shape[-1]:
+            return self.new_like(q, memory_format=self.row_major)
+        return self.empty(q, (*shape[:-1], head_dim_v))
 
     def device(self, like: Any) -> Any:
         return like.device if like.is_cuda else None
@@ -88,8 +116,8 @@ class _Torch(_NumPy):
     def stream(self, like: Any) -> int:
         return int(self.cuda.current_stream(like.device).cuda_stream)
 
-    def scratch(self, like: Any, size: int, stream: int) -> Any:
-        if stream == self.stream(like):
+    def scratch(self, like: Any, size: int, stream: int | None) -> Any:
+        if stream is None or stream == self.stream(like):
             return super().scratch(like, size, stream)
         with self.cuda.stream(self.cuda.ExternalStream(stream, like.device)):
             return super().scratch(like, size, stream)
@@ -186,9 +214,10 @@ class _Cupy(_NumPy):
         with like.device:
             return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
 
-    def scratch(self, like: Any, size: int, stream: int) -> Any:
-        cuda = sys.modules["cupy"].cuda
-        with like.device, cuda.ExternalStream(stream):
+    def scratch(self, like: Any, size: int, stream: int | None) -> Any:
+        if stream is None:
+            return super().scratch(like, size, stream)
+        with like.device, sys.modules["cupy"].cuda.ExternalStream(stream):
             return super().scratch(like, size, stream)
 
 
@@ -245,7 +274,7 @@ def gpu_stream(q: Any) -> int:
     return of(q).stream(q)
 
 
-def gpu_scratch(q: Any, size: int, stream: int) -> Any:
+def gpu_scratch(q: Any, size: int, stream: int | None) -> Any:
     return of(q).scratch(q, size, stream)
 
 

@@ -303,7 +303,7 @@ def _forward(
     new_out, new_lse = out is None, lse is None
     try:
         if new_out:
-            out = framework.empty(q, (*q.shape[:-1], v.shape[-1]))
+            out = framework.new_out(q, v)
         else:
             _frameworks.own("out", out)
         if new_lse:
@@ -327,7 +327,7 @@ def _backward(
     given = dq, dk, dv
     try:
         dq, dk, dv = (
-            framework.empty(q, tuple(of.shape)) if array is None else _frameworks.own(name, array)
+            framework.empty_like(q, of) if array is None else _frameworks.own(name, array)
             for name, array, of in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v))
         )
     except Exception:

@@ -76,8 +76,13 @@ std::string machine_refusal(const std::string& arch) {
 void check_stream(void* stream, int device) {
   // Null and the two special streams are of whichever device is current, which a launch sets.
   if (stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread) return;
+  const auto given = static_cast<cudaStream_t>(stream);
+  // A stream that is being captured may not be asked; the launch itself then fails on another device.
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(given, &capture), "asking whether the stream is being captured");
+  if (capture != cudaStreamCaptureStatusNone) return;
   int of = device;
-  check(cudaStreamGetDevice(static_cast<cudaStream_t>(stream), &of), "asking for the stream's device");
+  check(cudaStreamGetDevice(given, &of), "asking for the stream's device");
   if (of == device) return;
   throw Error(ErrorCode::kInvalidArgument,
               "stream: on cuda:" + std::to_string(of) + "; one on cuda:" + std::to_string(device) + ", where q is");

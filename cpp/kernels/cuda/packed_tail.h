@@ -7,7 +7,7 @@
 #include <cuda_runtime.h>
 
 #include "common/params.h"
-#include "cuda/device.h"
+#include "cuda/launch.h"
 
 namespace flashsdk::cuda {
 
@@ -36,8 +36,8 @@ __global__ void packed_tail_kernel(PackedTail t, RowParam lse) {
 // Few blocks: there is rarely anything to write, and only the device knows.
 template <class Element>
 void clear_packed_tail(const PackedTail& t, const RowParam& lse, cudaStream_t stream) {
-  packed_tail_kernel<Element><<<16, kPackedTailThreads, 0, stream>>>(t, lse);
-  check(cudaGetLastError(), "launching the kernel for rows behind the last sequence");
+  launch("launching the kernel for rows behind the last sequence", packed_tail_kernel<Element>, dim3(16),
+         kPackedTailThreads, 0, stream, t, lse);
 }
 
 }  // namespace flashsdk::cuda

@@ -12,6 +12,7 @@ set(FLASHSDK_SM80_FEATURES_Any All)
 # What CI compiles: every kind of kernel, few sizes.
 set(FLASHSDK_SM80_CI_DTYPES bfloat16)
 set(FLASHSDK_SM80_CI_HEAD_DIMS 64)
+set(FLASHSDK_SM80_CI_FEATURES None All Any)
 
 set(FLASHSDK_SM80_FORWARD_32 128x128_4_1_true_2)
 set(FLASHSDK_SM80_FORWARD_64 128x128_4_1_false_2)

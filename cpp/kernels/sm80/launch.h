@@ -82,8 +82,8 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
                               cuda::section_of(kv_bytes, heads_total, p.mask.kind == MaskKind::kDense), true};
   auto stream = static_cast<cudaStream_t>(context.stream);
   if (schedule.size() != 0) {
-    kernel<<<static_cast<unsigned>(schedule.size()), Traits::kThreads, Traits::kSmemBytes, stream>>>(p, schedule);
-    cuda::check(cudaGetLastError(), "launching the forward kernel");
+    cuda::launch("launching the forward kernel", kernel, dim3(static_cast<unsigned>(schedule.size())), Traits::kThreads,
+                 Traits::kSmemBytes, stream, p, schedule);
   }
   if (p.cu_seqlens_q != nullptr) {
     cuda::clear_packed_tail<typename Traits::Element>(
@@ -112,9 +112,9 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
   const bool has_queries = p.seqlen_q != 0 && p.batch != 0;
   constexpr int kPrepareThreads = 256;
   if (has_queries) {
-    cuda::backward_prepare_kernel<typename Traits::Element, kPrepareThreads>
-        <<<query_tiles, kPrepareThreads, 0, stream>>>(p, ws);
-    cuda::check(cudaGetLastError(), "launching the backward's first pass");
+    cuda::launch("launching the backward's first pass",
+                 cuda::backward_prepare_kernel<typename Traits::Element, kPrepareThreads>, query_tiles, kPrepareThreads,
+                 0, stream, p, ws);
   }
   const int heads_total = p.num_heads_kv * p.batch;
   const std::int64_t q_bytes =
@@ -123,14 +123,14 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
   cuda::TileSchedule schedule{ceil_div(p.seqlen_k, Traits::kBlockN), p.num_heads_kv, heads_total,
                               cuda::section_of(q_bytes, heads_total, p.mask.kind == MaskKind::kDense), false};
   if (schedule.size() != 0) {
-    kernel<<<static_cast<unsigned>(schedule.size()), Traits::kThreads, Traits::kSmemBytes, stream>>>(p, ws, schedule);
-    cuda::check(cudaGetLastError(), "launching the backward kernel");
+    cuda::launch("launching the backward kernel", kernel, dim3(static_cast<unsigned>(schedule.size())),
+                 Traits::kThreads, Traits::kSmemBytes, stream, p, ws, schedule);
   }
   if (has_queries) {
     constexpr int kTileBytes = Traits::SmemOut::kElements * sizeof(typename Traits::Element);
     static_assert(kTileBytes <= 48 * 1024);
-    backward_convert_dq_kernel<Traits><<<query_tiles, Traits::kThreads, kTileBytes, stream>>>(p, ws);
-    cuda::check(cudaGetLastError(), "launching the backward's last pass");
+    cuda::launch("launching the backward's last pass", backward_convert_dq_kernel<Traits>, query_tiles,
+                 Traits::kThreads, kTileBytes, stream, p, ws);
   }
   if (p.cu_seqlens_q != nullptr) {
     cuda::clear_packed_tail<typename Traits::Element>(
