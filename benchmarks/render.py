@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_tables
 from flashsdk._commands import bench, demo, figures
 from flashsdk._commands.table import markdown_table
 
@@ -73,11 +74,16 @@ def fenced(text: str) -> str:
     return f"```text\n{text}\n```"
 
 
+SECTIONS = {
+    "demo": demo_section,
+    "bench": bench_section,
+    "gpu_bench": lambda _, record: gpu_tables.bench_section(record),
+    "gpu_tests": lambda _, record: gpu_tables.tests_section(record),
+}
+
+
 def document(found: dict[str, Record]) -> str:
-    sections = [
-        demo_section(name, record) if record["kind"] == "demo" else bench_section(name, record)
-        for name, record in found.items()
-    ]
+    sections = [SECTIONS[record["kind"]](name, record) for name, record in found.items()]
     return "\n\n".join([INTRODUCTION.rstrip(), *sections]) + "\n"
 
 
@@ -108,6 +114,8 @@ def headline(record: Record) -> str:
 def draw(found: dict[str, Record]) -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     for name, record in found.items():
+        if record["kind"] not in ("demo", "bench"):
+            continue
         drawing = (
             figures.demo if record["kind"] == "demo" else bench.SUITES[record["backend"]].figure
         )

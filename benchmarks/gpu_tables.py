@@ -1,0 +1,153 @@
+"""Sections of docs/benchmarks.md from the records of `make bench-gpu` and `make test-gpu`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from flashsdk._commands.table import markdown_table
+
+Record = dict[str, Any]
+PEERS = ("cudnn", "fa2")
+NAMES = {"cudnn": "cuDNN", "fa2": "FA2", "sm80": "sm80", "sm90": "sm90"}
+
+
+def about(record: Record) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return (
+        f"{record['date']}, flashsdk {record['flashsdk']}, kernel sources "
+        f"{record['kernel_sources']}; Python {record['python']}, {versions}."
+    )
+
+
+def bench_section(record: Record) -> str:
+    parts = [
+        f"## {record['device']}: `make bench-gpu`",
+        about(record),
+        "bf16, batch × seqlen = 16384, heads × head_dim = 2048, TFLOP/s. cuDNN and FA2 are "
+        "PyTorch's scaled_dot_product_attention, timed in turns with ours.",
+    ]
+    for op, title in (("fwd", "Forward"), ("bwd", "Backward")):
+        parts += [f"### {title}", dense_table(record["dense"], op)]
+    parts += ["### Block-sparse, blocks of 128 × 128", sparse_table(record["sparse"])]
+    parts += ["### The attention of GPT-2 medium", gpt2_table(record["gpt2_medium"])]
+    parts += ["### Features compiled in, all off", features_table(record["features_off"])]
+    return "\n\n".join(parts)
+
+
+def dense_table(rows: list[Record], op: str) -> str:
+    rate = {
+        (r["head_dim"], r["causal"], r["seqlen"], r["name"]): r["tflops"]
+        for r in rows
+        if r["op"] == op
+    }
+    ours = sorted({name for *_, name in rate} - set(PEERS))
+    cells = list(dict.fromkeys(key[:3] for key in rate))
+    header = ["head_dim", "mask", "seqlen", *(NAMES[n] for n in (*PEERS, *ours))]
+    header += [f"{NAMES[n]} / {NAMES[peer]}" for n in ours for peer in PEERS]
+    ratios: dict[tuple[str, str], list[float]] = {}
+    table = []
+    for cell in cells:
+        dim, causal, seqlen = cell
+        line = [str(dim), "causal" if causal else "none", length(seqlen)]
+        line += [number(rate.get((*cell, name))) for name in (*PEERS, *ours)]
+        for name in ours:
+            for peer in PEERS:
+                a, b = rate.get((*cell, name)), rate.get((*cell, peer))
+                if a is None or b is None:
+                    line.append("–")
+                    continue
+                ratios.setdefault((name, peer), []).append(a / b)
+                line.append(f"{a / b:.2f}")
+        table.append(line)
+    mean = ["geometric mean", "", "", *[""] * (len(PEERS) + len(ours))]
+    for name in ours:
+        for peer in PEERS:
+            found = ratios.get((name, peer), [])
+            logs = [math.log(r) for r in found]
+            mean.append(f"{math.exp(sum(logs) / len(logs)):.2f}" if logs else "–")
+    return markdown_table(header, [*table, mean], 3)
+
+
+def sparse_table(rows: list[Record]) -> str:
+    header = ["backend", "op", "head_dim", "seqlen", "density", "time", "of dense", "allowed"]
+    table = [
+        [
+            r["name"], r["op"], str(r["head_dim"]), length(r["seqlen"]),
+            f"{100 * r['density']:.1f} %", f"{r['ms']:.3f} ms", f"{100 * r['of_dense']:.1f} %",
+            f"{100 * (1.15 * r['density'] + 0.01):.1f} %",
+        ]
+        for r in rows
+    ]  # fmt: skip
+    return markdown_table(header, table, 4)
+
+
+def gpt2_table(rows: list[Record]) -> str:
+    header = ["", "dropout", "forward", "backward", "both"]
+    table = [
+        [
+            NAMES[r["name"]], str(r["dropout"]), f"{r['fwd_ms']:.2f} ms", f"{r['bwd_ms']:.2f} ms",
+            f"{r['fwd_ms'] + r['bwd_ms']:.2f} ms",
+        ]
+        for r in rows
+    ]  # fmt: skip
+    text = "batch 64, 16 heads, seqlen 1024, head_dim 64, fp16, causal.\n\n"
+    return text + markdown_table(header, table, 1)
+
+
+def features_table(rows: list[Record]) -> str:
+    header = ["backend", "op", "head_dim", "time / plain"]
+    table = [[r["name"], r["op"], str(r["head_dim"]), f"{r['of_plain']:.2f}"] for r in rows]
+    text = "ALiBi with slopes of 0, against the same call without.\n\n"
+    return text + markdown_table(header, table, 3)
+
+
+def tests_section(record: Record) -> str:
+    steps = record["steps"]
+    table = []
+
+    def row(name: str, key: str, text: str) -> None:
+        if key in steps:
+            step = steps[key]
+            outcome = step.get("skipped") if isinstance(step.get("skipped"), str) else None
+            table.append([name, outcome or text, "passed" if step["ok"] else "FAILED"])
+
+    def of(key: str) -> Record:
+        return {"passed": 0, "failed": 0, "skipped": 0, **steps.get(key, {})}
+
+    build = of("build")
+    row(
+        "build", "build",
+        f"{build.get('kernels')} kernels for {build.get('arch')} in {build.get('seconds')} s on "
+        f"{build.get('jobs')} cores; {len(build.get('plain_spilling', []))} plain ones spill",
+    )  # fmt: skip
+    for name in ("ctest", "pytest"):
+        p = of(name)
+        row(name, name, f"{p['passed']} passed, {p['failed']} failed, {p['skipped']} skipped")
+    problems = of("verify").get("problems", {})
+    text = ", ".join(f"{n} on {backend}" for backend, n in problems.items())
+    row("random problems against float64", "verify", text)
+    sanitizer = of("sanitizer")
+    text = ", ".join(
+        f"{tool} {part['kernels']} kernels {'clean' if part['clean'] else 'NOT clean'}"
+        for tool, part in sanitizer.items()
+        if isinstance(part, dict)
+    )
+    row("compute-sanitizer", "sanitizer", text)
+    times = of("overhead").get("microseconds", {})
+    row("host time of a call, µs", "overhead", ", ".join(f"{n} {t}" for n, t in times.items()))
+    return "\n\n".join(
+        [
+            f"## {record['device']}: `make test-gpu`",
+            about(record),
+            markdown_table(["step", "result", ""], table, 3),
+        ]
+    )
+
+
+def number(x: float | None) -> str:
+    return "–" if x is None else f"{x:.0f}"
+
+
+def length(n: int) -> str:
+    return f"{n // 1024}K" if n % 1024 == 0 else str(n)
