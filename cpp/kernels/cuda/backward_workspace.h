@@ -39,9 +39,12 @@ struct BackwardWorkspace {
 
   // Index of a query tile over all heads and sequences.
   FLASHSDK_HD std::int64_t tile(const ForwardParams& p, const SeqlenInfo& seq, int batch, int head, int m_block) const {
-    std::int64_t first =
-        p.cu_seqlens_q != nullptr ? seq.offset_q / tile_rows + batch : batch * ceil_div(p.seqlen_q, tile_rows);
-    return head * tiles_per_head + first + m_block;
+    return head * tiles_per_head + first_tile(p, seq, batch) + m_block;
+  }
+  // Of a sequence's first query tile, in the first head.
+  FLASHSDK_HD std::int64_t first_tile(const ForwardParams& p, const SeqlenInfo& seq, int batch) const {
+    return p.cu_seqlens_q != nullptr ? seq.offset_q / tile_rows + batch
+                                     : std::int64_t{batch} * ceil_div(p.seqlen_q, tile_rows);
   }
 };
 

@@ -5,150 +5,22 @@
 // the registers; dS goes through shared memory once, for dQ += dS·K, which is summed in fp32 in device memory.
 #pragma once
 
-#include <type_traits>
-
 #include "common/kernel_entry.h"
 #include "cuda/backward_passes.h"
-#include "cuda/dropout.h"
-#include "cuda/masking.h"
-#include "cuda/score_features.h"
-#include "cuda/tile_scheduler.h"
+#include "cuda/backward_scores.h"
+#include "cuda/backward_stream.h"
 #include "sm80/gemm.h"
 #include "sm80/tile_io.h"
 
 namespace flashsdk::sm80 {
 
-// The query tiles that see a tile of keys, over the query heads that share it.
 template <class Traits, class Policy>
-class QueryStream {
- public:
-  __device__ QueryStream(const ForwardParams& p, const SeqlenInfo& seq, const cuda::TileWork& work)
-      : p_(p),
-        seq_(seq),
-        n_block_(work.block),
-        batch_(work.batch),
-        head_(work.head * p.heads_per_group() - 1),
-        head_end_(head_ + 1 + p.heads_per_group()),
-        walk_(TileWalk::runs(0, 0, 0, 0)) {
-    if constexpr (kStaggered) {
-      tiles_ = ceil_div(seq.seqlen_q, Traits::kBlockM);
-      const int key_tiles = ceil_div(seq.seqlen_k, Traits::kBlockN);
-      if (!p.deterministic) first_ = static_cast<int>(std::int64_t{n_block_} * tiles_ / key_tiles);
-    }
-  }
+using QueryStream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy,
+                                      Traits::kStaggered && std::is_same_v<Policy, DensePolicy>>;
 
-  struct Item {
-    int head;
-    TileRef tile;
-  };
-  __device__ bool next(Item& item) {
-    while (!walk_.next(item.tile)) {
-      if (++head_ == head_end_) return false;
-      walk_ = Policy(p_.mask, seq_, batch_, head_).col_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, n_block_);
-    }
-    item.head = head_;
-    if constexpr (kStaggered) {
-      item.tile.index += first_;
-      if (item.tile.index >= tiles_) item.tile.index -= tiles_;
-    }
-    return true;
-  }
-
- private:
-  const ForwardParams& p_;
-  const SeqlenInfo& seq_;
-  int n_block_, batch_, head_, head_end_;
-  TileWalk walk_;
-
-  // Without a mask all key tiles would begin with query tile 0 and add to the same rows of dQ at once, so each begins
-  // elsewhere; under a band they do anyway. In a deterministic call they queue for those rows in order.
-  static constexpr bool kStaggered = Traits::kStaggered && std::is_same_v<Policy, DensePolicy>;
-  int tiles_ = 0, first_ = 0;
-};
-
-// dSᵀ from Sᵀ and dPᵀ, in place; what is left in acc_s is the Pᵀ that weighs dO. lse and delta are the tile's rows.
 template <class Traits, class Policy, cuda::Features kFeatures>
-class BackwardScores {
- public:
-  __device__ BackwardScores(const ForwardParams& p, const SeqlenInfo& seq, const cuda::TileWork& work)
-      : p_(p),
-        seq_(seq),
-        batch_(work.batch),
-        n0_(work.block * Traits::kBlockN),
-        keys_end_here_(n0_ + Traits::kBlockN > seq.seqlen_k),
-        modified_(cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(p.score)),
-        scale_((modified_ ? 1.f : p.score.softmax_scale) * cuda::kLog2e) {}
-
-  // Scores become probabilities, kept ones or not.
-  template <class Accumulator>
-  __device__ void probabilities(Accumulator& acc_s, int head, TileRef tile, const float* lse_log2) const {
-    auto s = as_matrix(acc_s);  // (keys, queries)
-    auto at = coordinates();
-    CUTE_UNROLL
-    for (int j = 0; j < cute::size<1>(s); ++j) {
-      float row_lse = lse_log2[cute::get<1>(at(0, j))];
-      CUTE_UNROLL
-      for (int i = 0; i < cute::size<0>(s); ++i) s(i, j) = cuda::exp2_approx(fmaf(s(i, j), scale_, -row_lse));
-    }
-    cuda::branch_if(tile.partial || keys_end_here_, [&] {
-      Policy policy(p_.mask, seq_, batch_, head);
-      cuda::mask_tile<true>(s, at, policy, tile.partial, tile.index * Traits::kBlockM, n0_, seq_.seqlen_k, 0.f);
-    });
-  }
-
-  template <class Accumulator>
-  __device__ void gradients(const Accumulator& acc_p, Accumulator& acc_dp, const float* delta) const {
-    auto p = as_matrix(acc_p);
-    auto dp = as_matrix(acc_dp);
-    auto at = coordinates();
-    CUTE_UNROLL
-    for (int j = 0; j < cute::size<1>(dp); ++j) {
-      float row_delta = delta[cute::get<1>(at(0, j))];
-      CUTE_UNROLL
-      for (int i = 0; i < cute::size<0>(dp); ++i) dp(i, j) = p(i, j) * (dp(i, j) - row_delta);
-    }
-  }
-
-  // Both steps, with the features. Returns what dropout keeps, to be applied to the P that weighs dO.
-  template <class Accumulator>
-  __device__ auto featured(Accumulator& acc_s, Accumulator& acc_dp, int head, TileRef tile, const float* lse_log2,
-                           const float* delta) const {
-    constexpr bool kPaired = Traits::kWarpsScores * 32 == Traits::kThreads;
-    cuda::KeptPairs<decltype(cute::size(acc_s))::value / 2> kept;
-    auto s = as_matrix(acc_s);
-    auto dp = as_matrix(acc_dp);
-    auto at = coordinates();
-    const int m0 = tile.index * Traits::kBlockM;
-    const DropoutParam& dropout = p_.score.dropout;
-    cuda::branch_if(dropout.threshold > 0, [&] {
-      DropoutRng rng(dropout, batch_ * p_.num_heads + head);
-      cuda::drop_transposed<kPaired>(dp, at, rng, dropout.threshold, m0, n0_, kept);
-    });
-    const float dropout_scale = dropout.scale();
-    cuda::for_each_element(dp,
-                           [&](int i, int j, float& x) { x = fmaf(x, dropout_scale, -delta[cute::get<1>(at(0, j))]); });
-    if constexpr (cuda::modifies_scores(kFeatures)) {
-      cuda::branch_if(modified_, [&] {
-        cuda::ScoreFeatures features(p_.score, seq_, batch_, head);
-        features.apply(s, dp, cuda::TileCoordinates<true, decltype(at)>{at, m0, n0_});
-      });
-    }
-    probabilities(acc_s, head, tile, lse_log2);
-    cuda::for_each_element(dp, [&](int i, int j, float& x) { x *= s(i, j); });
-    return kept;
-  }
-
- private:
-  static __device__ auto coordinates() {
-    return matrix_coordinates<Traits::kBlockN, Traits::kBlockM>(typename Traits::MmaScores{});
-  }
-  const ForwardParams& p_;
-  const SeqlenInfo& seq_;
-  int batch_, n0_;
-  bool keys_end_here_;
-  bool modified_;  // scores are more than a scaled product
-  float scale_;
-};
+using BackwardScores = cuda::BackwardScores<Traits::kBlockM, Traits::kBlockN, Policy, kFeatures,
+                                            Traits::kWarpsScores * 32 == Traits::kThreads>;
 
 // Adds a tile of dQ (without the softmax scale) to its accumulator. In a deterministic call key tiles take turns, in
 // ascending order; a thread block waits only for ones that started before it.
@@ -273,13 +145,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     cute::clear(acc_dp);
     gemm(mma_scores, acc_s, operand_a(mma_scores, row_major(smem_k, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(q, SmemQ{}), SumContiguous{}));
-    if constexpr (!cuda::has_dropout(kFeatures)) scores.probabilities(acc_s, item.head, item.tile, lse_log2);
+    const auto at = matrix_coordinates<kBlockN, kBlockM>(mma_scores);  // (key, query)
+    if constexpr (!cuda::has_dropout(kFeatures))
+      scores.probabilities(as_matrix(acc_s), at, item.head, item.tile, lse_log2);
     gemm(mma_scores, acc_dp, operand_a(mma_scores, row_major(smem_v, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(dout, SmemQ{}), SumContiguous{}));
-    if constexpr (!cuda::has_dropout(kFeatures)) scores.gradients(acc_s, acc_dp, delta);
+    if constexpr (!cuda::has_dropout(kFeatures)) scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), at, delta);
     auto kept = [&] {
       if constexpr (cuda::has_dropout(kFeatures))
-        return scores.featured(acc_s, acc_dp, item.head, item.tile, lse_log2, delta);
+        return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, lse_log2, delta);
       else
         return 0;
     }();

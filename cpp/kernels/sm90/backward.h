@@ -25,9 +25,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
     if (warp == 0) {
-      if (threadIdx.x == 0) BackwardLoader<Traits, Policy>(p, maps, ws, smem).run(schedule);
+      if (threadIdx.x == 0) load_q_and_k<Traits, Policy>(p, maps, ws, schedule, smem);
+    } else if (warp == 1) {
+      load_dout_and_v<Traits, Policy>(p, maps, ws, smem);
     } else if constexpr (!Traits::kWide) {
-      if (warp <= Traits::kWarpgroups) add_dq<Traits, Policy>(p, ws, smem, warp - 1);
+      add_dq<Traits, Policy>(p, ws, smem, warp - 2);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kComputeRegisters>();

@@ -1,4 +1,5 @@
-// The roles of the SM90 backward that do not compute: one warp loads, one warp a computing warpgroup adds to dq_accum.
+// The roles of the SM90 backward that do not compute, one warp each, of which one thread works: two load, and one for
+// each computing warpgroup adds to dq_accum. All walk the same queries.
 #pragma once
 
 #include "cuda/backward_stream.h"
@@ -12,114 +13,7 @@ struct BackwardMaps {
   CUtensorMap q, k, v, dout;
 };
 
-template <class Traits, class Policy>
-using QueryStream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy, true>;
-
-// One thread. Takes key tiles off the schedule and streams the queries that see them.
-template <class Traits, class Policy>
-class BackwardLoader {
- public:
-  __device__ BackwardLoader(const BackwardParams& p, const BackwardMaps& maps, const cuda::BackwardWorkspace& ws,
-                            typename Traits::Smem& smem)
-      : p_(p), maps_(maps), ws_(ws), smem_(smem) {}
-
-  __device__ void run(const cuda::TileSchedule& schedule) {
-    const int count = schedule.num_blocks * schedule.heads_total;
-    int next = blockIdx.x;
-    while (next < count) {
-      const cuda::TileWork work = schedule.work(next);
-      next = gridDim.x + atomicAdd(ws_.next_work, 1);
-      const SeqlenInfo seq(p_, work.batch);
-      if (work.block * Traits::kBlockN < seq.seqlen_k) load(work, seq);
-    }
-    tell({{}, false, true});
-  }
-
- private:
-  using Stream = QueryStream<Traits, Policy>;
-  using Element = typename Traits::Element;
-
-  __device__ void tell(const BackwardWork& work) {
-    const auto use = nth_use<2>(works_++);
-    smem_.full_work.wait_empty(use);
-    smem_.work[use.stage] = work;
-    smem_.full_work.arrive_full(use);
-  }
-
-  __device__ void load(const cuda::TileWork& work, const SeqlenInfo& seq) {
-    Stream stream(p_, seq, work);
-    typename Stream::Item item, next;
-    bool more = stream.next(item);
-    tell({work, more, false});
-    for (bool first = true; more; first = false) {
-      more = stream.next(next);
-      load_q(work, seq, item, !more);
-      if (first) load_keys<typename Traits::SmemK>(maps_.k, smem_.full_k, smem_.k, work, seq);
-      load_dout(work, seq, item);
-      if (first) {
-        load_keys<typename Traits::SmemV>(maps_.v, smem_.full_v, smem_.v, work, seq);
-        ++key_loads_;
-      }
-      ++steps_;
-      item = next;
-    }
-  }
-
-  __device__ int batch_of_map(const cuda::TileWork& work) const { return p_.cu_seqlens_q != nullptr ? 0 : work.batch; }
-  __device__ TileOrigin origin(const cuda::TileWork& work, const SeqlenInfo& seq,
-                               const typename Stream::Item& item) const {
-    return {seq.offset_q + item.tile.index * Traits::kBlockM, item.head, batch_of_map(work)};
-  }
-  __device__ std::int64_t row_of(const cuda::TileWork& work, const SeqlenInfo& seq,
-                                 const typename Stream::Item& item) const {
-    return ws_.tile(p_, seq, work.batch, item.head, item.tile.index) * Traits::kBlockM;
-  }
-
-  static constexpr int kRowBytes = Traits::kBlockM * static_cast<int>(sizeof(float));
-
-  __device__ void load_q(const cuda::TileWork& work, const SeqlenInfo& seq, const typename Stream::Item& item,
-                         bool last) {
-    using Tile = typename Traits::SmemQ;
-    const auto use = nth_use<Traits::kStages>(steps_);
-    smem_.full_q.wait_empty(use);
-    const bool cut = p_.cu_seqlens_q != nullptr && (item.tile.index + 1) * Traits::kBlockM > seq.seqlen_q;
-    smem_.step[use.stage] = {item.head, item.tile.index, item.tile.partial, cut, last};
-    smem_.full_q.announce(use, Tile::kBytes + kRowBytes);
-    auto& barrier = smem_.full_q.full[use.stage];
-    load_tile<Tile>(maps_.q, barrier, smem_.q + use.stage * Tile::kElements, origin(work, seq, item));
-    cute::SM90_BULK_COPY_G2S::copy(ws_.lse_log2 + row_of(work, seq, item), reinterpret_cast<std::uint64_t*>(&barrier),
-                                   smem_.lse_log2[use.stage], kRowBytes);
-  }
-
-  __device__ void load_dout(const cuda::TileWork& work, const SeqlenInfo& seq, const typename Stream::Item& item) {
-    using Tile = typename Traits::SmemDo;
-    const auto use = nth_use<Traits::kStages>(steps_);
-    smem_.full_do.wait_empty(use);
-    smem_.full_do.announce(use, Tile::kBytes + kRowBytes);
-    auto& barrier = smem_.full_do.full[use.stage];
-    load_tile<Tile>(maps_.dout, barrier, smem_.dout + use.stage * Tile::kElements, origin(work, seq, item));
-    cute::SM90_BULK_COPY_G2S::copy(ws_.delta + row_of(work, seq, item), reinterpret_cast<std::uint64_t*>(&barrier),
-                                   smem_.delta[use.stage], kRowBytes);
-  }
-
-  template <class Tile>
-  __device__ void load_keys(const CUtensorMap& map, Ring<Traits::kKeyBuffers>& ring, Element* smem,
-                            const cuda::TileWork& work, const SeqlenInfo& seq) {
-    const auto use = nth_use<Traits::kKeyBuffers>(key_loads_);
-    ring.wait_empty(use);
-    ring.announce(use, Tile::kBytes);
-    load_tile<Tile>(map, ring.full[use.stage], smem + use.stage * Tile::kElements,
-                    {seq.offset_k + work.block * Traits::kBlockN, work.head, batch_of_map(work)});
-  }
-
-  const BackwardParams& p_;
-  const BackwardMaps& maps_;
-  const cuda::BackwardWorkspace& ws_;
-  typename Traits::Smem& smem_;
-  unsigned works_ = 0, steps_ = 0, key_loads_ = 0;  // so far
-};
-
-// What every other role does: f(work) for each key tile of this thread block.
+// What every role but the first does: f(work) for each key tile of this thread block.
 template <class Traits, class F>
 __device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
   for (unsigned n = 0;; ++n) {
@@ -133,6 +27,120 @@ __device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
   }
 }
 
+// The queries that see a tile of keys, and where they lie.
+template <class Traits, class Policy>
+class BackwardWalk {
+ public:
+  using Stream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy, true>;
+  using Item = typename Stream::Item;
+
+  __device__ BackwardWalk(const BackwardParams& p, const cuda::BackwardWorkspace& ws, const SeqlenInfo& seq,
+                          const cuda::TileWork& work)
+      : stream_(p, seq, work),
+        tiles_per_head_(ws.tiles_per_head),
+        first_tile_(ws.first_tile(p, seq, work.batch)),
+        first_row_(seq.offset_q),
+        batch_(p.cu_seqlens_q != nullptr ? 0 : work.batch) {}
+
+  __device__ bool next(Item& item) { return stream_.next(item); }
+  // In the workspace, and in q and dout.
+  __device__ std::int64_t tile(const Item& item) const {
+    return item.head * tiles_per_head_ + first_tile_ + item.tile.index;
+  }
+  __device__ TileOrigin origin(const Item& item) const {
+    return {first_row_ + item.tile.index * Traits::kBlockM, item.head, batch_};
+  }
+
+ private:
+  Stream stream_;
+  std::int64_t tiles_per_head_, first_tile_;
+  int first_row_, batch_;
+};
+
+// One thread: Q and lse, or dO and delta, of the next step. The barrier is told of their bytes.
+template <class Tile, class Traits>
+__device__ __forceinline__ void load_queries(const CUtensorMap& map, cutlass::arch::ClusterTransactionBarrier& barrier,
+                                             typename Traits::Element* smem, TileOrigin at, const float* rows,
+                                             float* smem_rows) {
+  constexpr int kRowBytes = Traits::kBlockM * static_cast<int>(sizeof(float));
+  barrier.arrive_and_expect_tx(Tile::kBytes + kRowBytes);
+  load_tile<Tile>(map, barrier, smem, at);
+  cute::SM90_BULK_COPY_G2S::copy(rows, reinterpret_cast<std::uint64_t*>(&barrier), smem_rows, kRowBytes);
+}
+
+// One thread: a tile of K or V, when its place is free.
+template <class Tile, class Traits>
+__device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtensorMap& map,
+                                          Ring<Traits::kKeyBuffers>& ring, unsigned n, typename Traits::Element* smem,
+                                          const cuda::TileWork& work, const SeqlenInfo& seq) {
+  const auto use = nth_use<Traits::kKeyBuffers>(n);
+  ring.wait_empty(use);
+  ring.announce(use, Tile::kBytes);
+  load_tile<Tile>(map, ring.full[use.stage], smem + use.stage * Tile::kElements,
+                  {seq.offset_k + work.block * Traits::kBlockN, work.head, p.cu_seqlens_k != nullptr ? 0 : work.batch});
+}
+
+// Takes key tiles off the schedule, tells all what comes, and loads Q and K.
+template <class Traits, class Policy>
+__device__ void load_q_and_k(const BackwardParams& p, const BackwardMaps& maps, const cuda::BackwardWorkspace& ws,
+                             const cuda::TileSchedule& schedule, typename Traits::Smem& smem) {
+  using Tile = typename Traits::SmemQ;
+  unsigned works = 0, steps = 0, key_tiles = 0;  // so far
+  auto tell = [&](const BackwardWork& work) {
+    const auto use = nth_use<2>(works++);
+    smem.full_work.wait_empty(use);
+    smem.work[use.stage] = work;
+    smem.full_work.arrive_full(use);
+  };
+  const int count = static_cast<int>(schedule.size());
+  for (int index = blockIdx.x; index < count;) {
+    const cuda::TileWork work = schedule.work(index);
+    index = gridDim.x + atomicAdd(ws.next_work, 1);
+    const SeqlenInfo seq(p, work.batch);
+    if (work.block * Traits::kBlockN >= seq.seqlen_k) continue;
+    BackwardWalk<Traits, Policy> walk(p, ws, seq, work);
+    typename BackwardWalk<Traits, Policy>::Item item, next;
+    bool more = walk.next(item);
+    tell({work, more, false});
+    for (bool first = true; more; first = false) {
+      more = walk.next(next);
+      const auto use = nth_use<Traits::kStages>(steps++);
+      smem.full_q.wait_empty(use);
+      const bool cut = p.cu_seqlens_q != nullptr && (item.tile.index + 1) * Traits::kBlockM > seq.seqlen_q;
+      smem.step[use.stage] = {item.head, item.tile.index, item.tile.partial, cut, !more};
+      load_queries<Tile, Traits>(maps.q, smem.full_q.full[use.stage], smem.q + use.stage * Tile::kElements,
+                                 walk.origin(item), ws.lse_log2 + walk.tile(item) * Traits::kBlockM,
+                                 smem.lse_log2[use.stage]);
+      if (first) load_keys<typename Traits::SmemK, Traits>(p, maps.k, smem.full_k, key_tiles++, smem.k, work, seq);
+      item = next;
+    }
+  }
+  tell({{}, false, true});
+}
+
+// Loads dO and V.
+template <class Traits, class Policy>
+__device__ void load_dout_and_v(const BackwardParams& p, const BackwardMaps& maps, const cuda::BackwardWorkspace& ws,
+                                typename Traits::Smem& smem) {
+  using Tile = typename Traits::SmemDo;
+  unsigned steps = 0, key_tiles = 0;
+  for_each_work<Traits>(smem, [&](const BackwardWork& work) {
+    if (threadIdx.x % 32 == 0 && work.visited) {
+      const SeqlenInfo seq(p, work.tile.batch);
+      BackwardWalk<Traits, Policy> walk(p, ws, seq, work.tile);
+      load_keys<typename Traits::SmemV, Traits>(p, maps.v, smem.full_v, key_tiles++, smem.v, work.tile, seq);
+      for (typename BackwardWalk<Traits, Policy>::Item item; walk.next(item);) {
+        const auto use = nth_use<Traits::kStages>(steps++);
+        smem.full_do.wait_empty(use);
+        load_queries<Tile, Traits>(maps.dout, smem.full_do.full[use.stage], smem.dout + use.stage * Tile::kElements,
+                                   walk.origin(item), ws.delta + walk.tile(item) * Traits::kBlockM,
+                                   smem.delta[use.stage]);
+      }
+    }
+    __syncwarp();
+  });
+}
+
 // global += shared, in fp32, by the copy engine.
 __device__ __forceinline__ void bulk_add(float* global, const float* shared, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
@@ -141,39 +149,39 @@ __device__ __forceinline__ void bulk_add(float* global, const float* shared, int
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// One thread. Adds what its warpgroup leaves in shared memory to dq_accum. In a deterministic call key tiles take turns
-// at each tile of queries, in ascending order; a thread block waits only for ones that began before it.
+// Adds what a warpgroup leaves in shared memory to dq_accum. In a deterministic call key tiles take turns at each tile
+// of queries, in ascending order; a thread block waits only for ones whose work was taken earlier.
 template <class Traits, class Policy>
 __device__ void add_dq(const BackwardParams& p, const cuda::BackwardWorkspace& ws, typename Traits::Smem& smem,
                        int warpgroup) {
   unsigned steps = 0;
+  auto& ring = smem.full_dq[warpgroup];
   for_each_work<Traits>(smem, [&](const BackwardWork& work) {
-    const SeqlenInfo seq(p, work.tile.batch);
-    QueryStream<Traits, Policy> stream(p, seq, work.tile);
-    typename QueryStream<Traits, Policy>::Item item;
-    while (threadIdx.x % 32 == 0 && stream.next(item)) {
-      const std::int64_t piece =
-          ws.tile(p, seq, work.tile.batch, item.head, item.tile.index) * Traits::kDqPieces + warpgroup;
-      const auto use = nth_use<1>(steps++);
-      auto& ring = smem.full_dq[warpgroup];
-      ring.wait_full(use);
-      volatile int* turn = ws.turn + piece;
-      if (p.deterministic) {
-        Policy policy(p.mask, seq, work.tile.batch, item.head);
-        const int rank =
-            policy.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, item.tile.index).rank_of(work.tile.block);
-        while (*turn != rank) {
+    if (threadIdx.x % 32 == 0 && work.visited) {
+      const SeqlenInfo seq(p, work.tile.batch);
+      BackwardWalk<Traits, Policy> walk(p, ws, seq, work.tile);
+      for (typename BackwardWalk<Traits, Policy>::Item item; walk.next(item);) {
+        const std::int64_t piece = walk.tile(item) * Traits::kDqPieces + warpgroup;
+        volatile int* turn = ws.turn + piece;
+        if (p.deterministic) {
+          Policy policy(p.mask, seq, work.tile.batch, item.head);
+          const int rank = policy.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, item.tile.index)
+                               .rank_of(work.tile.block);
+          while (*turn != rank) {
+          }
+          __threadfence();
+          asm volatile("fence.proxy.async;" ::: "memory");  // from here on also for the copy engine
         }
-        __threadfence();
-        asm volatile("fence.proxy.async;" ::: "memory");  // from here on also for the copy engine
-      }
-      bulk_add(ws.dq_accum + piece * Traits::kDqElements, smem.dq[warpgroup], Traits::kDqElements * sizeof(float));
-      asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-      ring.release(use);
-      if (p.deterministic) {
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-        __threadfence();
-        *turn = *turn + 1;
+        const auto use = nth_use<1>(steps++);
+        ring.wait_full(use);
+        bulk_add(ws.dq_accum + piece * Traits::kDqElements, smem.dq[warpgroup], Traits::kDqElements * sizeof(float));
+        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+        ring.release(use);
+        if (p.deterministic) {
+          asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+          __threadfence();
+          *turn = *turn + 1;
+        }
       }
     }
     __syncwarp();

@@ -25,8 +25,8 @@ struct BackwardWork {
   bool stop;     // there is no more work
 };
 
-// For head dimensions up to 128.
-template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_>
+// For head dimensions up to 128. kStages: buffers of Q and dO; kKeyBuffers: of K and V, the next ones load under these.
+template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_>
 struct NarrowBackwardTraits {
   static constexpr bool kWide = false;
   using Element = Element_;
@@ -34,11 +34,8 @@ struct NarrowBackwardTraits {
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr int kWarpgroups = kBlockN / kWarpgroupRows;  // that compute; one more loads and writes
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
-  static constexpr int kLoadRegisters = kWarpgroups == 2 ? 24 : 32;
-  static constexpr int kComputeRegisters = kWarpgroups == 2 ? 240 : 160;
-  static constexpr int kStages = 2;
-
-  static constexpr int kKeyBuffers = kHeadDim <= 64 && kHeadDimV <= 64 ? 2 : 1;  // the next keys load under these
+  static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
+  static constexpr int kStages = kStages_, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
 
   // Kᵀ is operand A of dQ, 64 rows at a time.
   static constexpr int kHeadDimQ = round_up(kHeadDim, kWarpgroupRows);
@@ -46,7 +43,7 @@ struct NarrowBackwardTraits {
   using SmemDo = SmemTile<Element, kBlockM, kHeadDimV, kStages>;
   using SmemK = SmemTile<Element, kBlockN, kHeadDimQ, kKeyBuffers>;
   using SmemV = SmemTile<Element, kBlockN, kHeadDimV, kKeyBuffers>;
-  using SmemScores = SmemTile<Element, kBlockM, kBlockN, kStages>;  // dS
+  using SmemScores = SmemTile<Element, kBlockM, kBlockN, kScoreBuffers>;  // dS
 
   using MmaScores = SmemMma<Element, kBlockM, kHeadDim, kSumContiguous, kSumContiguous>;  // Sᵀ and dPᵀ
   using MmaDk = RegisterMma<Element, kHeadDim, kBlockM, kSumStrided>;
@@ -66,7 +63,7 @@ struct NarrowBackwardTraits {
     alignas(1024) Element dout[kStages * SmemDo::kElements];
     alignas(1024) Element k[kKeyBuffers * SmemK::kElements];
     alignas(1024) Element v[kKeyBuffers * SmemV::kElements];
-    alignas(1024) Element ds[kStages * SmemScores::kElements];
+    alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
     alignas(128) float dq[kWarpgroups][kDqElements];
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kStages][kBlockM];
@@ -74,7 +71,7 @@ struct NarrowBackwardTraits {
     BackwardWork work[2];
     Ring<kStages> full_q, full_do;  // with lse_log2 and step, with delta
     Ring<kKeyBuffers> full_k, full_v;
-    Ring<kStages> full_ds;  // from and to the computing warps
+    Ring<kScoreBuffers> full_ds;  // from and to the computing warps
     Ring<1> full_dq[kWarpgroups];
     Ring<2> full_work;
 
@@ -86,7 +83,7 @@ struct NarrowBackwardTraits {
       full_v.init(1, kWarps);
       full_ds.init(kWarps, kWarps);
       for (auto& ring : full_dq) ring.init(4, 1);
-      full_work.init(1, kWarps + kWarpgroups);
+      full_work.init(1, kWarps + 1 + kWarpgroups);
     }
   };
   static constexpr int kSmemBytes = sizeof(Smem);
@@ -95,7 +92,7 @@ struct NarrowBackwardTraits {
 
 // For larger head dimensions, where dK and dV of 64 keys fill the registers of a warpgroup each: one warpgroup computes
 // Pᵀ and dV, the other dSᵀ and dK, and dQ is shared out in pieces. Both own the same 64 keys.
-template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_>
 struct WideBackwardTraits {
   static constexpr bool kWide = true;
   using Element = Element_;
@@ -105,13 +102,13 @@ struct WideBackwardTraits {
   static constexpr int kWarpgroups = 2;
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
-  static constexpr int kStages = 2, kKeyBuffers = 1;
+  static constexpr int kStages = kStages_, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
 
   using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kStages>;
   using SmemDo = SmemTile<Element, kBlockM, kHeadDimV, kStages>;
   using SmemK = SmemTile<Element, kBlockN, kHeadDim>;
   using SmemV = SmemTile<Element, kBlockN, kHeadDimV>;
-  using SmemScores = SmemTile<Element, kBlockM, kBlockN, kStages>;  // dS
+  using SmemScores = SmemTile<Element, kBlockM, kBlockN, kScoreBuffers>;  // dS
 
   using MmaScores = SmemMma<Element, kBlockM, kHeadDim, kSumContiguous, kSumContiguous>;
   using MmaDk = RegisterMma<Element, kHeadDim, kBlockM, kSumStrided>;
@@ -130,15 +127,15 @@ struct WideBackwardTraits {
     alignas(1024) Element dout[kStages * SmemDo::kElements];
     alignas(1024) Element k[kKeyBuffers * SmemK::kElements];
     alignas(1024) Element v[kKeyBuffers * SmemV::kElements];
-    alignas(1024) Element ds[kStages * SmemScores::kElements];
-    alignas(128) Element p[kStages][kScoreElements];  // in the order of accumulator registers
+    alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
+    alignas(128) Element p[kScoreBuffers][kScoreElements];  // in the order of accumulator registers
     alignas(128) float lse_log2[kStages][kBlockM];
     alignas(128) float delta[kStages][kBlockM];
     BackwardStep step[kStages];
     BackwardWork work[2];
     Ring<kStages> full_q, full_do;
     Ring<kKeyBuffers> full_k, full_v;
-    Ring<kStages> full_p, full_ds;  // from the one warpgroup to the other, and to both
+    Ring<kScoreBuffers> full_p, full_ds;  // from the one warpgroup to the other, and to both
     Ring<2> full_work;
 
     __device__ void init() {
@@ -149,17 +146,18 @@ struct WideBackwardTraits {
       full_v.init(1, kWarps);
       full_p.init(4, 4);
       full_ds.init(4, kWarps);
-      full_work.init(1, kWarps);
+      full_work.init(1, kWarps + 1);
     }
   };
   static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
-template <class Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN>
+template <class Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, int kStages, int kKeyBuffers>
 using BackwardTraits =
-    std::conditional_t<(kHeadDim <= 128), NarrowBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN>,
-                       WideBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN>>;
+    std::conditional_t<(kHeadDim <= 128),
+                       NarrowBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers>,
+                       WideBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers>>;
 
 // Where the n-th use of a ring finds its buffer.
 template <int kStages>

@@ -22,6 +22,7 @@ class BackwardWarpgroup {
   using MmaDv = typename Traits::MmaDv;
   using MmaDq = typename Traits::MmaDq;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
+  using ScoreUse = RingState<Traits::kScoreBuffers>;
   static constexpr bool kFeatured = cuda::has_dropout(kFeatures);
   template <class Layout>
   using RowMajor = typename Layout::RowMajor;
@@ -113,22 +114,21 @@ class BackwardWarpgroup {
       cuda::branch_if(p_.score.dropout.threshold > 0, [&] { cuda::drop_pairs(atoms, kept); });
     }
     auto ds = convert<Element>(acc_dp);
-    publish_ds(ds, use);
+    publish_ds(ds, nth_use<Traits::kScoreBuffers>(steps_));
 
     auto dout_t = smem_tensor<typename Traits::SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, stage);
     auto q_t = smem_tensor<typename Traits::SmemQ::Transposed>(smem_.q)(cute::_, cute::_, stage);
     auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
     auto p_operand = as_operand_a(probabilities);
-    auto ds_operand = as_operand_a(ds);
     start_gemm<MmaDv>(p_operand, operand_b<MmaDv>(dout_t), acc_dv, true);
     if constexpr (!kFirst) start_dq(acc_dq);
-    start_gemm<MmaDk>(ds_operand, operand_b<MmaDk>(q_t), acc_dk, true);
+    start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q_t), acc_dk, true);
     cute::warpgroup_wait<1>();
+    finished(acc_dv);
     smem_.full_do.release(use);
     if constexpr (!kFirst) finish_dq(acc_dq);
     cute::warpgroup_wait<0>();
     finished(acc_dk);
-    finished(acc_dv);
     smem_.full_q.release(use);
     ++steps_;
     return step.last;
@@ -136,7 +136,7 @@ class BackwardWarpgroup {
 
   // dS of this warpgroup's keys, for all warpgroups.
   template <class Fragment>
-  __device__ __forceinline__ void publish_ds(const Fragment& ds, const RingState<kStages>& use) {
+  __device__ __forceinline__ void publish_ds(const Fragment& ds, const ScoreUse& use) {
     using Tile = typename Traits::SmemScores;
     static_assert(Tile::kSlabs == Traits::kWarpgroups);
     smem_.full_ds.wait_empty(use);
@@ -147,7 +147,7 @@ class BackwardWarpgroup {
   // dQᵀ = Kᵀ·dSᵀ of the step before.
   template <class Accumulator>
   __device__ __forceinline__ void start_dq(Accumulator& acc_dq) {
-    const auto use = nth_use<kStages>(steps_ - 1);
+    const ScoreUse use = nth_use<Traits::kScoreBuffers>(steps_ - 1);
     auto k_t = cute::local_tile(
         smem_tensor<typename Traits::SmemK::Transposed>(smem_.k)(cute::_, cute::_, key_buffer()),
         Shape<Int<kWarpgroupRows>, Int<kBlockN>>{}, cute::make_coord(warpgroup_ % Traits::kDqRowPieces, 0));
@@ -162,7 +162,7 @@ class BackwardWarpgroup {
   template <class Accumulator>
   __device__ __forceinline__ void finish_dq(Accumulator& acc_dq) {
     finished(acc_dq);
-    smem_.full_ds.release(nth_use<kStages>(steps_ - 1));
+    smem_.full_ds.release(nth_use<Traits::kScoreBuffers>(steps_ - 1));
     auto& ring = smem_.full_dq[warpgroup_];
     const auto use = nth_use<1>(dq_tiles_++);
     ring.wait_empty(use);

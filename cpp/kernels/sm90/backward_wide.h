@@ -3,8 +3,7 @@
 // dK and dV of 64 keys fill the accumulators of one warpgroup each, so the work is divided by product and not by keys:
 // the first computes Sᵀ, Pᵀ and dV += Pᵀ·dO, the second dPᵀ, dSᵀ = Pᵀ∘(dPᵀ − δ) and dK += dSᵀ·Q, both with register
 // operands. P goes from the first to the second in the order of its registers, dS to both for their pieces of dQ, which
-// go to device memory from registers. Each product that feeds dK, dV or dQ is issued one step late, under the
-// element-wise work of the next.
+// go to device memory from registers.
 #pragma once
 
 #include "cuda/backward_passes.h"
@@ -48,6 +47,7 @@ class WideBackwardWarpgroup {
 
  private:
   using Use = RingState<kStages>;
+  using ScoreUse = RingState<Traits::kScoreBuffers>;
 
   __device__ void wait_keys(const BackwardWork& work, const SeqlenInfo& seq) {
     smem_.full_k.wait_full(nth_use<Traits::kKeyBuffers>(key_tiles_));
@@ -61,18 +61,20 @@ class WideBackwardWarpgroup {
     smem_.full_k.release(use);
     smem_.full_v.release(use);
   }
-  __device__ BackwardStep wait_queries(const Use& use, const SeqlenInfo& seq) {
+  // Q of a step; a tile cut by the end of a packed sequence is cleared by both warpgroups.
+  __device__ __forceinline__ BackwardStep wait_queries(const Use& use, const SeqlenInfo& seq) {
     smem_.full_q.wait_full(use);
-    smem_.full_do.wait_full(use);
     const BackwardStep step = smem_.step[use.stage];
-    if (step.cut)
+    if (step.cut) {
+      smem_.full_do.wait_full(use);
       clear_tails<Traits, SmemQ, SmemDo>(smem_.q + use.stage * SmemQ::kElements,
                                          smem_.dout + use.stage * SmemDo::kElements,
                                          seq.seqlen_q - step.m_block * kBlockM, warpgroup_);
+    }
     return step;
   }
 
-  // The first warpgroup: P and dV.
+  // The first warpgroup: P, dV, and its pieces of dQ of the step before, when the second has surely come to its dS.
   __device__ void compute_dv(const BackwardWork& work) {
     const SeqlenInfo seq(p_, work.tile.batch);
     auto acc_dv = accumulator<MmaDv, Traits::kHeadDimV>();
@@ -80,37 +82,54 @@ class WideBackwardWarpgroup {
     if (work.visited) {
       wait_keys(work, seq);
       const Scores scores(p_, seq, work.tile);
-      auto p_operand = cute::make_tensor<Element>(accumulator<MmaScores, kBlockM>().layout());
-      BackwardStep last = step_dv<true>(scores, work, seq, {}, p_operand, acc_dv);
-      while (!last.last) last = step_dv<false>(scores, work, seq, last, p_operand, acc_dv);
-      start_dv(p_operand, acc_dv);
-      cute::warpgroup_wait<0>();
-      finished(acc_dv);
-      finish_step();
-      add_dq(work, seq, last);
+      BackwardStep last = step_dv<true>(scores, work, seq, {}, acc_dv);
+      while (!last.last) last = step_dv<false>(scores, work, seq, last, acc_dv);
+      DqPieces acc_dq;
+      start_dq(acc_dq, steps_ - 1);
+      finish_dq(acc_dq, steps_ - 1, work, seq, last);
       release_keys();
     }
     const float dv_scale = kFeatured ? p_.score.dropout.scale() : 1.f;
     store_gradient<Element>(acc_dv, dv_scale, p_.dv, seq, work.tile, work.tile.block * kBlockN, p_.head_dim_v);
   }
 
-  // Scores and probabilities of this step, dV and dQ of the step before.
-  template <bool kFirst, class Operand, class Accumulator>
+  template <bool kFirst, class Accumulator>
   __device__ __forceinline__ BackwardStep step_dv(const Scores& scores, const BackwardWork& work, const SeqlenInfo& seq,
-                                                  const BackwardStep& before, Operand& p_operand, Accumulator& acc_dv) {
+                                                  const BackwardStep& before, Accumulator& acc_dv) {
     const Use use = nth_use<kStages>(steps_);
     const BackwardStep step = wait_queries(use, seq);
     auto acc_s = accumulator<MmaScores, kBlockM>();
     auto k = smem_tensor<typename SmemK::RowMajor>(smem_.k)(cute::_, cute::_, 0);
     auto q = smem_tensor<typename SmemQ::RowMajor>(smem_.q)(cute::_, cute::_, use.stage);
     start_gemm<MmaScores>(operand_a<MmaScores>(k), operand_b<MmaScores>(q), acc_s, false);
-    if constexpr (!kFirst) start_dv(p_operand, acc_dv);
-    cute::warpgroup_wait<kFirst ? 0 : 1>();
+    cute::warpgroup_wait<0>();
     finished(acc_s);
+
+    auto probabilities = cute::make_tensor<Element>(acc_s.layout());
+    compute_probabilities(scores, step, use, acc_s, probabilities);
+    smem_.full_q.release(use);  // and lse
+    auto dout = smem_tensor<typename SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, use.stage);
+    smem_.full_do.wait_full(use);
+    start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout), acc_dv, true);
+    DqPieces acc_dq;
+    if constexpr (!kFirst) start_dq(acc_dq, steps_ - 1);
+    cute::warpgroup_wait<kFirst ? 0 : kPieces>();
+    finished(acc_dv);
+    smem_.full_do.release(use);
+    if constexpr (!kFirst) finish_dq(acc_dq, steps_ - 1, work, seq, before);
+    ++steps_;
+    return step;
+  }
+
+  // P in 16 bits, kept here and handed to the second warpgroup.
+  template <class Accumulator, class Fragment>
+  __device__ __forceinline__ void compute_probabilities(const Scores& scores, const BackwardStep& step, const Use& use,
+                                                        Accumulator& acc_s, Fragment& probabilities) {
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
     const TileRef tile{step.m_block, step.partial};
     const float* lse_log2 = smem_.lse_log2[use.stage];
-    smem_.full_p.wait_empty(use);
+    const ScoreUse buffer = nth_use<Traits::kScoreBuffers>(steps_);
+    smem_.full_p.wait_empty(buffer);
     if constexpr (kFeatured) {
       auto factor = accumulator<MmaScores, kBlockM>();
       const auto kept =
@@ -118,32 +137,21 @@ class WideBackwardWarpgroup {
       CUTE_UNROLL
       for (int i = 0; i < cute::size(factor); ++i) factor(i) *= acc_s(i);
       auto weights = convert<Element>(factor);
-      if constexpr (!kFirst) finish_dv(acc_dv);
-      cute::copy(convert<Element>(acc_s), p_operand);
+      cute::copy(convert<Element>(acc_s), probabilities);
       cuda::branch_if(p_.score.dropout.threshold > 0, [&] {
-        auto all = as_atoms(weights), operand = as_atoms(p_operand);
+        auto all = as_atoms(weights), own = as_atoms(probabilities);
         cuda::negate_dropped(all, kept);
-        cuda::drop_pairs(operand, kept);
+        cuda::drop_pairs(own, kept);
       });
-      hand_over(weights, use);
+      hand_over(weights, buffer);
     } else {
       scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2);
-      if constexpr (!kFirst) finish_dv(acc_dv);
-      cute::copy(convert<Element>(acc_s), p_operand);
-      hand_over(p_operand, use);
+      cute::copy(convert<Element>(acc_s), probabilities);
+      hand_over(probabilities, buffer);
     }
-    if constexpr (!kFirst) add_dq(work, seq, before);
-    ++steps_;
-    return step;
-  }
-  template <class Accumulator>
-  __device__ __forceinline__ void finish_dv(Accumulator& acc_dv) {
-    cute::warpgroup_wait<0>();
-    finished(acc_dv);
-    finish_step();
   }
   template <class Fragment>
-  __device__ __forceinline__ void hand_over(const Fragment& probabilities, const Use& use) {
+  __device__ __forceinline__ void hand_over(const Fragment& probabilities, const ScoreUse& use) {
     auto* target = reinterpret_cast<uint4*>(smem_.p[use.stage]) + threadIdx.x % kWarpgroup;
     CUTE_UNROLL
     for (int i = 0; i < kVectors; ++i) target[i * kWarpgroup] = reinterpret_cast<const uint4*>(probabilities.data())[i];
@@ -151,13 +159,7 @@ class WideBackwardWarpgroup {
   }
   static constexpr int kVectors = kBlockM * kBlockN / kWarpgroup / 8;  // of 16 bytes, of P in one thread
 
-  template <class Operand, class Accumulator>
-  __device__ __forceinline__ void start_dv(Operand& p_operand, Accumulator& acc_dv) {
-    auto dout = smem_tensor<typename SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, (steps_ - 1) % kStages);
-    start_gemm<MmaDv>(as_operand_a(p_operand), operand_b<MmaDv>(dout), acc_dv, true);
-  }
-
-  // The second warpgroup: dS and dK.
+  // The second warpgroup: dS, dK and its pieces of dQ.
   __device__ void compute_dk(const BackwardWork& work) {
     const SeqlenInfo seq(p_, work.tile.batch);
     auto acc_dk = accumulator<MmaDk, Traits::kHeadDim>();
@@ -165,80 +167,65 @@ class WideBackwardWarpgroup {
     if (work.visited) {
       wait_keys(work, seq);
       const Scores scores(p_, seq, work.tile);
-      auto ds_operand = cute::make_tensor<Element>(accumulator<MmaScores, kBlockM>().layout());
-      BackwardStep last = step_dk<true>(scores, work, seq, {}, ds_operand, acc_dk);
-      while (!last.last) last = step_dk<false>(scores, work, seq, last, ds_operand, acc_dk);
-      start_dk(ds_operand, acc_dk);
-      cute::warpgroup_wait<0>();
-      finished(acc_dk);
-      finish_step();
-      add_dq(work, seq, last);
+      while (!step_dk(scores, work, seq, acc_dk)) {
+      }
       release_keys();
     }
     store_gradient<Element>(acc_dk, p_.score.softmax_scale, p_.dk, seq, work.tile, work.tile.block * kBlockN,
                             p_.head_dim);
   }
 
-  template <bool kFirst, class Operand, class Accumulator>
-  __device__ __forceinline__ BackwardStep step_dk(const Scores& scores, const BackwardWork& work, const SeqlenInfo& seq,
-                                                  const BackwardStep& before, Operand& ds_operand,
-                                                  Accumulator& acc_dk) {
+  template <class Accumulator>
+  __device__ __forceinline__ bool step_dk(const Scores& scores, const BackwardWork& work, const SeqlenInfo& seq,
+                                          Accumulator& acc_dk) {
     const Use use = nth_use<kStages>(steps_);
+    const ScoreUse buffer = nth_use<Traits::kScoreBuffers>(steps_);
     const BackwardStep step = wait_queries(use, seq);
+    smem_.full_do.wait_full(use);
     auto acc_dp = accumulator<MmaScores, kBlockM>();
     auto v = smem_tensor<typename SmemV::RowMajor>(smem_.v)(cute::_, cute::_, 0);
     auto dout = smem_tensor<typename SmemDo::RowMajor>(smem_.dout)(cute::_, cute::_, use.stage);
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
-    if constexpr (!kFirst) start_dk(ds_operand, acc_dk);
-    smem_.full_p.wait_full(use);
+    smem_.full_p.wait_full(buffer);
     auto p = cute::make_tensor<Element>(acc_dp.layout());
-    const auto* source = reinterpret_cast<const uint4*>(smem_.p[use.stage]) + threadIdx.x % kWarpgroup;
+    const auto* source = reinterpret_cast<const uint4*>(smem_.p[buffer.stage]) + threadIdx.x % kWarpgroup;
     CUTE_UNROLL
     for (int i = 0; i < kVectors; ++i) reinterpret_cast<uint4*>(p.data())[i] = source[i * kWarpgroup];
-    __syncwarp();
-    smem_.full_p.release(use);
-    cute::warpgroup_wait<kFirst ? 0 : 1>();
+    cute::warpgroup_wait<0>();
     finished(acc_dp);
+    smem_.full_p.release(buffer);
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
     if constexpr (kFeatured)
       scores.featured_gradients(as_matrix(p), as_matrix(acc_dp), at, smem_.delta[use.stage]);
     else
       scores.gradients(as_matrix(p), as_matrix(acc_dp), at, smem_.delta[use.stage]);
-    if constexpr (!kFirst) {
-      cute::warpgroup_wait<0>();
-      finished(acc_dk);
-      finish_step();
-    }
-    cute::copy(convert<Element>(acc_dp), ds_operand);
-    smem_.full_ds.wait_empty(use);
-    store_transposed(ds_operand, smem_.ds + use.stage * SmemScores::kElements);
-    publish(smem_.full_ds, use);
-    if constexpr (!kFirst) add_dq(work, seq, before);
+    auto ds = convert<Element>(acc_dp);
+    smem_.full_ds.wait_empty(buffer);
+    store_transposed(ds, smem_.ds + buffer.stage * SmemScores::kElements);
+    publish(smem_.full_ds, buffer);
+    smem_.full_do.release(use);  // and delta
+
+    auto q = smem_tensor<typename SmemQ::Transposed>(smem_.q)(cute::_, cute::_, use.stage);
+    start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q), acc_dk, true);
+    DqPieces acc_dq;
+    start_dq(acc_dq, steps_);
+    cute::warpgroup_wait<kPieces>();
+    finished(acc_dk);
+    smem_.full_q.release(use);
+    finish_dq(acc_dq, steps_, work, seq, step);
     ++steps_;
-    return step;
+    return step.last;
   }
 
-  template <class Operand, class Accumulator>
-  __device__ __forceinline__ void start_dk(Operand& ds_operand, Accumulator& acc_dk) {
-    auto q = smem_tensor<typename SmemQ::Transposed>(smem_.q)(cute::_, cute::_, (steps_ - 1) % kStages);
-    start_gemm<MmaDk>(as_operand_a(ds_operand), operand_b<MmaDk>(q), acc_dk, true);
-  }
-
-  // Q and dO of the step before are no longer read by this warpgroup.
-  __device__ __forceinline__ void finish_step() {
-    smem_.full_q.release(nth_use<kStages>(steps_ - 1));
-    smem_.full_do.release(nth_use<kStages>(steps_ - 1));
-  }
-
-  // This warpgroup's pieces of dQᵀ = Kᵀ·dSᵀ of the step before.
-  __device__ __forceinline__ void add_dq(const BackwardWork& work, const SeqlenInfo& seq, const BackwardStep& step) {
-    const Use use = nth_use<kStages>(steps_ - 1);
+  // This warpgroup's pieces of dQᵀ = Kᵀ·dSᵀ of one step, a product each.
+  struct DqPieces {
+    decltype(accumulator<MmaDq, Traits::kDqColumns>()) acc[kPieces];
+  };
+  __device__ __forceinline__ void start_dq(DqPieces& pieces, unsigned step) {
+    const ScoreUse use = nth_use<Traits::kScoreBuffers>(step);
     smem_.full_ds.wait_full(use);
     auto all_k = smem_tensor<typename SmemK::Transposed>(smem_.k)(cute::_, cute::_, 0);
     auto all_ds = smem_tensor<typename SmemScores::RowMajor>(smem_.ds)(cute::_, cute::_, use.stage);
-    const std::int64_t first_piece =
-        ws_.tile(p_, seq, work.tile.batch, step.head, step.m_block) * Traits::kDqPieces + warpgroup_ * kPieces;
-    if (p_.deterministic) wait_turn(work, seq, step, first_piece);
     CUTE_UNROLL
     for (int i = 0; i < kPieces; ++i) {
       const int piece = warpgroup_ * kPieces + i;
@@ -246,16 +233,30 @@ class WideBackwardWarpgroup {
                                 cute::make_coord(piece % Traits::kDqRowPieces, 0));
       auto ds = cute::local_tile(all_ds, Shape<Int<Traits::kDqColumns>, Int<kBlockN>>{},
                                  cute::make_coord(piece / Traits::kDqRowPieces, 0));
-      auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
-      start_gemm<MmaDq>(operand_a<MmaDq>(k), operand_b<MmaDq>(ds), acc_dq, false);
-      cute::warpgroup_wait<0>();
-      finished(acc_dq);
-      constexpr int kElements = decltype(cute::size(acc_dq))::value;
-      cuda::add_to_dq_accum<kWarpgroup, kElements>(ws_.dq_accum + (first_piece + i) * Traits::kDqElements,
-                                                   acc_dq.data(), threadIdx.x % kWarpgroup);
+      start_gemm<MmaDq>(operand_a<MmaDq>(k), operand_b<MmaDq>(ds), pieces.acc[i], false);
     }
-    smem_.full_ds.release(use);
+  }
+  // Adds each to device memory, from registers, while the next ones are computed.
+  __device__ __forceinline__ void finish_dq(DqPieces& pieces, unsigned step, const BackwardWork& work,
+                                            const SeqlenInfo& seq, const BackwardStep& at) {
+    const std::int64_t first_piece =
+        ws_.tile(p_, seq, work.tile.batch, at.head, at.m_block) * Traits::kDqPieces + warpgroup_ * kPieces;
+    if (p_.deterministic) wait_turn(work, seq, at, first_piece);
+    finish_piece<0>(pieces, first_piece);
+    smem_.full_ds.release(nth_use<Traits::kScoreBuffers>(step));
     if (p_.deterministic) pass_turn(first_piece);
+  }
+  template <int kPiece>
+  __device__ __forceinline__ void finish_piece(DqPieces& pieces, std::int64_t first_piece) {
+    if constexpr (kPiece < kPieces) {
+      auto& acc = pieces.acc[kPiece];
+      cute::warpgroup_wait<kPieces - 1 - kPiece>();
+      finished(acc);
+      constexpr int kElements = Traits::kDqElements / kWarpgroup;
+      cuda::add_to_dq_accum<kWarpgroup, kElements>(ws_.dq_accum + (first_piece + kPiece) * Traits::kDqElements,
+                                                   acc.data(), threadIdx.x % kWarpgroup);
+      finish_piece<kPiece + 1>(pieces, first_piece);
+    }
   }
 
   // Deterministic: key tiles add to a tile of dq_accum in ascending order.
