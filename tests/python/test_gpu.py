@@ -179,7 +179,7 @@ def test_extra_memory_is_linear(backend):
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     fs.mha_fwd(*x[:3], mask=fs.Causal(), backend=backend, **forward)
-    assert torch.cuda.max_memory_allocated() == before
+    assert torch.cuda.max_memory_allocated() <= before + 4096
     out, lse = forward.values()
     fs.mha_bwd(x[3], *x[:3], out, lse, mask=fs.Causal(), backend=backend, **grads)
     extra = torch.cuda.max_memory_allocated() - before

@@ -108,6 +108,14 @@ class Problem {
   DeviceMemory memory_;
 };
 
+// A forward with the workspace it asks for.
+void run_forward(const ForwardArgs& args, void* stream = nullptr) {
+  const std::size_t bytes = workspace_size(args);
+  DeviceMemory workspace(bytes + 1, args.q.device.index);
+  mha_fwd(args, {{workspace.data(), bytes}, stream});
+  cuda::synchronize(stream, args.q.device.index);
+}
+
 template <class Call>
 std::string message_of(Call&& call) {
   try {
@@ -125,12 +133,12 @@ TEST(Device, AFirstCallCanBeCaptured) {
   Problem problem;
   const ForwardArgs forward = problem.forward();
   const BackwardArgs backward = problem.backward();
-  const std::size_t bytes = workspace_size(backward);
-  DeviceMemory workspace(bytes, 0);
+  const std::size_t forward_bytes = workspace_size(forward), bytes = workspace_size(backward);
+  DeviceMemory forward_workspace(forward_bytes + 1, 0), workspace(bytes, 0);
   cudaStream_t stream;
   cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "begin");
-  mha_fwd(forward, {{}, stream});
+  mha_fwd(forward, {{forward_workspace.data(), forward_bytes}, stream});
   mha_bwd(backward, {{workspace.data(), bytes}, stream});
   cudaGraph_t graph;
   cuda::check(cudaStreamEndCapture(stream, &graph), "end");
@@ -175,7 +183,7 @@ TEST(Device, ErrorsOfOtherLibrariesAreNotOurs) {
   NEEDS_GPUS(1);
   Problem problem;
   EXPECT_NE(cudaSetDevice(1000), cudaSuccess);  // leaves its code for cudaGetLastError
-  EXPECT_EQ(message_of([&] { mha_fwd(problem.forward()); }), "no error");
+  EXPECT_EQ(message_of([&] { run_forward(problem.forward()); }), "no error");
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   problem.expect_out(0x3F80);
 }
@@ -194,7 +202,7 @@ TEST(Device, SeveralGpus) {
   cudaSetDevice(0);
   Problem problem(1);
   const ForwardArgs args = problem.forward();
-  mha_fwd(args);
+  run_forward(args);
   int current = -1;
   cudaGetDevice(&current);
   EXPECT_EQ(current, 0);
@@ -202,7 +210,7 @@ TEST(Device, SeveralGpus) {
 
   cudaStream_t stream;
   cuda::check(cudaStreamCreate(&stream), "stream");  // of device 0
-  EXPECT_EQ(message_of([&] { mha_fwd(args, {{}, stream}); }),
+  EXPECT_EQ(message_of([&] { run_forward(args, stream); }),
             "invalid_argument: stream: on cuda:0; one on cuda:1, where q is");
   cudaStreamDestroy(stream);
 
