@@ -9,10 +9,11 @@
 namespace flashsdk::cuda {
 
 // A thread block for each query tile of each head and sequence; where there are more of these than a grid's dimensions
-// take, a block does several.
+// take, a block does several. Never empty, as a launch may not be: rows of packed tensors need no sequence.
 inline dim3 query_tile_grid(const ForwardParams& p, int tile_rows) {
   constexpr int kMost = 65535;
-  return dim3(ceil_div(p.seqlen_q, tile_rows), min_of(p.num_heads, kMost), min_of(p.batch, kMost));
+  auto extent = [](int count, int most) { return static_cast<unsigned>(max_of(1, min_of(count, most))); };
+  return dim3(extent(ceil_div(p.seqlen_q, tile_rows), INT32_MAX), extent(p.num_heads, kMost), extent(p.batch, kMost));
 }
 template <class Body>
 __device__ void for_each_query_tile(const ForwardParams& p, Body&& body) {

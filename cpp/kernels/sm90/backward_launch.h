@@ -60,21 +60,20 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
   cuda::allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
   const cuda::BackwardWorkspace ws = backward_workspace<Traits>(p, context.workspace);
 
-  dim3 query_tiles = cuda::query_tile_grid(p, Traits::kBlockM);
-  query_tiles.x = max_of(query_tiles.x, 1);  // packed: rows, but no sequence
+  const dim3 query_tiles = cuda::query_tile_grid(p, Traits::kBlockM);
   constexpr int kPrepareThreads = 256;
-  cuda::backward_prepare_kernel<Element, kPrepareThreads><<<query_tiles, kPrepareThreads, 0, stream>>>(p, ws);
-  cuda::check(cudaGetLastError(), "launching the backward's first pass");
+  cuda::launch("launching the backward's first pass", cuda::backward_prepare_kernel<Element, kPrepareThreads>,
+               query_tiles, kPrepareThreads, 0, stream, p, ws);
 
   const cuda::TileSchedule schedule = backward_schedule<Traits>(p);
   const int blocks = min_of(static_cast<int>(schedule.size()), cuda::device_limits(p.device.index).multiprocessors);
   if (blocks != 0) {
-    kernel<<<blocks, Traits::kThreads, Traits::kSmemBytes, stream>>>(p, backward_maps<Traits>(p), ws, schedule);
-    cuda::check(cudaGetLastError(), "launching the backward kernel");
+    cuda::launch("launching the backward kernel", kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
+                 Traits::kSmemBytes, stream, p, backward_maps<Traits>(p), ws, schedule);
   }
 
-  backward_convert_dq_kernel<Traits><<<query_tiles, Traits::kDqPieces * kWarpgroup, 0, stream>>>(p, ws);
-  cuda::check(cudaGetLastError(), "launching the backward's last pass");
+  cuda::launch("launching the backward's last pass", backward_convert_dq_kernel<Traits>, query_tiles,
+               Traits::kDqPieces * kWarpgroup, 0, stream, p, ws);
   if (p.cu_seqlens_q != nullptr) {
     cuda::clear_packed_tail<Element>({p.dq, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim}, {}, stream);
     cuda::clear_packed_tail<Element>({p.dk, p.cu_seqlens_k + p.batch, p.total_k, p.num_heads_kv, p.head_dim}, {},
