@@ -112,14 +112,19 @@ def tests_section(record: Record) -> str:
             outcome = step.get("skipped") if isinstance(step.get("skipped"), str) else None
             table.append([name, outcome or text, "passed" if step["ok"] else "FAILED"])
 
+    for backend, kernels in record["built"].items():
+        dims = ", ".join(map(str, kernels["head_dims"]))
+        text = f"{kernels['kernels']} kernels; {', '.join(kernels['dtypes'])}; head_dim {dims}"
+        table.append([f"built: {backend}", text, ""])
+
     def of(key: str) -> Record:
         return {"passed": 0, "failed": 0, "skipped": 0, **steps.get(key, {})}
 
     build = of("build")
     row(
         "build", "build",
-        f"{build.get('kernels')} kernels for {build.get('arch')} in {build.get('seconds')} s on "
-        f"{build.get('jobs')} cores; {len(build.get('plain_spilling', []))} plain ones spill",
+        f"for {build.get('arch')} in {build.get('seconds')} s on {build.get('jobs')} cores; "
+        f"{len(build.get('plain_spilling', []))} plain kernels spill",
     )  # fmt: skip
     for name in ("ctest", "pytest"):
         p = of(name)

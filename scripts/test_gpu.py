@@ -274,7 +274,30 @@ def header(m: Machine) -> Part:
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     _, text, _ = m.run("nvcc", [nvcc, "--version"], limit=60)
     found = re.search(r"release ([\d.]+)", text)
-    return gpu_record.header("gpu_tests", m.device) | {"nvcc": found[1] if found else None}
+    return {
+        **gpu_record.header("gpu_tests", m.device),
+        "nvcc": found[1] if found else None,
+        "built": built(m),
+    }
+
+
+def built(m: Machine) -> Part:
+    """Of each GPU backend the dtypes and head dimensions of this build."""
+    code = """
+import json
+import flashsdk as fs
+found = {}
+for k in fs.kernels():
+    if k["backend"] != "cpu":
+        of = found.setdefault(k["backend"], {"kernels": 0, "dtypes": [], "head_dims": []})
+        of["kernels"] += 1
+        for name, value in (("dtypes", k["dtype"]), ("head_dims", k["head_dim"])):
+            of[name] = sorted({*of[name], value})
+print(json.dumps(found))
+"""
+    _, text, _ = m.run("built", [sys.executable, "-c", code], limit=60)
+    found: Part = json.loads(text.splitlines()[-1])
+    return found
 
 
 def main() -> int:

@@ -195,6 +195,8 @@ def test_bits_repeat(backend, dim, mask):
     """The forward always, the backward where it is asked to."""
     mask = fs.layouts.bigbird(1100, 1100, 128) if mask == "blocks" else mask
     x = qkv(1100, 6, dim)
+    if max(k["head_dim"] for k in fs.kernels() if k["backend"] == backend) < dim:
+        pytest.skip("head_dim is not in this build")
     want = both(x, mask=mask, backend=backend, **FIXED)
     for _ in range(5):
         assert_same(both(x, mask=mask, backend=backend, **FIXED), want)
