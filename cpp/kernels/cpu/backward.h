@@ -83,8 +83,8 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
           more = walk.next(next);
           if (more)
             this->announce(head, next.index * tile_.m, min_of(tile_.m, seqlen_.seqlen_q - next.index * tile_.m));
-          add_tile(policy, features, head, query, [&] { order.wait_for_turn(g * m_blocks + query.index); });
-          order.passed(g * m_blocks + query.index);
+          order.reach(g * m_blocks + query.index);
+          add_tile(policy, features, head, query, [&] { order.wait_for_turn(); });
         }
       }
       this->store_gradients(p_.dk, w_.dk, p_.head_dim, p_.score.softmax_scale);

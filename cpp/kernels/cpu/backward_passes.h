@@ -72,13 +72,17 @@ class DqOrder {
   // progress: of the head's jobs, all 0 at the start; `job` is this one's number among them.
   FLASHSDK_HD DqOrder(std::int32_t* progress, int job) : progress_(progress), job_(job) {}
 
-  void wait_for_turn(int position) {
-    __atomic_store_n(progress_ + job_, position, __ATOMIC_RELEASE);  // all before `position` is done with
+  // All before `position` is done with. Said before the tile there is computed: with a sparse layout the next one may
+  // lie far down, and jobs that follow need not wait for it.
+  FLASHSDK_HD void reach(int position) {
+    position_ = position;
+    __atomic_store_n(progress_ + job_, position, __ATOMIC_RELEASE);
+  }
+  void wait_for_turn() {
     while (first_running_ < job_ && done(first_running_) == kFinished) ++first_running_;
     for (int other = first_running_; other < job_; ++other)
-      for (int spins = 0; done(other) <= position; ++spins) pause(spins);
+      for (int spins = 0; done(other) <= position_; ++spins) pause(spins);
   }
-  FLASHSDK_HD void passed(int position) { __atomic_store_n(progress_ + job_, position + 1, __ATOMIC_RELEASE); }
   FLASHSDK_HD void finish() { __atomic_store_n(progress_ + job_, kFinished, __ATOMIC_RELEASE); }
 
  private:
@@ -95,7 +99,7 @@ class DqOrder {
   }
 
   std::int32_t* progress_;
-  int job_, first_running_ = 0;
+  int job_, first_running_ = 0, position_ = 0;
 };
 
 // Calls fn(batch, head, m_block, seqlen, first query, queries) for every tile of queries there is.
