@@ -107,25 +107,46 @@ class ScoreFeatures {
     }
   }
 
-  // bytes[r][l] decides query i0 + l and key segment.key + r.
+  // bytes[r][l] decides query i0 + l and key segment.key + r. The generator is called for all rows at once, which the
+  // compiler turns into vectors: one call yields the bytes of rows r and r + 8 for columns c and c + 1 in each word.
   template <int kWidth, int kPitch>
   void random_bytes(const KeySegment& segment, int i0, std::uint8_t* bytes) const {
-    const int key_end = segment.key + segment.count;
+    constexpr int kGroups = ceil_div(kWidth, 16), kCalls = 8 * kGroups;
+    const int row0 = i0 / 16 * 16, key_end = segment.key + segment.count;
+    alignas(64) std::uint32_t word[4][kCalls];
     for (int col0 = segment.key / 32 * 32; col0 < key_end; col0 += 32)
-      for (int pair = 0; pair < 4; ++pair)
-        for (int row0 = i0 / 16 * 16; row0 < i0 + kWidth; row0 += 16)
-          for (int row = row0; row < row0 + 8; ++row) {
-            PhiloxBytes random = rng_.group(row, col0 + 2 * pair);
-            for (int byte = 0; byte < 16; ++byte) {
-              int j = col0 + 8 * (byte / 4) + 2 * pair + (byte % 4) / 2, i = row + 8 * (byte % 2);
-              if (j < segment.key || j >= key_end || i < i0 || i >= i0 + kWidth) continue;
-              bytes[(j - segment.key) * kPitch + i - i0] =
-                  static_cast<std::uint8_t>(random.word[byte / 4] >> (8 * (byte % 4)));
-            }
-          }
+      for (int pair = 0; pair < 4; ++pair) {
+        const DropoutRng rng = rng_;
+        for (int l = 0; l < kCalls; ++l) {
+          const PhiloxBytes random = rng.group(row0 + l / 8 * 16 + l % 8, col0 + 2 * pair);
+          for (int w = 0; w < 4; ++w) word[w][l] = random.word[w];
+        }
+        for (int c = 0; c < 8; ++c) {
+          const int j = col0 + 8 * (c / 2) + 2 * pair + c % 2;
+          if (j < segment.key || j >= key_end) continue;
+          spread_bytes<kWidth>(word[c / 2], 16 * (c % 2), i0 - row0, bytes + (j - segment.key) * kPitch);
+        }
+      }
   }
 
  private:
+  // Of each word, the byte at `shift` for the first 8 rows of its group of 16 and the next one for the other 8. dst holds
+  // the rows from `first` on.
+  template <int kWidth>
+  static void spread_bytes(const std::uint32_t* word, int shift, int first, std::uint8_t* dst) {
+    constexpr int kGroups = ceil_div(kWidth, 16), kCalls = 8 * kGroups;
+    alignas(64) std::uint8_t low[kCalls], high[kCalls], rows[16 * kGroups];
+    for (int l = 0; l < kCalls; ++l) {
+      low[l] = static_cast<std::uint8_t>(word[l] >> shift);
+      high[l] = static_cast<std::uint8_t>(word[l] >> (shift + 8));
+    }
+    for (int g = 0; g < kGroups; ++g) {
+      std::memcpy(rows + 16 * g, low + 8 * g, 8);
+      std::memcpy(rows + 16 * g + 8, high + 8 * g, 8);
+    }
+    std::memcpy(dst, rows + first, kWidth);
+  }
+
   void load_bias(int i0, int lanes, int j, float* dst) const {
     for (int l = 0; l < lanes; ++l) {
       std::int64_t at = bias_offset_ + (i0 + l) * bias_.row + j * bias_.col;
