@@ -8,11 +8,15 @@ set(FLASHSDK_CPU_FLAGS_portable "")
 set(FLASHSDK_CPU_FLAGS_avx2 -march=x86-64-v3)
 set(FLASHSDK_CPU_FLAGS_avx512 -march=x86-64-v4 -mprefer-vector-width=512)
 set(FLASHSDK_CPU_FLAGS_avx512_bf16 ${FLASHSDK_CPU_FLAGS_avx512} -mavx512bf16)
+set(FLASHSDK_CPU_FLAGS_avx512_amx ${FLASHSDK_CPU_FLAGS_avx512_bf16} -mamx-tile -mamx-bf16)
+# Intrinsics that are text to the compiler: the assembler must know them too.
+set(FLASHSDK_CPU_TRY_avx512_amx
+  "#include <immintrin.h>\nint main() { _tile_zero(0); _tile_dpbf16ps(0, 1, 2); return 0; }")
 
 # Slowest first. Lists given by the user are parts of these.
 set(all_isas portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
-  list(APPEND all_isas avx2 avx512 avx512_bf16)
+  list(APPEND all_isas avx2 avx512 avx512_bf16 avx512_amx)
 endif()
 include(${PROJECT_SOURCE_DIR}/cpp/kernels/instantiate/cpu_table.cmake)
 
@@ -51,7 +55,11 @@ function(flashsdk_select_isas result)
   foreach(isa IN LISTS all_isas)  # keeps their order
     if(isa IN_LIST asked)
       list(JOIN FLASHSDK_CPU_FLAGS_${isa} " " CMAKE_REQUIRED_FLAGS)
-      check_cxx_source_compiles("int main() { return 0; }" FLASHSDK_COMPILES_${isa})
+      set(source "int main() { return 0; }")
+      if(DEFINED FLASHSDK_CPU_TRY_${isa})
+        set(source "${FLASHSDK_CPU_TRY_${isa}}")
+      endif()
+      check_cxx_source_compiles("${source}" FLASHSDK_COMPILES_${isa})
       if(FLASHSDK_COMPILES_${isa})
         list(APPEND usable ${isa})
       else()

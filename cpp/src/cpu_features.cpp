@@ -6,6 +6,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace flashsdk {
 
@@ -36,8 +40,19 @@ constexpr bool has(std::uint64_t value, std::initializer_list<int> bits) {
   return true;
 }
 
+// Linux gives a process the tile registers' 8 KiB of state when it asks for them, and refuses where its signal stacks are
+// too small or the kernel or its configuration does not know them. Granted once, it holds for every thread.
+bool tile_registers_granted() {
+#if defined(__linux__)
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 struct Features {
-  bool v3 = false, v4 = false, bf16 = false;
+  bool v3 = false, v4 = false, bf16 = false, amx = false;
   bool intel = cpuid(0).ebx == 0x756E6547;  // "Genu" of GenuineIntel
 
   Features() {
@@ -50,6 +65,8 @@ struct Features {
     // x86-64-v4: AVX512F, DQ, CD, BW, VL; the mask and zmm registers.
     v4 = v3 && has(extended.ebx, {16, 17, 28, 30, 31}) && has(states, {5, 6, 7});
     bf16 = v4 && has(extended1.eax, {5});
+    // AMX-BF16 and AMX-TILE.
+    amx = bf16 && has(extended.edx, {22, 24}) && tile_registers_granted();
   }
 };
 
@@ -57,7 +74,7 @@ struct Features {
 #endif
 
 const std::vector<std::string>& known_cpu_isas() {
-  static const std::vector<std::string> isas{"portable", "avx2", "avx512", "avx512_bf16"};
+  static const std::vector<std::string> isas{"portable", "avx2", "avx512", "avx512_bf16", "avx512_amx"};
   return isas;
 }
 
@@ -68,6 +85,7 @@ bool cpu_supports(const std::string& isa) {
   if (isa == "avx2") return features.v3;
   if (isa == "avx512") return features.v4;
   if (isa == "avx512_bf16") return features.bf16;
+  if (isa == "avx512_amx") return features.amx;
 #endif
   return false;
 }

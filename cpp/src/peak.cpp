@@ -63,6 +63,44 @@ __attribute__((target("avx512f,avx512bf16"))) float loop_avx512_bf16(std::int64_
   return sums[0][0];
 }
 
+constexpr int kSumsAmx = 6;  // of 8 tile registers
+__attribute__((target("avx512f,avx512bf16,amx-tile,amx-bf16"))) float loop_amx(std::int64_t steps, float factor,
+                                                                               float term) {
+  struct alignas(64) Shapes {  // palette 1, eight registers of 16 rows of 64 bytes
+    std::uint8_t palette = 1, reserved[15] = {};
+    std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+  static constexpr Shapes kShapes;
+  alignas(64) __m512i operand[2][16];
+  for (int r = 0; r < 16; ++r) {
+    operand[0][r] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_set1_ps(factor), _mm512_set1_ps(-factor)));
+    operand[1][r] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_set1_ps(term), _mm512_set1_ps(term)));
+  }
+  alignas(64) float sum[16][16];
+  _tile_loadconfig(&kShapes);
+  asm volatile("" ::: "memory");
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_loadd(6, operand[0], 64);
+  _tile_loadd(7, operand[1], 64);
+  for (std::int64_t i = 0; i < steps; ++i) {
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_dpbf16ps(1, 6, 7);
+    _tile_dpbf16ps(2, 6, 7);
+    _tile_dpbf16ps(3, 6, 7);
+    _tile_dpbf16ps(4, 6, 7);
+    _tile_dpbf16ps(5, 6, 7);
+  }
+  _tile_stored(0, sum, 64);
+  _tile_release();
+  return sum[0][0];
+}
+
 // The x86-64 baseline has no fused multiply-add.
 constexpr int kSumsPortable = 12;
 float loop_portable(std::int64_t steps, float factor, float term) {
@@ -113,8 +151,9 @@ float loop_portable(std::int64_t steps, float factor, float term) {
 
 Loop loop_of(PeakKind kind, const std::string& isa) {
 #if defined(__x86_64__)
+  if (isa == "avx512_amx" && kind == PeakKind::kBf16Dot) return {kSumsAmx * 16 * 16 * 32 * 2., loop_amx};
   if (isa == "avx512_bf16" && kind == PeakKind::kBf16Dot) return {kSumsAvx512 * 32 * 2., loop_avx512_bf16};
-  if (isa == "avx512_bf16" || isa == "avx512") return {kSumsAvx512 * 16 * 2., loop_avx512};
+  if (isa == "avx512_amx" || isa == "avx512_bf16" || isa == "avx512") return {kSumsAvx512 * 16 * 2., loop_avx512};
   if (isa == "avx2") return {kSumsAvx2 * 8 * 2., loop_avx2};
 #endif
   (void)kind, (void)isa;

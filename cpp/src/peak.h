@@ -7,7 +7,7 @@ namespace flashsdk {
 
 enum class PeakKind {
   kFp32,     // multiply-add
-  kBf16Dot,  // bf16 pairs accumulated in fp32; fp32 multiply-add where the instruction set has no such instruction
+  kBf16Dot,  // bf16 pairs or tiles accumulated in fp32; fp32 multiply-add where the instruction set has neither
 };
 
 // GFLOP/s of num_threads threads that issue independent multiply-adds of `isa` and nothing else for about `seconds`.

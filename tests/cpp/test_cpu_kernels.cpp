@@ -234,5 +234,55 @@ TEST_P(CpuKernels, ProductOfEveryNumberOfRows) {
   }
 }
 
+TEST_P(CpuKernels, ProductOnTileRegisters) {
+  if (probe().tile_product == nullptr) GTEST_SKIP() << probe().isa << " has no tile registers";
+  constexpr int kALd = CpuProbe::kALd;
+  const int panel = probe().panel;
+  std::mt19937 rng(3);
+  auto integer = [&] { return static_cast<float>(static_cast<int>(rng() % 17) - 8); };  // exact in bf16
+  auto pairs = [&](std::size_t n) {
+    std::vector<std::uint32_t> words(n);
+    for (std::uint32_t& w : words) w = kBf16.encode(integer()) | std::uint32_t{kBf16.encode(integer())} << 16;
+    return words;
+  };
+  auto dot = [](std::uint32_t x, std::uint32_t y) {
+    return kBf16.decode(x & 0xFFFF) * kBf16.decode(y & 0xFFFF) + kBf16.decode(x >> 16) * kBf16.decode(y >> 16);
+  };
+  for (int rows : {1, 15, 16, 17, 32, 33, 48, 66}) {
+    for (int words : {16, 32, 64}) {
+      for (int variant = 0; variant < 4; ++variant) {
+        const bool rescaled = (variant & 1) != 0, with_maximum = (variant & 2) != 0;
+        const int padded = (rows + 15) / 16 * 16;
+        const std::vector<std::uint32_t> a = pairs(padded * kALd), b = pairs(panel * words);
+        std::vector<float> c(panel * (padded + 2)), maximum(panel), rescale(panel);
+        for (auto* values : {&c, &maximum, &rescale})
+          for (float& x : *values) x = integer();
+        std::fill(rescale.begin(), rescale.begin() + panel / 2, 1.f);  // lanes that keep their scale are passed over
+        const std::vector<float> c0 = c, maximum0 = maximum;
+        const int written =
+            probe().tile_product(a.data(), b.data(), words, c.data(), rows, rescaled ? rescale.data() : nullptr,
+                                 with_maximum ? maximum.data() : nullptr);
+        ASSERT_EQ(written, padded);
+        for (int lane = 0; lane < panel; ++lane) {
+          float highest = maximum0[lane];
+          for (int r = 0; r < padded + 2; ++r) {
+            double expected = c0[r * panel + lane];
+            if (r < written) {
+              expected = rescaled && r < rows ? expected * rescale[lane] : (rescaled ? expected : 0);
+              for (int s = 0; s < words; ++s) expected += dot(a[r * kALd + s], b[s * panel + lane]);
+              highest = std::max(highest, static_cast<float>(expected));
+            }
+            ASSERT_EQ(c[r * panel + lane], expected) << rows << " rows, " << words << " words, row " << r;
+          }
+          if (with_maximum) {
+            ASSERT_EQ(maximum[lane], highest) << rows << " rows";
+          }
+        }
+        ASSERT_TRUE(probe().tiles_released());
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace flashsdk::testing

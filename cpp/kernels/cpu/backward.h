@@ -88,7 +88,7 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
         }
       }
       this->store_gradients(p_.dk, w_.dk, p_.head_dim, p_.score.softmax_scale);
-      this->store_gradients(p_.dv, w_.dv, p_.head_dim_v, 1.f);
+      this->store_gradients(p_.dv, w_.dv, p_.head_dim_v, p_.score.dropout.scale());
     }
     order.finish();
   }
@@ -109,14 +109,14 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
     this->add_to_dq(buffers_.dq_tile(seqlen_, this->batch_, head, query.index));
   }
 
-  // The keys of this job that some query of the tile can see; false when there is none. begin_ is even, for pairs.
+  // The keys of this job that some query of the tile can see, from a whole step on; false when there is none.
   bool visible_keys(const Policy& policy, bool partial) {
     begin_ = 0;
     end_ = keys_;
     if constexpr (kHasKeyRange<Policy>) {
       if (!partial) return true;
       w_.lane_keys.set(policy, i0_, lanes_);
-      begin_ = max_of(0, w_.lane_keys.first - key0_) & ~1;
+      begin_ = max_of(0, w_.lane_keys.first - key0_) & -Tr::kCut;
       end_ = min_of(end_, w_.lane_keys.last_end - key0_);
     }
     return begin_ < end_;

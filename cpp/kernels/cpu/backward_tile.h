@@ -14,9 +14,10 @@ class BackwardTile {
   using Word = typename Tr::Word;
   static constexpr int kStep = Dot::kStep, kRowPitch = Tr::kRowPitch, kWidePitch = Tr::kWidePitch;
   static constexpr int kKeys = Tr::kBackwardKeys, kQueries = Tr::kBackwardQueries;
-  static constexpr int kPaddedKeys = kKeys + kMaxRowPadding;
+  static constexpr int kPaddedKeys = kKeys + Dot::kMaxRowPadding;
+  using SummedKeys = typename Tr::template SummedKeys<kKeys>;
   // Row pitches of S^T and dP^T (keys, queries), and of P^T and dS^T as operands in pairs of queries.
-  static constexpr int kScorePitch = kQueries + Tr::kPadding, kPairPitch = kScorePitch / kStep;
+  static constexpr int kScorePitch = kQueries + Tr::kPadding, kPairPitch = round_up(kScorePitch / kStep, Dot::kDepth);
 
   // A 64-query slice of q or dout in the three layouts its products read.
   struct QueryOperand {
@@ -27,7 +28,7 @@ class BackwardTile {
   };
   struct Scratch {
     alignas(64) Word k[kPaddedKeys * kRowPitch], v[kPaddedKeys * kRowPitch];  // (keys, d)
-    alignas(64) Word k_row_pairs[kStep == 1 ? 1 : (kKeys + 1) / kStep * kWidePitch];
+    alignas(64) Word k_summed[kStep == 1 ? 1 : SummedKeys::kWords];  // the same for products that sum over keys
     alignas(64) float dk[kPaddedKeys * kWidePitch], dv[kPaddedKeys * kWidePitch];
     QueryOperand q, dout;
     alignas(64) float s[kPaddedKeys * kScorePitch];   // S^T (keys, lanes), then P^T
@@ -37,7 +38,7 @@ class BackwardTile {
     LaneKeys<kQueries> lane_keys;
     alignas(64) float softcap_slope[kFeatures ? kKeys * kScorePitch : 1];
     alignas(64) std::uint8_t random[kFeatures ? kKeys * kScorePitch : 1];
-    const Word* k_pairs() const { return kStep == 1 ? k : k_row_pairs; }
+    const Word* summed_k() const { return kStep == 1 ? k : k_summed; }
     const Word* ds_by_pairs() const { return kStep == 1 ? reinterpret_cast<const Word*>(dp) : ds_pairs; }
   };
 
@@ -58,11 +59,13 @@ class BackwardTile {
     const int d = Tr::padded(p_.head_dim), d_v = Tr::padded(p_.head_dim_v);
     pack_rows<Dot, kRowPitch>(k, p_.k.row, keys_, p_.head_dim, d, w_.k);
     pack_rows<Dot, kRowPitch>(v, p_.v.row, keys_, p_.head_dim_v, d_v, w_.v);
-    if constexpr (kStep > 1) pack_row_pairs<Dot, kWidePitch>(k, p_.k.row, keys_, p_.head_dim, d, w_.k_row_pairs);
-    zero_rows<Dot, kRowPitch>(kMaxRowPadding, w_.k + keys_ * kRowPitch);
-    zero_rows<Dot, kRowPitch>(kMaxRowPadding, w_.v + keys_ * kRowPitch);
-    std::memset(w_.dk, 0, sizeof(float) * (keys_ + kMaxRowPadding) * kWidePitch);
-    std::memset(w_.dv, 0, sizeof(float) * (keys_ + kMaxRowPadding) * kWidePitch);
+    if constexpr (kStep > 1)
+      pack_summed_rows<Dot, SummedKeys::kRow, SummedKeys::kStep>(k, p_.k.row, keys_, p_.head_dim, d, w_.k_summed);
+    const int padding = Dot::kMaxRowPadding;
+    zero_rows<Dot, kRowPitch>(padding, w_.k + keys_ * kRowPitch);
+    zero_rows<Dot, kRowPitch>(padding, w_.v + keys_ * kRowPitch);
+    std::memset(w_.dk, 0, sizeof(float) * (keys_ + padding) * kWidePitch);
+    std::memset(w_.dv, 0, sizeof(float) * (keys_ + padding) * kWidePitch);
   }
 
   __attribute__((noinline)) void load_queries(int head) {
@@ -113,7 +116,7 @@ class BackwardTile {
 
   // S^T, dP^T -> P^T (dropped), dS^T in place, as operands. Rows of padding become zeros: they are summed too.
   __attribute__((noinline)) void differentiate_softmax(const ScoreFeatures& features) {
-    const int padded_end = begin_ + padded_rows(end_ - begin_);
+    const int padded_end = begin_ + Dot::padded_rows(end_ - begin_);
     std::memset(w_.s + end_ * kScorePitch, 0, sizeof(float) * (padded_end - end_) * kScorePitch);
     std::memset(w_.dp + end_ * kScorePitch, 0, sizeof(float) * (padded_end - end_) * kScorePitch);
     const Vec factor = set1(factor_);
@@ -124,9 +127,8 @@ class BackwardTile {
       Vec undropped = p;
       if constexpr (kFeatures) {
         if (features.dropout()) {
-          const Vec scale = set1(features.dropout_scale());
-          p = mul(keep_at_least(p, w_.random + i, features.threshold()), scale);
-          dp = mul(keep_at_least(dp, w_.random + i, features.threshold()), scale);
+          p = keep_at_least(p, w_.random + i, features.threshold());  // scaled when dV is stored
+          dp = mul(keep_at_least(dp, w_.random + i, features.threshold()), set1(features.dropout_scale()));
         }
       }
       ds = mul(undropped, sub(dp, load(w_.delta + l)));
@@ -165,9 +167,10 @@ class BackwardTile {
   void add_to_dq(float* dq) {
     const int rows = end_ - begin_;
     for (int n = 0; n < panels_; ++n)
-      product<Dot, Strides<1, kWidePitch, kScorePitch, kQueries>>(
-          w_.k_pairs() + begin_ / kStep * kWidePitch, w_.ds_by_pairs() + begin_ / kStep * kScorePitch + n * kPanel,
-          ceil_div(rows, kStep), dq + n * kPanel, p_.head_dim, FromC{});
+      product<Dot, Strides<SummedKeys::kRow, SummedKeys::kStep, kScorePitch, kQueries>>(
+          w_.summed_k() + begin_ / kStep * SummedKeys::kStep,
+          w_.ds_by_pairs() + begin_ / kStep * kScorePitch + n * kPanel, ceil_div(rows, kStep), dq + n * kPanel,
+          p_.head_dim, FromC{});
   }
 
   void store_gradients(const TensorParam& tensor, const float* src, int d, float scale) {
@@ -216,7 +219,10 @@ class BackwardTile {
           store_pairs(ds_rows + (r + h) * kPairPitch + v / 2 * kLanes, to_bf16(ds[h][v], ds[h][v + 1]));
         }
     }
-    const int done = begin_ + round_up(end_ - begin_, 2), padded_end = begin_ + padded_rows(end_ - begin_);
+    const int done = begin_ + round_up(end_ - begin_, 2), padded_end = begin_ + Dot::padded_rows(end_ - begin_);
+    const int steps = ceil_div(end_ - begin_, 2);
+    std::memset(w_.ds_pairs + done / 2 * kScorePitch, 0,
+                sizeof(Word) * (round_up(steps, Dot::kDepth) - steps) * kScorePitch);
     std::memset(p_rows + done * kPairPitch, 0, sizeof(Word) * max_of(0, padded_end - done) * kPairPitch);
     std::memset(ds_rows + done * kPairPitch, 0, sizeof(Word) * max_of(0, padded_end - done) * kPairPitch);
 #else

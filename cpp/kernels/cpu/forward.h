@@ -1,6 +1,6 @@
 // Forward attention on a CPU (FlashAttention, arXiv 2205.14135, algorithm 1, transposed).
 //
-// A job is up to 128 queries of one head, in panels of one micro-kernel's lanes. K and V tiles are packed once a job
+// A job is up to 512 queries of one head, in panels of one micro-kernel's lanes. K and V tiles are packed once a job
 // and stay in L2; per panel, with queries in vector lanes:
 //   S^T = K·Q^T, m' = max(m, rows of S^T), P^T = exp(S^T - m'), l = l·exp(m - m') + sum P^T,
 //   O^T = O^T·exp(m - m') + V^T·P^T.
@@ -98,14 +98,14 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
     this->accumulate(panel, begin, end, maximum);
   }
 
-  // The tile's rows some lane of the panel can see: even at the start, for pairs.
+  // The tile's rows some lane of the panel can see, from a whole step on.
   void visible_rows(const Panel& panel, const KeyTile<kKeys>& tile, int& begin, int& end) const {
     begin = 0;
     end = tile.rows;
     if constexpr (kHasKeyRange<Policy>) {
       if (!tile.partial || tile.num_segments > 1) return;
       const int key = tile.segment[0].key;
-      begin = max_of(0, panel.keys.first - key) & ~1;
+      begin = max_of(0, panel.keys.first - key) & -Tr::kCut;
       end = min_of(end, panel.keys.last_end - key);
     }
   }

@@ -52,7 +52,8 @@ class ForwardTile {
   using Word = typename Tr::Word;
   static constexpr int kStep = Dot::kStep, kKeys = Tr::kKeys;
   static constexpr int kRowPitch = Tr::kRowPitch, kWidePitch = Tr::kWidePitch;
-  static constexpr int kPanels = Tr::kForwardQueries / kPanel;
+  static constexpr int kPaddedKeys = kKeys + Dot::kMaxRowPadding, kPanels = Tr::kForwardQueries / kPanel;
+  using SummedKeys = typename Tr::template SummedKeys<kKeys>;
 
   // One panel of queries: its operand and its running state.
   struct Panel {
@@ -65,9 +66,9 @@ class ForwardTile {
   };
   struct Scratch {
     Panel panel[kPanels];
-    alignas(64) Word k[(kKeys + kMaxRowPadding) * kRowPitch];  // K (keys, head_dim)
-    alignas(64) Word v[(kKeys + 1) / kStep * kWidePitch];      // V (keys, head_dim_v), in pairs for DotBf16
-    alignas(64) float s[(kKeys + kMaxRowPadding) * kPanel];    // S^T (keys, lanes), then P^T
+    alignas(64) Word k[kPaddedKeys * kRowPitch];  // K (keys, head_dim)
+    alignas(64) Word v[SummedKeys::kWords];       // V (keys, head_dim_v) in pairs, or its transpose
+    alignas(64) float s[kPaddedKeys * kPanel];    // S^T (keys, lanes), then P^T
     alignas(64) Word rows[kPanel * kRowPitch];
     alignas(64) float out[kPanel * kWidePitch];
     alignas(64) std::uint8_t random[kFeatures ? kKeys * kPanel : 1];
@@ -110,11 +111,13 @@ class ForwardTile {
       const KeySegment& s = tile.segment[n];
       pack_rows<Dot, kRowPitch>(k_ + s.key * p_.k.row, p_.k.row, s.count, p_.head_dim, Tr::padded(p_.head_dim),
                                 w_.k + s.row * kRowPitch);
-      pack_row_pairs<Dot, kWidePitch>(v_ + s.key * p_.v.row, p_.v.row, s.count, p_.head_dim_v,
-                                      Tr::padded(p_.head_dim_v), w_.v + s.row / kStep * kWidePitch);
+      pack_summed_rows<Dot, SummedKeys::kRow, SummedKeys::kStep>(v_ + s.key * p_.v.row, p_.v.row, s.count,
+                                                                 p_.head_dim_v, Tr::padded(p_.head_dim_v),
+                                                                 w_.v + s.row / kStep * SummedKeys::kStep);
     }
+    if constexpr (Dot::kTiles) zero_to_whole_steps(tile.rows);
     // Padding rows repeat the last key: its score cannot raise the maximum.
-    for (int r = tile.rows; r < padded_rows(tile.rows); ++r)
+    for (int r = tile.rows; r < Dot::padded_rows(tile.rows); ++r)
       std::memcpy(w_.k + r * kRowPitch, w_.k + (tile.rows - 1) * kRowPitch, sizeof(Word) * kRowPitch);
   }
 
@@ -161,8 +164,8 @@ class ForwardTile {
       panel.sum[v] = mul(panel.sum[v], rescale[v]);
     }
     exponentiate(panel, begin, end, shift);
-    product<Dot, Strides<1, kWidePitch, kPanel, kPanel>>(
-        w_.v + begin / kStep * kWidePitch, reinterpret_cast<const Word*>(w_.s + begin * kPanel),
+    product<Dot, Strides<SummedKeys::kRow, SummedKeys::kStep, kPanel, kPanel>>(
+        w_.v + begin / kStep * SummedKeys::kStep, reinterpret_cast<const Word*>(w_.s + begin * kPanel),
         ceil_div(end - begin, kStep), panel.o, p_.head_dim_v, FromScaledC{rescale}, nullptr, &next_v_);
   }
 
@@ -182,9 +185,11 @@ class ForwardTile {
     float* lse = seqlen_.rows(p_.lse, batch_, head_) + panel.i0 * p_.lse.row;
     // Sums were taken of 2^(s·factor_ - log2_max); factor_ is scale·log2(e) rounded, which is put right here.
     const double rounding = kFeatures ? 0.0 : scale_.magnitude - factor_ * kLn2;
+    // Dropout's scale comes last: a P that is rounded to bf16 loses nothing to it.
+    const float numerator = p_.score.dropout.scale();
     for (int l = 0; l < panel.lanes; ++l) {
       // A row that sees no key has l = 0: out = 0, lse = -inf.
-      store_row(w_.out + l * kWidePitch, p_.head_dim_v, sum[l] == 0.f ? 0.f : 1.f / sum[l], out + l * p_.out.row);
+      store_row(w_.out + l * kWidePitch, p_.head_dim_v, sum[l] == 0.f ? 0.f : numerator / sum[l], out + l * p_.out.row);
       lse[l * p_.lse.row] = sum[l] == 0.f
                                 ? -INFINITY
                                 : static_cast<float>(log2_max[l] * kLn2 + max[l] * rounding + std::log(double{sum[l]}));
@@ -192,6 +197,14 @@ class ForwardTile {
   }
 
  private:
+  // Transposed V has garbage behind its last key: P is 0 there, which a NaN would survive.
+  void zero_to_whole_steps(int rows) {
+    const int first = ceil_div(rows, kStep), end = round_up(first, Dot::kDepth);
+    if (first == end) return;
+    for (int c = 0; c < Tr::padded(p_.head_dim_v); ++c)
+      std::memset(w_.v + c * SummedKeys::kRow + first, 0, sizeof(Word) * (end - first));
+  }
+
   // P^T = exp(S^T - m') in place, in the layout the second product reads, and its sum.
   void exponentiate(Panel& panel, int begin, int end, const Vec* shift) {
     Vec sum[kVecs];
@@ -216,15 +229,15 @@ class ForwardTile {
           Vec even = probability(r, v), odd = r + 1 < end ? probability(r + 1, v) : zero();
           store_pairs(pairs + v * kLanes, interleave_halves(to_bf16(even, odd)));
         }
+      const int steps = ceil_div(end - begin, 2);
+      std::memset(pairs, 0, sizeof(Word) * (round_up(steps, Dot::kDepth) - steps) * kPanel);
 #endif
     }
     for (int v = 0; v < kVecs; ++v) panel.sum[v] = add(panel.sum[v], sum[v]);
   }
 
   FLASHSDK_HD Vec drop(Vec e, int r, int v) const {
-    if (!features_.dropout()) return e;
-    Vec kept = keep_at_least(e, w_.random + r * kPanel + v * kLanes, features_.threshold());
-    return mul(kept, set1(features_.dropout_scale()));
+    return features_.dropout() ? keep_at_least(e, w_.random + r * kPanel + v * kLanes, features_.threshold()) : e;
   }
 
  protected:

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/kernel_entry.h"
-#include "cpu/simd.h"
+#include "cpu/tiles.h"
 
 namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 
@@ -26,6 +26,7 @@ template <class F>
 void for_each_job(const ParallelRunner& runner, std::int64_t jobs, F fn) {
   std::int64_t next = 0;
   auto work = [&](int slot) {
+    [[maybe_unused]] const TileRegisters registers;
     for (;;) {
       std::int64_t job = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
       if (job >= jobs) return;

@@ -12,8 +12,25 @@
 
 namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 
-// How a product consumes its operands. A word of A or B holds kStep neighbouring values of the summed index.
-struct DotF32 {
+// Rows are computed six at a time, which saturates the multipliers, and the rest four at a time; buffers have
+// padded_rows(n) rows. Rows n and above come out as whatever their (finite) inputs make of them.
+FLASHSDK_HD constexpr int rows_by_four(int rows) {
+  int even = round_up(rows, 2);
+  return even % 6 == 0 ? 0 : (even % 6 == 4 || even < 6 ? 1 : 2);
+}
+FLASHSDK_HD constexpr int padded_rows(int rows) {
+  int fours = rows_by_four(rows), rest = max_of(0, round_up(rows, 2) - 4 * fours);
+  return rest + 4 * fours;
+}
+
+// How a product consumes its operands. A word of A or B holds kStep neighbouring values of the summed index, and words
+// are consumed kDepth at a time. Tile registers (cpu/tiles.h) read A by rows only.
+struct DotOnVectors {
+  static constexpr bool kTiles = false;
+  static constexpr int kDepth = 1, kMaxRowPadding = 3;
+  static FLASHSDK_HD constexpr int padded_rows(int rows) { return FLASHSDK_ISA_NS::padded_rows(rows); }
+};
+struct DotF32 : DotOnVectors {
   using Word = float;
   using Operand = Vec;
   static constexpr int kStep = 1;
@@ -23,7 +40,7 @@ struct DotF32 {
 };
 
 #if defined(__AVX512BF16__)
-struct DotBf16 {
+struct DotBf16 : DotOnVectors {
   using Word = std::uint32_t;
   using Operand = __m512i;
   static constexpr int kStep = 2;
@@ -109,17 +126,6 @@ __attribute__((noinline)) void micro_kernel(const typename Dot::Word* a, const t
   }
 }
 
-// Rows are computed six at a time, which saturates the multipliers, and the rest four at a time; buffers have
-// padded_rows(n) rows. Rows n and above come out as whatever their (finite) inputs make of them.
-FLASHSDK_HD constexpr int rows_by_four(int rows) {
-  int even = round_up(rows, 2);
-  return even % 6 == 0 ? 0 : (even % 6 == 4 || even < 6 ? 1 : 2);
-}
-FLASHSDK_HD constexpr int padded_rows(int rows) {
-  int fours = rows_by_four(rows), rest = max_of(0, round_up(rows, 2) - 4 * fours);
-  return rest + 4 * fours;
-}
-inline constexpr int kMaxRowPadding = 3;
 inline constexpr int kRowsAhead = 6;  // prefetched per micro-kernel of six rows: a tile of keys per product over one
 
 // Rows of a tensor that will be packed soon. Their pages are far apart when heads interleave, so what costs is the
@@ -150,6 +156,7 @@ class RowPrefetch {
 
 // C rows [0, rows) (and padding) += or = A·B for one panel of kVecs·kLanes lanes.
 template <class Dot, class S, class Start>
+  requires(!Dot::kTiles)
 void product(const typename Dot::Word* a, const typename Dot::Word* b, int steps, float* c, int rows, Start start,
              Vec* maximum = nullptr, RowPrefetch* prefetch = nullptr) {
   const int fours = rows_by_four(rows), end = padded_rows(rows);

@@ -64,6 +64,23 @@ void pack_row_pairs(const T* src, std::int64_t stride, int rows, int d, int d_pa
   }
 }
 
+// Rows as operand A of a product that sums over them, in pairs: by columns (pack_row_pairs), kStepPitch words from one
+// pair to the next; or with kRowPitch words from one column to the next, transposed.
+template <class Dot, int kRowPitch, int kStepPitch, class T>
+void pack_summed_rows(const T* src, std::int64_t stride, int rows, int d, int d_padded, typename Dot::Word* dst) {
+  if constexpr (!Dot::kTiles) {
+    pack_row_pairs<Dot, kStepPitch>(src, stride, rows, d, d_padded, dst);
+  } else {
+#if defined(__AMX_BF16__)
+    static_assert(kStepPitch == 1);
+    const auto* bits = reinterpret_cast<const std::uint16_t*>(src);
+    for (int r = 0; r < rows; r += 2 * kLanes)
+      for (int c = 0; c < d_padded; c += kLanes)
+        transpose_row_pairs(bits + r * stride + c, stride, rows - r, d - c, dst + c * kRowPitch + r / 2, kRowPitch);
+#endif
+  }
+}
+
 // The transpose of packed rows: (d_padded / kStep, kRowsOut) words from (kRowsOut, kPitch).
 template <class Dot, int kPitch, int kRowsOut>
 void transpose_rows(const typename Dot::Word* rows, int d_padded, typename Dot::Word* dst) {

@@ -72,13 +72,9 @@ FLASHSDK_HD void store_as(Fp16* p, Vec x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// dst[c][r] = src[r][c] for a 16 x 16 block of 32-bit words; strides in words.
-FLASHSDK_HD void transpose(const void* src, std::int64_t src_stride, void* dst, std::int64_t dst_stride) {
-  const auto* s = static_cast<const std::uint32_t*>(src);
-  auto* d = static_cast<std::uint32_t*>(dst);
-  __m512i r[16], t[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(s + i * src_stride);
+// dst[c][i] = r[i][c] for a 16 x 16 block of 32-bit words; the stride in words.
+FLASHSDK_HD void store_transposed(__m512i (&r)[16], std::uint32_t* d, std::int64_t dst_stride) {
+  __m512i t[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
@@ -103,6 +99,15 @@ FLASHSDK_HD void transpose(const void* src, std::int64_t src_stride, void* dst, 
   }
 }
 
+// dst[c][r] = src[r][c] for a 16 x 16 block of 32-bit words; strides in words.
+FLASHSDK_HD void transpose(const void* src, std::int64_t src_stride, void* dst, std::int64_t dst_stride) {
+  const auto* s = static_cast<const std::uint32_t*>(src);
+  __m512i r[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(s + i * src_stride);
+  store_transposed(r, static_cast<std::uint32_t*>(dst), dst_stride);
+}
+
 #if defined(__AVX512BF16__)
 // Two bf16 of neighbouring steps in each 32-bit lane: the operand of the dot-product instruction.
 FLASHSDK_HD Vec dot_pairs(Vec acc, __m512i a, __m512i b) {
@@ -125,6 +130,19 @@ FLASHSDK_HD void interleave_rows(const std::uint16_t* a, const std::uint16_t* b,
   __m256i a0 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
   __m256i b0 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
   store_pairs(dst, _mm512_or_si512(_mm512_cvtepu16_epi32(a0), _mm512_slli_epi32(_mm512_cvtepu16_epi32(b0), 16)));
+}
+// dst[c][i] = (src[2i][c], src[2i + 1][c]), i and c < 16; zeros for rows from `rows` and columns from `columns` on.
+FLASHSDK_HD void transpose_row_pairs(const std::uint16_t* src, std::int64_t stride, int rows, int columns,
+                                     std::uint32_t* dst, std::int64_t dst_stride) {
+  const auto in_row = static_cast<__mmask16>(columns >= 16 ? 0xFFFF : (columns > 0 ? (1 << columns) - 1 : 0));
+  auto row = [&](int n) __attribute__((always_inline)) {
+    return _mm256_maskz_loadu_epi16(n < rows ? in_row : 0, src + n * stride);
+  };
+  __m512i r[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i)
+    r[i] = interleave_halves(_mm512_inserti64x4(_mm512_castsi256_si512(row(2 * i)), row(2 * i + 1), 1));
+  store_transposed(r, dst, dst_stride);
 }
 #endif
 

@@ -3,10 +3,14 @@
 
 #include "common/mask_policy.h"
 #include "cpu/pack.h"
+#include "cpu/tiles.h"
 
 namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+template <class T>
+using DotFor = std::conditional_t<std::is_same_v<T, Bf16>, DotAmx, DotF32>;
+#elif defined(__AVX512BF16__)
 template <class T>
 using DotFor = std::conditional_t<std::is_same_v<T, Bf16>, DotBf16, DotF32>;
 #else
@@ -34,15 +38,28 @@ struct Traits {
   static constexpr int kWidePitch = kHeadDim + kPadding;
 
   // K and V tiles of 192 x 128 floats fill 192 KiB of L2 next to the panels; processors with AVX2 alone have less of it,
-  // and wider heads take fewer keys. 96 to 384 are within a few points of each other.
+  // and wider heads take fewer keys. 96 to 384 are within a few points of each other. Products on tile registers are so
+  // fast that what a job loads and packs shows: 256 keys in the backward gained a tenth, more leave cores without jobs.
   static constexpr int kKeys = kHeadDim > 128 ? 96 : (kLanes == 16 ? 192 : 144);
-  static constexpr int kBackwardKeys = kKeys;
+  static constexpr int kBackwardKeys = kHeadDim <= 128 && Dot::kTiles ? 256 : kKeys;
   // Queries that share a packed K and V tile in the forward. Packing reads rows that are pages apart: at head_dim 64 and
-  // 128 queries it costs 15 % of the products. Their operands and accumulators take 256 KiB of L2.
-  static constexpr int kForwardQueries = kHeadDim > 128 ? 128 : 256;
+  // 128 queries it costs 15 % of the products. Their operands and accumulators take 256 KiB of L2; where there are tile
+  // registers it is twice as large.
+  static constexpr int kForwardQueries = kHeadDim > 128 ? 128 : (Dot::kTiles ? 512 : 256);
   // Queries of a backward tile; dK and dV accumulators are loaded and stored once in so many steps.
   static constexpr int kBackwardQueries = 64;
   static_assert(kForwardQueries % kPanel == 0 && kBackwardQueries % kPanel == 0);
+
+  // V and K where a product sums over keys: pairs of rows as operand A by columns, or their transpose (head_dim, keys in
+  // pairs) where A is read by rows. Words from one row of A to the next, and from one step to the next.
+  static constexpr int pair_pitch(int keys) { return round_up(keys / Dot::kStep, 2 * kPadding) + kPadding; }
+  template <int kRows>
+  struct SummedKeys {
+    static constexpr int kRow = Dot::kTiles ? pair_pitch(kRows) : 1, kStep = Dot::kTiles ? 1 : kWidePitch;
+    static constexpr int kWords = Dot::kTiles ? kHeadDim * kRow : (kRows + 1) / Dot::kStep * kWidePitch;
+  };
+  // Visible keys of a tile begin at a multiple of this: whole pairs, and whole steps of tile registers.
+  static constexpr int kCut = Dot::kTiles ? 2 * Dot::kDepth : 2;
 
   // P is rounded to the element type or stays fp32: enough digits for it (cpu/simd.h, exp2).
   static constexpr int kExpDegree = sizeof(T) == 4 ? 5 : (std::is_same_v<T, Bf16> ? 3 : 4);

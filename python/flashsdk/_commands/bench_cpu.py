@@ -164,8 +164,8 @@ class Problem:
 
 def _dense(case: Case, effort: Effort) -> Iterator[dict[str, Any]]:
     problem = Problem(case)
-    # bf16 is measured against the dot-product instruction where the instruction set has one.
-    dot = case.dtype == "bf16" and fs.build_info()["cpu_isa"] == "avx512_bf16"
+    # bf16 is measured against the dot product of pairs or tiles where the instruction set has one.
+    dot = case.dtype == "bf16" and fs.build_info()["cpu_isa"] in ("avx512_bf16", "avx512_amx")
     peaks: list[float] = []
 
     def peak() -> None:

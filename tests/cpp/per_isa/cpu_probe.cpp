@@ -3,6 +3,7 @@
 #include "per_isa/cpu_probe.h"
 
 #include "cpu/pack.h"
+#include "cpu/tiles.h"
 
 #define FLASHSDK_TEXT_(x) #x
 #define FLASHSDK_TEXT(x) FLASHSDK_TEXT_(x)
@@ -72,6 +73,38 @@ int probe_product(const float* a, bool a_transposed, const float* b, int steps, 
   return padded_rows(rows);
 }
 
+#if defined(__AMX_BF16__)
+int probe_tile_product(const std::uint32_t* a, const std::uint32_t* b, int words, float* c, int rows,
+                       const float* rescale, float* maximum) {
+  using S = Strides<flashsdk::testing::CpuProbe::kALd, 1, kPanelLanes, kPanelLanes>;
+  const TileRegisters registers;
+  Vec highest[kVecs], scale[kVecs];
+  for (int v = 0; v < kVecs; ++v) {
+    if (maximum != nullptr) highest[v] = load(maximum + v * kLanes);
+    if (rescale != nullptr) scale[v] = load(rescale + v * kLanes);
+  }
+  Vec* to_raise = maximum != nullptr ? highest : nullptr;
+  if (rescale != nullptr) {
+    product<DotAmx, S>(a, b, words, c, rows, FromScaledC{scale}, to_raise);
+  } else {
+    product<DotAmx, S>(a, b, words, c, rows, FromZero{}, to_raise);
+  }
+  if (maximum != nullptr)
+    for (int v = 0; v < kVecs; ++v) store(maximum + v * kLanes, highest[v]);
+  return DotAmx::padded_rows(rows);
+}
+bool probe_tiles_released() {
+  alignas(64) std::uint8_t shapes[64] = {};
+  _tile_storeconfig(shapes);
+  asm volatile("" ::: "memory");
+  return shapes[0] == 0;  // no palette
+}
+#else
+constexpr int (*probe_tile_product)(const std::uint32_t*, const std::uint32_t*, int, float*, int, const float*,
+                                    float*) = nullptr;
+constexpr bool (*probe_tiles_released)() = nullptr;
+#endif
+
 }  // namespace
 }  // namespace flashsdk::cpu::FLASHSDK_ISA_NS
 
@@ -101,6 +134,8 @@ constinit const CpuProbe FLASHSDK_JOIN(cpu_probe_, FLASHSDK_ISA_NS) = {
     probe_finite_or_zero,
     probe_transpose,
     probe_product,
+    probe_tile_product,
+    probe_tiles_released,
 };
 
 }  // namespace flashsdk::testing

@@ -34,6 +34,13 @@ struct CpuProbe {
   static constexpr int kALd = 64;
   int (*product)(const float* a, bool a_transposed, const float* b, int steps, float* c, int rows, bool add,
                  float* maximum);
+
+  // The same on tile registers, null where there are none: words hold pairs of bf16, `words` of them (a multiple of 16)
+  // are summed over, and rescale, when not null, multiplies each column of C before A·B is added to it.
+  int (*tile_product)(const std::uint32_t* a, const std::uint32_t* b, int words, float* c, int rows,
+                      const float* rescale, float* maximum);
+  // Whether the calling thread's tile registers are in their initial state.
+  bool (*tiles_released)();
 };
 
 }  // namespace flashsdk::testing

@@ -1,0 +1,144 @@
+// AMX: the same product as microkernel.h on tile registers, 16 x 16 x 32 multiply-adds to an instruction.
+//
+// A tile register holds 16 rows of 64 bytes. Packed rows of bf16 are operand A as they lie, pairs of neighbouring steps
+// by lanes are operand B, and C is fp32 as everywhere; so only the widths of reads change: whole tiles, that is steps in
+// multiples of 16 words and rows in multiples of 16, which buffers are padded to with zeros.
+#pragma once
+
+#include "cpu/microkernel.h"
+
+namespace flashsdk::cpu::FLASHSDK_ISA_NS {
+
+#if defined(__AMX_BF16__)
+
+inline constexpr int kTileRows = 16, kTileWords = 16;
+inline constexpr int kRowsAheadOfBlock = 12;  // prefetched per block: a tile of keys over one of queries at head_dim 64
+
+struct DotAmx {
+  using Word = std::uint32_t;
+  static constexpr bool kTiles = true;
+  static constexpr int kStep = 2, kDepth = kTileWords, kMaxRowPadding = kTileRows - 1;
+  static FLASHSDK_HD constexpr int padded_rows(int rows) { return round_up(rows, kTileRows); }
+};
+
+// What LDTILECFG reads: palette 1, all eight registers full.
+struct alignas(64) TileShapes {
+  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static_assert(sizeof(TileShapes) == 64);
+inline constexpr TileShapes kTileShapes;  // static: the intrinsic tells the compiler of its first bytes only
+
+// Tile registers are usable while one lives. They end in their initial state, which costs later context switches nothing
+// and leaves the caller's own thread as the ABI has it.
+class TileRegisters {
+ public:
+  FLASHSDK_HD TileRegisters() { _tile_loadconfig(&kTileShapes); }
+  FLASHSDK_HD ~TileRegisters() { _tile_release(); }
+  TileRegisters(const TileRegisters&) = delete;
+  TileRegisters& operator=(const TileRegisters&) = delete;
+};
+
+// C (16·kRowTiles rows, 32 lanes) = or += A·B: up to four accumulators, which hide the latency of each other, and as
+// many loads as products.
+template <class S, int kRowTiles, bool kFromZero>
+__attribute__((noinline)) void tile_block(const std::uint32_t* a, const std::uint32_t* b, int words, float* c) {
+  constexpr int kARow = S::kARow * 4, kBRow = S::kBStep * 4, kCRow = S::kCRow * 4;  // bytes
+  const auto *a1 = a + kTileRows * S::kARow, *b1 = b + kLanes;
+  float *c10 = c + kTileRows * S::kCRow, *c11 = c10 + kLanes;
+  asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
+  if constexpr (kFromZero) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, c, kCRow);
+    _tile_loadd(1, c + kLanes, kCRow);
+    if constexpr (kRowTiles == 2) {
+      _tile_loadd(2, c10, kCRow);
+      _tile_loadd(3, c11, kCRow);
+    }
+  }
+  for (int s = 0; s < words; s += kTileWords) {
+    _tile_loadd(4, a + s, kARow);
+    _tile_loadd(6, b + s * S::kBStep, kBRow);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b1 + s * S::kBStep, kBRow);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (kRowTiles == 2) {
+      _tile_loadd(5, a1 + s, kARow);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, c, kCRow);
+  _tile_stored(1, c + kLanes, kCRow);
+  if constexpr (kRowTiles == 2) {
+    _tile_stored(2, c10, kCRow);
+    _tile_stored(3, c11, kCRow);
+  }
+}
+
+// Lanes whose scale is 1, as where the maximum stayed, cost nothing.
+template <int kCRow>
+void rescale(float* c, int rows, const Vec* scale) {
+  for (int v = 0; v < kVecs; ++v) {
+    if (_mm512_cmpneq_ps_mask(scale[v], set1(1.f)) == 0) continue;
+    for (int r = 0; r < rows; ++r) {
+      float* at = c + r * kCRow + v * kLanes;
+      store(at, mul(load(at), scale[v]));
+    }
+  }
+}
+
+template <int kCRow>
+FLASHSDK_HD void raise_maximum(const float* c, int rows, Vec* maximum) {
+  Vec m[kVecs];
+  for (int v = 0; v < kVecs; ++v) m[v] = maximum[v];
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) m[v] = max(m[v], load(c + r * kCRow + v * kLanes));
+  for (int v = 0; v < kVecs; ++v) maximum[v] = m[v];
+}
+
+template <class Dot, class S, class Start>
+  requires Dot::kTiles
+void product(const typename Dot::Word* a, const typename Dot::Word* b, int steps, float* c, int rows, Start start,
+             Vec* maximum = nullptr, RowPrefetch* prefetch = nullptr) {
+  static_assert(S::kAStep == 1);
+  constexpr bool kFromZero = std::is_same_v<Start, FromZero>;
+  constexpr int kBlockRows = 2 * kTileRows, kBlockLanes = 2 * kLanes;
+  if constexpr (std::is_same_v<Start, FromScaledC>) rescale<S::kCRow>(c, rows, start.scale);
+  const int end = Dot::padded_rows(rows);
+  // The maximum is taken one block late: its loads then find the stores of the tiles done.
+  int late = 0;
+  auto raise_to = [&](int r) {
+    if (maximum != nullptr) raise_maximum<S::kCRow>(c + late * S::kCRow, r - late, maximum);
+    late = r;
+  };
+  for (int r = 0; r < end; r += kBlockRows) {
+    for (int lane = 0; lane < kVecs * kLanes; lane += kBlockLanes) {
+      const auto* block_a = a + r * S::kARow;
+      float* block_c = c + r * S::kCRow + lane;
+      if (r + kBlockRows <= end) {
+        tile_block<S, 2, kFromZero>(block_a, b + lane, steps, block_c);
+      } else {
+        tile_block<S, 1, kFromZero>(block_a, b + lane, steps, block_c);
+      }
+      if (prefetch != nullptr) prefetch->advance(kRowsAheadOfBlock);
+    }
+    raise_to(r);
+  }
+  raise_to(end);
+}
+
+#else
+
+// Nothing to prepare where products run on vectors.
+struct TileRegisters {};
+
+#endif
+
+}  // namespace flashsdk::cpu::FLASHSDK_ISA_NS
