@@ -93,11 +93,12 @@ def standard(head: Head, storage: Any) -> dict[str, Array]:
         }
 
 
-def flash_backward(head: Head, storage: Any) -> dict[str, Array]:
+def flash_backward(head: Head, storage: Any, lag: float = 0.0) -> dict[str, Array]:
     """dq, dk, dv as FlashAttention's backward has to: from a rounded out and a float32 lse.
 
     Float32 throughout, but for P and dS in the products. Standard attention, which keeps P, can be
-    luckier.
+    luckier. ``lag`` is how far (in log2) the running maximum lies below the final one while P is
+    rounded for the forward's product: kernels differ in it, and so does out in its last bit.
     """
     assert head.dout is not None
     round_to, to32 = rounding(storage), rounding(np.float32)
@@ -107,7 +108,9 @@ def flash_backward(head: Head, storage: Any) -> dict[str, Array]:
     e = np.exp(m.score - top)
     total = e.sum(axis=1, keepdims=True)
     total = np.where(total > 0, total, np.float32(1))
-    out = round_to(round_to(e) * m.drop @ v / total)
+    several = np.isfinite(m.score).sum(axis=1, keepdims=True) > 1  # a single key is its own maximum
+    raised = np.where(several, np.float32(2**lag), np.float32(1))
+    out = round_to(round_to(e * raised) * m.drop @ v / (total * raised))
     lse = top + np.log(total)
 
     log2_e = np.float32(1 / np.log(2))
