@@ -37,7 +37,10 @@ class BackwardBuffers {
   int m_blocks() const { return m_blocks_; }
   Tile tile() const { return tile_; }
   std::size_t dq_tile_bytes() const { return dq_tile_floats_ * sizeof(float); }
-  std::int32_t* progress() const { return reinterpret_cast<std::int32_t*>(base_ + progress_offset()); }
+  // Of the jobs of one of the batch·num_heads_kv heads.
+  std::int32_t* progress(int head) const {
+    return reinterpret_cast<std::int32_t*>(base_ + progress_offset()) + std::int64_t{head} * n_blocks_;
+  }
 
   // delta of the sequence's first query.
   float* delta(const ForwardParams& p, const SeqlenInfo& s, int batch, int head) const {
@@ -131,7 +134,7 @@ float row_dot(const T* a, const T* b, int n) {
 // delta = rowsum(dO∘O) - dlse; progress and dQ accumulators zeroed.
 template <class T>
 void prepare_backward(const BackwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner) {
-  std::memset(buffers.progress(), 0, buffers.jobs() * sizeof(std::int32_t));
+  std::memset(buffers.progress(0), 0, buffers.jobs() * sizeof(std::int32_t));
   for_each_query_tile(p, buffers, runner, [&](int batch, int head, int m_block, const SeqlenInfo& s, int i0, int n) {
     std::memset(buffers.dq_tile(s, batch, head, m_block), 0, buffers.dq_tile_bytes());
     const T* out = s.head_q<const T>(p.out, batch, head) + i0 * p.out.row;
