@@ -26,12 +26,13 @@ template <class F>
 void for_each_job(const ParallelRunner& runner, std::int64_t jobs, F fn) {
   std::int64_t next = 0;
   auto work = [&](int slot) {
-    [[maybe_unused]] const TileRegisters registers;
+    take_tile_registers();
     for (;;) {
       std::int64_t job = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      if (job >= jobs) return;
+      if (job >= jobs) break;
       fn(job, slot);
     }
+    release_tile_registers();
   };
   runner(work);
 }

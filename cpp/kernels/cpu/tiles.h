@@ -30,15 +30,11 @@ struct alignas(64) TileShapes {
 static_assert(sizeof(TileShapes) == 64);
 inline constexpr TileShapes kTileShapes;  // static: the intrinsic tells the compiler of its first bytes only
 
-// Tile registers are usable while one lives. They end in their initial state, which costs later context switches nothing
-// and leaves the caller's own thread as the ABI has it.
-class TileRegisters {
- public:
-  FLASHSDK_HD TileRegisters() { _tile_loadconfig(&kTileShapes); }
-  FLASHSDK_HD ~TileRegisters() { _tile_release(); }
-  TileRegisters(const TileRegisters&) = delete;
-  TileRegisters& operator=(const TileRegisters&) = delete;
-};
+// Tile registers are usable between these two calls. They end in their initial state, which costs later context switches
+// nothing and leaves the caller's own thread as the ABI has it. No class with a destructor: its clean-up for exceptions,
+// which kernels do not throw, would bring in a symbol that all instruction sets share.
+FLASHSDK_HD void take_tile_registers() { _tile_loadconfig(&kTileShapes); }
+FLASHSDK_HD void release_tile_registers() { _tile_release(); }
 
 // C (16·kRowTiles rows, 32 lanes) = or += A·B: up to four accumulators, which hide the latency of each other, and as
 // many loads as products.
@@ -137,7 +133,8 @@ void product(const typename Dot::Word* a, const typename Dot::Word* b, int steps
 #else
 
 // Nothing to prepare where products run on vectors.
-struct TileRegisters {};
+FLASHSDK_HD void take_tile_registers() {}
+FLASHSDK_HD void release_tile_registers() {}
 
 #endif
 

@@ -77,18 +77,19 @@ int probe_product(const float* a, bool a_transposed, const float* b, int steps, 
 int probe_tile_product(const std::uint32_t* a, const std::uint32_t* b, int words, float* c, int rows,
                        const float* rescale, float* maximum) {
   using S = Strides<flashsdk::testing::CpuProbe::kALd, 1, kPanelLanes, kPanelLanes>;
-  const TileRegisters registers;
   Vec highest[kVecs], scale[kVecs];
   for (int v = 0; v < kVecs; ++v) {
     if (maximum != nullptr) highest[v] = load(maximum + v * kLanes);
     if (rescale != nullptr) scale[v] = load(rescale + v * kLanes);
   }
   Vec* to_raise = maximum != nullptr ? highest : nullptr;
+  take_tile_registers();
   if (rescale != nullptr) {
     product<DotAmx, S>(a, b, words, c, rows, FromScaledC{scale}, to_raise);
   } else {
     product<DotAmx, S>(a, b, words, c, rows, FromZero{}, to_raise);
   }
+  release_tile_registers();
   if (maximum != nullptr)
     for (int v = 0; v < kVecs; ++v) store(maximum + v * kLanes, highest[v]);
   return DotAmx::padded_rows(rows);
