@@ -1,5 +1,6 @@
 #include "check.h"
 
+#include <algorithm>
 #include <charconv>
 #include <limits>
 
@@ -7,6 +8,15 @@ namespace flashsdk {
 
 void fail(const std::string& argument, const std::string& given, const std::string& allowed, ErrorCode code) {
   throw Error(code, argument + ": " + given + "; " + allowed);
+}
+
+std::string shown(std::string text) {
+  constexpr std::size_t kLongest = 80;
+  std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 0x7f; }, ' ');
+  if (text.size() <= kLongest) return text;
+  std::size_t end = kLongest;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;  // between characters of UTF-8
+  return text.substr(0, end) + "…";
 }
 
 std::string number(float x) {
@@ -24,14 +34,19 @@ std::string tuple_of(const std::int64_t* values, int count) {
 
 std::string strides_of(const TensorView& t) { return "strides " + tuple_of(t.stride.data(), t.rank); }
 
+// "head_dim 64", "batch + 1 = 3"
+std::string extent_of(const std::string& dim, std::int64_t extent) {
+  const char* between = dim.empty() ? "" : dim.find(' ') == std::string::npos ? " " : " = ";
+  return dim + between + std::to_string(extent);
+}
+
 // "(batch 2, seqlen_k, num_heads_kv, head_dim 64)"
 std::string describe(std::initializer_list<Dim> dims) {
   std::string text;
   for (const Dim& dim : dims) {
     if (!text.empty()) text += ", ";
     if (dim.or_one) text += "1 or ";
-    text += dim.name;
-    if (dim.extent != Dim::kAny) text += ' ' + std::to_string(dim.extent);
+    text += dim.extent == Dim::kAny ? dim.name : extent_of(dim.name, dim.extent);
   }
   return '(' + text + ')';
 }
@@ -84,8 +99,7 @@ void check_row_major(const char* name, const TensorView& t) {
 void check_extent(const char* name, const char* dim, std::int64_t extent, std::int64_t min, std::int64_t max) {
   if (extent >= min && extent <= max) return;
   // A size that is too large is a fair problem, only not one for these kernels.
-  fail(name, (*dim ? std::string(dim) + ' ' : "") + std::to_string(extent),
-       std::to_string(min) + " to " + std::to_string(max),
+  fail(name, extent_of(dim, extent), std::to_string(min) + " to " + std::to_string(max),
        extent > max ? ErrorCode::kUnsupported : ErrorCode::kInvalidArgument);
 }
 

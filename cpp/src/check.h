@@ -15,6 +15,9 @@ namespace flashsdk {
 [[noreturn]] void fail(const std::string& argument, const std::string& given, const std::string& allowed,
                        ErrorCode code = ErrorCode::kInvalidArgument);
 
+// What a caller wrote, for a message: on one line, of at most 80 bytes. flashsdk._errors.shown is the same in Python.
+std::string shown(std::string text);
+
 // A dimension as messages name it, and the extent it must have.
 struct Dim {
   const char* name;

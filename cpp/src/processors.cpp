@@ -3,18 +3,36 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <string>
+#include <system_error>
 #include <thread>
+
+#include "check.h"
 
 namespace flashsdk {
 namespace {
 
-// The first number of "8" or "8,4"; 0 when there is none.
-int from_environment(const char* name) {
-  const char* text = std::getenv(name);
+// Ours alone, so that anything but a number of threads is a mistake; 0 when it is not set.
+int from_flashsdk() {
+  constexpr const char* kName = "FLASHSDK_NUM_THREADS";
+  const char* text = std::getenv(kName);
+  if (text == nullptr || *text == '\0') return 0;
+  int n = 0;
+  const char* end = text + std::strlen(text);
+  const auto [rest, error] = std::from_chars(text, end, n);
+  if (error != std::errc() || rest != end || n < 1 || n > kMaxThreads)
+    fail(kName, shown(text), "1 to " + std::to_string(kMaxThreads));
+  return n;
+}
+
+// Everybody's: the first number of "8" or "8,4"; 0 when there is none.
+int from_openmp() {
+  const char* text = std::getenv("OMP_NUM_THREADS");
   if (text == nullptr) return 0;
   const long n = std::strtol(text, nullptr, 10);
   return n > 0 ? static_cast<int>(std::min<long>(n, kMaxThreads)) : 0;
@@ -62,8 +80,8 @@ double cgroup_quota() {
 }  // namespace
 
 int default_num_threads() {
-  for (const char* name : {"FLASHSDK_NUM_THREADS", "OMP_NUM_THREADS"})
-    if (const int n = from_environment(name)) return n;
+  if (const int n = from_flashsdk()) return n;
+  if (const int n = from_openmp()) return n;
   int n = from_affinity();
   if (const double quota = cgroup_quota(); quota > 0) n = std::min(n, static_cast<int>(std::ceil(quota)));
   return std::clamp(n, 1, kMaxThreads);

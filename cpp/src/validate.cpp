@@ -69,7 +69,7 @@ void read_sizes(const AttentionArgs& args, bool packed, ForwardParams& p) {
     check_given("cu_seqlens_q", args.cu_seqlens_q);
     check_given("cu_seqlens_k", args.cu_seqlens_k);
     check_shape("cu_seqlens_q", args.cu_seqlens_q, {{"batch + 1"}});
-    check_extent("cu_seqlens_q", "batch + 1 =", args.cu_seqlens_q.shape[0], 1, kMaxRows);
+    check_extent("cu_seqlens_q", "batch + 1", args.cu_seqlens_q.shape[0], 1, kMaxRows);
     check_shape("cu_seqlens_k", args.cu_seqlens_k, {{"batch + 1", args.cu_seqlens_q.shape[0]}});
     check_extent("max_seqlen_q", "", args.max_seqlen_q, 0, kMaxRows);
     check_extent("max_seqlen_k", "", args.max_seqlen_k, 0, kMaxRows);
@@ -85,7 +85,7 @@ void read_sizes(const AttentionArgs& args, bool packed, ForwardParams& p) {
     p.seqlen_k = static_cast<int>(args.k.shape[1]);
   }
   // Heads of the whole batch are numbered in 32 bits (dropout).
-  check_extent("q", "batch * num_heads =", std::int64_t{p.batch} * num_heads, 0, kMaxRows);
+  check_extent("q", "batch * num_heads", std::int64_t{p.batch} * num_heads, 0, kMaxRows);
 }
 
 enum class Side : std::uint8_t { kQuery, kKey };  // rows and heads as q has them, or as k and v
@@ -253,7 +253,7 @@ std::optional<Backend> forced_backend(const AttentionArgs& args) {
   } else if (args.backend == "sm90") {
     backend = Backend::kSm90;
   } else {
-    fail("backend", args.backend, "cpu, sm80 or sm90; empty for the best that fits");
+    fail("backend", shown(args.backend), "cpu, sm80 or sm90; empty for the best that fits");
   }
   if (on_cpu != (backend == Backend::kCpu))
     fail("backend", args.backend,

@@ -1,6 +1,7 @@
 #include "validate_mask.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace flashsdk {
 namespace {
@@ -100,6 +101,34 @@ void check_contents(const ListName& partial_name, const BlockLists& partial, con
       }
 }
 
+// Whether the lines of `columns`, read from their beginnings, are those of `rows` transposed. Both have been checked.
+void check_transposed(const ListName& row_name, const BlockLists& rows, const BlockListParam& row_param,
+                      const ListName& col_name, const BlockLists& columns, const BlockListParam& col_param,
+                      int num_rows, int num_cols) {
+  const auto batches = static_cast<int>(std::max(rows.offsets.shape[0], columns.offsets.shape[0]));
+  const auto heads = static_cast<int>(std::max(rows.offsets.shape[1], columns.offsets.shape[1]));
+  std::vector<Line> rest(static_cast<std::size_t>(num_cols));
+  for (int b = 0; b < batches; ++b)
+    for (int h = 0; h < heads; ++h) {
+      for (int c = 0; c < num_cols; ++c)
+        rest[static_cast<std::size_t>(c)] = line_of(col_name, col_param, columns, b, h, c);
+      for (int r = 0; r < num_rows; ++r) {
+        const Line row = line_of(row_name, row_param, rows, b, h, r);
+        for (const std::int32_t* c = row.begin; c != row.end; ++c) {
+          Line& column = rest[static_cast<std::size_t>(*c)];
+          if (column.begin == column.end || *column.begin != r)
+            fail(col_name.indices, "no block " + std::to_string(r) + " in column " + std::to_string(*c),
+                 std::string("the transpose of ") + row_name.indices);
+          ++column.begin;
+        }
+      }
+      for (int c = 0; c < num_cols; ++c)
+        if (const Line& column = rest[static_cast<std::size_t>(c)]; column.begin != column.end)
+          fail(col_name.indices, "block " + std::to_string(*column.begin) + " in column " + std::to_string(c),
+               std::string("the transpose of ") + row_name.indices);
+    }
+}
+
 int check_block(const char* name, int block) {
   if (block <= 0 || block % 16 != 0 || block > (1 << 24))
     fail(name, std::to_string(block), "a positive multiple of 16, at most 16777216");
@@ -140,6 +169,11 @@ void validate_layout(const BlockMask& mask, bool columns, ForwardParams& p, Memo
                                 std::tuple{kColFull.indices, &mask.row_full, &mask.col_full}})
     if (row->indices.shape[0] != col->indices.shape[0])
       fail(name, shape_of(col->indices), "the " + std::to_string(row->indices.shape[0]) + " blocks of the rows");
+  if (readable && !empty(mask.row_partial, mask.row_full) && !empty(mask.col_partial, mask.col_full)) {
+    check_transposed(kRowPartial, mask.row_partial, m.row_partial, kColPartial, mask.col_partial, m.col_partial, rows,
+                     cols);
+    check_transposed(kRowFull, mask.row_full, m.row_full, kColFull, mask.col_full, m.col_full, rows, cols);
+  }
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <new>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace flashsdk::python {
@@ -93,7 +94,23 @@ nb::object attribute(nb::handle object, const char* name) {
   return value;
 }
 
-Protocol find_protocol(PyTypeObject* type) {
+// numpy.ma's, whose mask their memory does not show.
+bool is_masked(nb::handle type) {
+  const nb::object module = nb::steal(PyImport_GetModule(nb::str("numpy.ma").ptr()));
+  if (!module.is_valid()) PyErr_Clear();  // nobody has made one
+  const nb::object masked = module.is_valid() ? attribute(module, "MaskedArray") : nb::object();
+  return masked.is_valid() && PyObject_IsSubclass(type.ptr(), masked.ptr()) == 1;
+}
+
+// Of PyTorch, whose views may say that their values are yet to be negated; that, too, their memory does not show.
+bool is_negative_view(nb::handle array) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  const nb::object answer = nb::steal(PyObject_CallMethodObjArgs(array.ptr(), name, nullptr));
+  if (!answer.is_valid()) PyErr_Clear();
+  return answer.ptr() == Py_True;
+}
+
+Protocol protocol_kind(PyTypeObject* type) {
   const nb::handle of = reinterpret_cast<PyObject*>(type);
   if (nb::object capsule = attribute(of, "__dlpack_c_exchange_api__"); capsule.is_valid()) {
     auto* api = static_cast<DlExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
@@ -101,9 +118,15 @@ Protocol find_protocol(PyTypeObject* type) {
     if (api != nullptr && api->version.major == 1 && api->export_tensor != nullptr)
       return {Protocol::kExchange, api->export_tensor, api->current_stream};
   }
-  if (attribute(of, "__array_struct__").is_valid()) return {Protocol::kArrayStruct};
+  if (attribute(of, "__array_struct__").is_valid()) return {is_masked(of) ? Protocol::kMasked : Protocol::kArrayStruct};
   if (attribute(of, "__dlpack__").is_valid()) return {Protocol::kDlpack};
   return {};
+}
+
+Protocol find_protocol(PyTypeObject* type) {
+  Protocol protocol = protocol_kind(type);
+  protocol.lazy_sign = attribute(reinterpret_cast<PyObject*>(type), "is_neg").is_valid();
+  return protocol;
 }
 
 // Looking the protocol up costs more than using it, so each thread remembers the types it saw last.
@@ -172,9 +195,14 @@ std::string describe(const nb::python_error& error) {
   return class_name(error.value()) + ": " + text.substr(0, text.find('\n'));
 }
 
+const nb::object& ArrayImporter::keep(nb::object capsule) {
+  return capsule_.at(static_cast<std::size_t>(capsules_++)) = std::move(capsule);
+}
+
 TensorView ArrayImporter::take(Role role, nb::handle array, Access access) {
   if (array.is_none()) return {};
   const Protocol protocol = protocol_of(Py_TYPE(array.ptr()));
+  if (protocol.lazy_sign && is_negative_view(array)) fail(role.name, "a view with is_neg(); resolve_neg() of it");
   switch (protocol.kind) {
     case Protocol::kExchange:
       return check_rank(role.name, from_exchange(role, array, protocol));
@@ -182,6 +210,8 @@ TensorView ArrayImporter::take(Role role, nb::handle array, Access access) {
       return check_rank(role.name, from_array_struct(role, array, access));
     case Protocol::kDlpack:
       return check_rank(role.name, from_dlpack(role, array, access));
+    case Protocol::kMasked:
+      fail(role.name, "a masked array; an array without a mask, such as filled() of it");
     case Protocol::kNone:
       break;
   }
@@ -195,7 +225,7 @@ TensorView ArrayImporter::from_exchange(Role role, nb::handle array, const Proto
 }
 
 TensorView ArrayImporter::from_array_struct(Role role, nb::handle array, Access access) {
-  nb::object capsule = nb::steal(PyObject_GetAttrString(array.ptr(), "__array_struct__"));
+  const nb::object& capsule = keep(nb::steal(PyObject_GetAttrString(array.ptr(), "__array_struct__")));
   auto* a = capsule.is_valid() ? static_cast<ArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr)) : nullptr;
   if (a == nullptr) refuse(role.name, array, nb::python_error());
   if (access == Access::kWrite && (a->flags & kWriteable) == 0) fail(role.name, "read-only; a writable array");
@@ -247,7 +277,7 @@ TensorView ArrayImporter::from_dlpack(Role role, nb::handle array, Access access
   } else {
     fail(role.name, "__dlpack__ returned " + class_name(capsule) + "; a DLPack capsule");
   }
-  capsule_.at(static_cast<std::size_t>(capsules_++)) = capsule;  // not consumed: it frees what it lends when it goes
+  keep(capsule);  // not consumed: it frees what it lends when it goes
   return view_of(role, *tensor);
 }
 

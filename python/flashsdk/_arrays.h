@@ -18,10 +18,11 @@ namespace nb = nanobind;
 
 // How an array's type hands out its memory.
 struct Protocol {
-  enum Kind : std::uint8_t { kNone, kExchange, kArrayStruct, kDlpack };
+  enum Kind : std::uint8_t { kNone, kExchange, kArrayStruct, kDlpack, kMasked };
   Kind kind = kNone;
   int (*export_tensor)(void* object, void* dl_tensor) = nullptr;                         // kExchange
   int (*current_stream)(int device_type, std::int32_t device, void** stream) = nullptr;  // kExchange, may be null
+  bool lazy_sign = false;  // an array may say by is_neg() that its values are yet to be negated
 };
 
 // Takes the arrays of one call and keeps what they lend until the call is over.
@@ -52,6 +53,9 @@ class ArrayImporter {
   TensorView from_exchange(Role role, nb::handle array, const Protocol& protocol);
   TensorView from_array_struct(Role role, nb::handle array, Access access);
   TensorView from_dlpack(Role role, nb::handle array, Access access);
+
+  // What frees the memory it lends, or the description of it, when it goes.
+  const nb::object& keep(nb::object capsule);
 
   static constexpr int kMaxCapsules = 24;
   std::array<nb::object, kMaxCapsules> capsule_;

@@ -25,12 +25,8 @@ using Access = ArrayImporter::Access;
 // ---- numbers
 
 [[noreturn]] void fail(const std::string& name, nb::handle given, const char* allowed) {
-  std::string text = nb::repr(given).c_str();
-  for (char& c : text)
-    if (c == '\n') c = ' ';
-  constexpr std::size_t kLongest = 80;
-  if (text.size() > kLongest) text = class_name(given);
-  throw Error(ErrorCode::kInvalidArgument, name + ": " + text + "; " + allowed);
+  const nb::object text = nb::module_::import_("flashsdk._errors").attr("shown")(given);
+  throw Error(ErrorCode::kInvalidArgument, name + ": " + nb::cast<std::string>(text) + "; " + allowed);
 }
 
 float to_float(const char* name, nb::handle value) {
@@ -70,10 +66,8 @@ constexpr const char* kUint64 = "an integer from 0 to 2**64 - 1";
 constexpr const char* kInteger = "an integer of 64 bits";
 
 bool to_bool(const char* name, nb::handle value) {
-  const int truth = PyObject_IsTrue(value.ptr());
-  if (truth >= 0) return truth != 0;
-  PyErr_Clear();
-  fail(name, value, "True or False");
+  if (PyBool_Check(value.ptr())) return value.ptr() == Py_True;
+  return nb::cast<bool>(nb::module_::import_("flashsdk._errors").attr("truth")(name, value));
 }
 
 // ---- masks, as flashsdk.ops lays them out

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._errors import Error, integer
+from ._errors import Error, integer, shown
 
 BlockSize: TypeAlias = int | tuple[int, int]
 Bools: TypeAlias = NDArray[np.bool_]
 Int32s: TypeAlias = NDArray[np.int32]
 
+LISTS = ("row_partial", "row_full", "col_partial", "col_full")  # of a BlockMask, in their order
 INT32_MAX = 2**31 - 1  # longer than any sequence, so than any distance between a query and a key
 
 
@@ -37,7 +38,7 @@ def check_block_size(block_size: BlockSize | tuple[int, ...]) -> tuple[int, int]
                 return block_q, block_k
     except Error:
         pass
-    raise Error(f"block_size: {block_size!r}; one or two positive multiples of 16")
+    raise Error(f"block_size: {shown(block_size)}; one or two positive multiples of 16")
 
 
 def block_bounds(seqlen: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -57,8 +58,15 @@ def check_length(name: str, seqlen: int | None, blocks: int, block: int) -> int:
     return int(seqlen)
 
 
+def as_array(name: str, values: ArrayLike) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except Exception as e:  # ragged lists, arrays of a GPU
+        raise Error(f"{name}: {shown(values)}; an array, or lists of equal lengths") from e
+
+
 def as_blocks(name: str, blocks: ArrayLike) -> Bools:
-    array = np.asarray(blocks)
+    array = as_array(name, blocks)
     if array.dtype != np.bool_:
         raise Error(f"{name}: dtype {array.dtype}; bool")
     if not 2 <= array.ndim <= 4 or array.size == 0:
@@ -70,7 +78,7 @@ def as_blocks(name: str, blocks: ArrayLike) -> Bools:
 
 
 def as_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
-    array = np.asarray(values)
+    array = as_array(name, values)
     if array.dtype.kind not in "iu" and array.size:  # an empty list is float64
         raise Error(f"{name}: dtype {array.dtype}; integers")
     return array.astype(np.int64)
@@ -140,8 +148,8 @@ def from_csr(lists: Csr, others: int) -> Bools:
 
 def from_flex(block_mask: Any, kind: str, cols: int) -> Bools:
     """FlexAttention's padded lists to a matrix: the first num_blocks indices of a row count."""
-    count = _field(block_mask, f"{kind}_num_blocks")  # (batch, num_heads, rows)
-    indices = _field(block_mask, f"{kind}_indices")  # (batch, num_heads, rows, width)
+    count = _listed(block_mask, f"{kind}_num_blocks")  # (batch, num_heads, rows)
+    indices = _listed(block_mask, f"{kind}_indices")  # (batch, num_heads, rows, width)
     if count.ndim != 3 or indices.shape[:-1] != count.shape:
         raise Error(
             f"{kind}_indices: shape {indices.shape}; that of {kind}_num_blocks, {count.shape} "
@@ -157,6 +165,14 @@ def from_flex(block_mask: Any, kind: str, cols: int) -> Bools:
     return blocks
 
 
-def _field(block_mask: Any, name: str) -> NDArray[np.int64]:
-    value = getattr(block_mask, name)
+def flex_field(block_mask: Any, name: str) -> Any:
+    try:
+        return getattr(block_mask, name)
+    except AttributeError:
+        allowed = f"a BlockMask of FlexAttention, with {name}"
+        raise Error(f"block_mask: {shown(block_mask)}; {allowed}") from None
+
+
+def _listed(block_mask: Any, name: str) -> NDArray[np.int64]:
+    value = flex_field(block_mask, name)
     return as_integers(name, value.cpu() if hasattr(value, "cpu") else value)

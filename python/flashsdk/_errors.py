@@ -1,9 +1,11 @@
-"""The one exception of the package, and the check for whole numbers that most of it shares."""
+"""The one exception of the package, and the checks of numbers that most of it shares."""
 
 from __future__ import annotations
 
 import operator
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 Code = Literal["invalid_argument", "unsupported", "runtime"]
 
@@ -22,6 +24,18 @@ class Error(ValueError):
         self.code = code
 
 
+def shown(value: object) -> str:
+    """``value`` for a message: its repr on one line, of at most 80 characters.
+
+    The extension asks here too; the library's own ``shown`` does the same for what it is given.
+    """
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # of the caller's type
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
 def integer(
     name: str, value: object, minimum: int | None = None, *, allowed: str = "an integer"
 ) -> int:
@@ -31,9 +45,28 @@ def integer(
     if not isinstance(value, bool):
         try:
             number = operator.index(value)  # type: ignore[arg-type]
-        except TypeError:
+        except Exception:
             pass
         else:
             if minimum is None or number >= minimum:
                 return number
-    raise Error(f"{name}: {value!r}; {allowed}")
+    raise Error(f"{name}: {shown(value)}; {allowed}")
+
+
+def real(name: str, value: Any, *, allowed: str = "a number") -> float:
+    """``value`` as a float. NumPy's too, and arrays of one number; no text."""
+    if not isinstance(value, str | bytes | bytearray):
+        try:
+            return float(value)
+        except Exception:
+            pass
+    raise Error(f"{name}: {shown(value)}; {allowed}")
+
+
+def truth(name: str, value: object) -> bool:
+    """``value`` as a bool. NumPy's too; nothing that is merely true or false, as "no" is."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    raise Error(f"{name}: {shown(value)}; True or False")

@@ -16,13 +16,13 @@ Bad arguments raise ``flashsdk.Error``: one line with the argument, what was giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ._block_lists import BlockSize, Bools, as_blocks, block_bounds, check_block_size
-from ._errors import Error, integer
+from ._errors import Error, integer, real, shown
 from .masks import Alignment, Band, BlockMask, Causal, SlidingWindow, band_or_all
 
 __all__ = [
@@ -224,9 +224,9 @@ def bigbird(
 
     def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
         chosen = (np.abs(own - key) <= window_blocks // 2) | _global(own, key, global_blocks)
-        shown = band_or_all(band).blocks(seqlen_k, seqlen_k, (block_k, block_k))[0]
+        visible = band_or_all(band).blocks(seqlen_k, seqlen_k, (block_k, block_k))[0]
         heads = range(num_heads if random_blocks else 1)
-        picks = (_pick(shown & ~chosen, random_blocks, (seed, head)) for head in heads)
+        picks = (_pick(visible & ~chosen, random_blocks, (seed, head)) for head in heads)
         return np.stack([chosen | pick for pick in picks])
 
     return _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, band)
@@ -248,16 +248,17 @@ def random(
     (all of them without one). The blocks on the diagonal are among them and stay even if they are
     more, so that no query is left without keys.
     """
-    if not isinstance(density, int | float) or not 0 <= density <= 1:
-        raise Error(f"density: {density!r}; a number from 0 to 1")
+    allowed = "a number from 0 to 1"
+    if not 0 <= real("density", density, allowed=allowed) <= 1:
+        raise Error(f"density: {shown(density)}; {allowed}")
     integer("num_heads", num_heads, 1)
     integer("seed", seed, 0)
 
     diagonal = _along_diagonal(np.equal, seqlen_q, seqlen_k, block_size, band)
     kept = diagonal.to_dense(block_level=True)[0, 0]
-    shown = band_or_all(band).blocks(seqlen_q, seqlen_k, diagonal.block_size)[0]
-    count = max(round(density * np.count_nonzero(shown)) - np.count_nonzero(kept), 0)
-    candidates = (shown & ~kept).reshape(1, -1)
+    visible = band_or_all(band).blocks(seqlen_q, seqlen_k, diagonal.block_size)[0]
+    count = max(round(density * np.count_nonzero(visible)) - np.count_nonzero(kept), 0)
+    candidates = (visible & ~kept).reshape(1, -1)
     picks = (_pick(candidates, count, (seed, head)) for head in range(num_heads))
     blocks = np.stack([kept | pick.reshape(kept.shape) for pick in picks])
     return BlockMask.from_dense(
@@ -265,27 +266,28 @@ def random(
     )
 
 
-def stack_heads(masks: Sequence[BlockMask]) -> BlockMask:
+def stack_heads(masks: Iterable[BlockMask]) -> BlockMask:
     """One mask whose heads are those of ``masks`` in turn: another layout for every head.
 
     All must have the same lengths and block size, a batch that is equal or 1, and, where they have
     partial blocks, the same band.
     """
+    given, masks = masks, tuple(masks) if isinstance(masks, Iterable) else ()
     if not masks or not all(isinstance(mask, BlockMask) for mask in masks):
-        kinds = [type(mask).__name__ for mask in masks]
-        raise Error(f"masks: {kinds}; one or more BlockMasks")
+        raise Error(f"masks: {shown(masks or given)}; one or more BlockMasks")
     first = masks[0]
     for mask in masks:
         for name in ("seqlen_q", "seqlen_k", "block_size"):
             if getattr(mask, name) != getattr(first, name):
-                given = [getattr(each, name) for each in masks]
-                raise Error(f"masks: {name} {given}; one {name} for all")
+                each = [getattr(mask, name) for mask in masks]
+                raise Error(f"masks: {name} {shown(each)}; one {name} for all")
     bands = {mask.band for mask in masks} - {None}
     if len(bands) > 1:
-        raise Error(f"masks: {len(bands)} bands, {sorted(map(str, bands))}; one band for all heads")
+        each = sorted(map(str, bands))
+        raise Error(f"masks: {len(bands)} bands, {shown(each)}; one band for all heads")
     batches = sorted({mask.batch for mask in masks} - {1})
     if len(batches) > 1:
-        raise Error(f"masks: batch {batches}; one batch for all, or 1")
+        raise Error(f"masks: batch {shown(batches)}; one batch for all, or 1")
     batch = batches[0] if batches else 1
 
     matrices = [mask.block_matrices() for mask in masks]

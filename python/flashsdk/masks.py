@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from . import _block_lists as lists
-from ._block_lists import INT32_MAX, BlockSize, Bools, Csr, Int32s
-from ._errors import Error, integer
+from ._block_lists import INT32_MAX, LISTS, BlockSize, Bools, Csr, Int32s
+from ._errors import Error, integer, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,6 @@ __all__ = ["Band", "BlockMask", "Causal", "Csr", "Dense", "Mask", "SlidingWindow
 
 Alignment: TypeAlias = Literal["bottom_right", "top_left"]
 
-_LISTS = ("row_partial", "row_full", "col_partial", "col_full")
 _NONE = np.zeros((1, 1, 1, 1), bool)  # no block, of any layout
 
 
@@ -82,8 +81,11 @@ class Band:
                 continue
             limit = max(integer(name, given, allowed="None or an integer"), -INT32_MAX)
             object.__setattr__(self, name, limit if limit < INT32_MAX else None)
-        if self.alignment not in ("bottom_right", "top_left"):
-            raise Error(f'alignment: {self.alignment!r}; "bottom_right" or "top_left"')
+        if not isinstance(self.alignment, str) or self.alignment not in (
+            "bottom_right",
+            "top_left",
+        ):
+            raise Error(f'alignment: {shown(self.alignment)}; "bottom_right" or "top_left"')
 
     def shift(self, seqlen_q: int, seqlen_k: int) -> int:
         """The key at which query 0 stands."""
@@ -175,7 +177,7 @@ def band_or_all(band: Band | None) -> Band:
         return band
     if band is None:
         return Band()
-    raise Error(f"band: {type(band).__name__}; a Band, Causal(), SlidingWindow() or None")
+    raise Error(f"band: {shown(band)}; a Band, Causal(), SlidingWindow() or None")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -205,15 +207,16 @@ class BlockMask:
     _sizes: tuple[int, ...] = field(init=False)  # of each: batch, num_heads, lines + 1, blocks
 
     def __post_init__(self) -> None:
-        given = [np.asarray(array, np.int32) for name in _LISTS for array in getattr(self, name)]
-        # The lists are views of one array: to move a mask to a device is to move that.
+        given = [np.asarray(array, np.int32) for name in LISTS for array in getattr(self, name)]
+        # The lists are views of one array: to move a mask to a device is to move that. It stays
+        # writable, as torch warns of what is not, and nobody has it but the adapter.
         flat = np.concatenate([array.reshape(-1) for array in given])
         object.__setattr__(self, "_flat", flat)
         parts = np.split(flat, np.cumsum([array.size for array in given[:-1]]))
         views = [part.reshape(array.shape) for part, array in zip(parts, given, strict=True)]
         for view in views:
             view.setflags(write=False)
-        for name, offsets, indices in zip(_LISTS, views[::2], views[1::2], strict=True):
+        for name, offsets, indices in zip(LISTS, views[::2], views[1::2], strict=True):
             object.__setattr__(self, name, Csr(offsets, indices))
         sizes = [n for array in given for n in array.shape]
         object.__setattr__(self, "_sizes", tuple(sizes))
@@ -312,11 +315,16 @@ class BlockMask:
 
         Raises Error if there are partial blocks and no band, or if a field does not fit.
         """
-        block_q, block_k = lists.check_block_size(tuple(block_mask.BLOCK_SIZE))
-        seqlen_q, seqlen_k = (integer("seq_lengths", n, 1) for n in block_mask.seq_lengths)
+        block_q, block_k = lists.check_block_size(lists.flex_field(block_mask, "BLOCK_SIZE"))
+        lengths = lists.flex_field(block_mask, "seq_lengths")
+        try:
+            seqlen_q, seqlen_k = lengths
+        except (TypeError, ValueError):
+            raise Error(f"seq_lengths: {shown(lengths)}; (seqlen_q, seqlen_k)") from None
+        seqlen_q, seqlen_k = (integer("seq_lengths", n, 1) for n in (seqlen_q, seqlen_k))
         cols = -(-seqlen_k // block_k)
         partial = lists.from_flex(block_mask, "kv", cols)
-        has_full = block_mask.full_kv_num_blocks is not None
+        has_full = lists.flex_field(block_mask, "full_kv_num_blocks") is not None
         full = lists.from_flex(block_mask, "full_kv", cols) if has_full else _NONE
         if band is None and partial.any():
             raise Error(

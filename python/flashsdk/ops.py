@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from . import _bindings, _frameworks
-from ._errors import Error
+from ._errors import Error, shown
 from .masks import Band, BlockMask, Dense, Mask
 
 __all__ = [
@@ -272,8 +272,8 @@ def explain(
 
     Arguments are those of the call; nothing is computed. Raises Error like the call.
     """
-    if op not in ("fwd", "bwd"):
-        raise Error(f'op: {op!r}; "fwd" or "bwd"')
+    if not isinstance(op, str) or op not in ("fwd", "bwd"):
+        raise Error(f'op: {shown(op)}; "fwd" or "bwd"')
     packed: _bindings.Packed = ()
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -354,7 +354,7 @@ def _mask(mask: object, q: Any) -> _bindings.Mask:
     if isinstance(mask, PlacedLayout):
         return (*mask.block_size, mask.seqlen_q, mask.seqlen_k, _mask(mask.band, q), *mask.arrays)
     allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
-    raise Error(f"mask: {mask!r:.60}; {allowed}")
+    raise Error(f"mask: {shown(mask)}; {allowed}")
 
 
 def _lists(mask: BlockMask, q: Any) -> tuple[Any, ...]:

@@ -29,6 +29,25 @@ def same_threads():
     fs.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def errors_are_one_line(monkeypatch):
+    """Every Error that a test provokes, whatever else it asks of it."""
+    import flashsdk as fs
+
+    lines = []
+    make = fs.Error.__init__
+
+    def made(self, message, *rest, **options):
+        make(self, message, *rest, **options)
+        lines.append(message)
+
+    monkeypatch.setattr(fs.Error, "__init__", made)
+    yield
+    for line in lines:
+        assert len(line.splitlines()) == 1, line
+        assert ": " in line and "; " in line, line
+
+
 def pytest_sessionfinish() -> None:
     Runner.close_all()
 

@@ -10,7 +10,7 @@ import flashsdk as fs
 import numpy as np
 import pytest
 import reference
-from cases import CPU_DTYPES, assert_same_bits, qkv
+from cases import CPU_DTYPES, assert_same_bits, normal, qkv
 
 
 def both(q, k, v, dout, **keywords):
@@ -83,6 +83,49 @@ def test_subclasses_and_non_native_bytes():
     q, k, v, _ = qkv()
     with pytest.raises(fs.Error, match=r"^q: "):
         fs.mha_fwd(q.astype(q.dtype.newbyteorder()), k, v)
+
+
+class Temporary:
+    """An array that lends what nobody else holds: it lives as long as the capsule."""
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    @property
+    def __array_struct__(self):
+        return self.array.copy().__array_struct__
+
+
+def test_what_an_array_lends_lives_until_the_end():
+    q, k, v, dout = normal(*[(1, 2048, 2, 64)] * 4)  # so large that the system gets it back
+    want = both(q, k, v, dout)
+    out, lse = np.empty_like(q), np.empty((1, 2, 2048), np.float32)
+    lent = [Temporary(x) for x in (q, k, v, dout)]
+    fs.mha_fwd(*lent[:3], out=out, lse=lse)
+    grads = {name: np.empty_like(q) for name in ("dq", "dk", "dv")}
+    fs.mha_bwd(lent[3], *lent[:3], Temporary(out), Temporary(lse), **grads)
+    assert_same_bits(want, (out, lse, *grads.values()))
+
+
+def test_what_memory_does_not_show_is_refused():
+    """Masks of numpy.ma, and signs that PyTorch has yet to apply."""
+    q, k, v, _ = qkv()
+    with pytest.raises(fs.Error, match=r"^k: a masked array; "):
+        fs.mha_fwd(q, np.ma.masked_array(k, np.zeros_like(k)), v)
+    with pytest.raises(fs.Error, match=r"^out: a masked array; "):
+        fs.mha_fwd(q, k, v, out=np.ma.masked_array(np.empty_like(q)))
+    torch = pytest.importorskip("torch")
+    q, k, v = map(torch.from_numpy, (q, k, v))
+    for names, tensors in (("q", (torch._neg_view(q), k, v)), ("v", (q, k, torch._neg_view(v)))):
+        with pytest.raises(fs.Error, match=rf"^{names}: a view with is_neg\(\); resolve_neg"):
+            fs.mha_fwd(*tensors)
+    with pytest.raises(fs.Error, match=r"^out: a view with is_neg"):
+        fs.mha_fwd(q, k, v, out=torch._neg_view(torch.empty_like(q)))
+    assert torch.equal(
+        fs.mha_fwd(torch._neg_view(-q).resolve_neg(), k, v)[0], fs.mha_fwd(q, k, v)[0]
+    )
+    adapter = pytest.importorskip("flashsdk.torch")
+    assert torch.equal(adapter.attention(torch._neg_view(-q), k, v), fs.mha_fwd(q, k, v)[0])
 
 
 # ---- other frameworks

@@ -303,6 +303,57 @@ def test_seeds(name, bad):
     refused("mha_fwd", batched() | {name: bad, "dropout_p": 0.1}, name, str(bad))
 
 
+MATRIX = np.zeros((40, 40))  # whose repr has many lines
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"softmax_scale": MATRIX}, {"softcap": "a"}, {"softcap": None}, {"dropout_p": MATRIX},
+        {"seed": MATRIX}, {"offset": None}, {"deterministic": "no"}, {"deterministic": MATRIX},
+        {"deterministic": None}, {"stream": MATRIX}, {"backend": "x\ny"}, {"backend": "x" * 200},
+        {"backend": MATRIX}, {"mask": MATRIX}, {"mask": "causal\n"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_was_given_is_shown_in_short(change):
+    ((name, _),) = change.items()
+    line = refused("mha_fwd", batched() | change, name)
+    assert len(line) < 200
+
+
+def test_numpys_booleans_are_booleans():
+    a = batched()
+    fs.mha_fwd(a["q"], a["k"], a["v"], deterministic=np.True_)
+
+
+def test_extents_of_sums_are_clear():
+    cu = {"cu_seqlens_q": _cu(0), "cu_seqlens_k": _cu(0, 30)}
+    refused("mha_varlen_fwd", packed() | cu, "cu_seqlens_k", "(batch + 1 = 1)")
+
+
+def test_columns_that_are_not_the_transpose_of_the_rows():
+    """Of as many blocks, all in order."""
+    good = fs.BlockMask.from_dense([[True, False], [True, True]], 16, seqlen_q=20, seqlen_k=30)
+    parts = {n: getattr(good, n) for n in ("row_partial", "row_full", "col_partial", "col_full")}
+    for offsets, indices in (
+        ([0, 1, 3], [0, 0, 1]),  # of the other triangle
+        ([0, 2, 3], [0, 1, 0]),
+        ([0, 0, 2], [0, 1]),
+    ):
+        col_full = fs.masks.Csr(np.array([[offsets]], np.int32), np.array(indices, np.int32))
+        mask = fs.BlockMask((16, 16), 20, 30, None, **parts | {"col_full": col_full})
+        refused("mha_bwd", batched() | {"mask": mask}, "mask.col_full.indices")
+    blocks = np.zeros((4, 2, 2), bool)
+    blocks[[0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 0, 1]] = True
+    heads, others = (
+        fs.BlockMask.from_dense(x, 16, seqlen_q=20, seqlen_k=30) for x in (blocks, blocks[::-1])
+    )
+    parts = {n: getattr(heads, n) for n in parts} | {"col_full": others.col_full}
+    mask = fs.BlockMask((16, 16), 20, 30, None, **parts)
+    refused("mha_bwd", batched() | {"mask": mask}, "mask.col_full.indices")
+
+
 @pytest.mark.parametrize("n", [0, -1, 1.5, "two"])
 def test_number_of_threads(n):
     before = fs.get_num_threads()

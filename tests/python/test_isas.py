@@ -64,6 +64,20 @@ def test_number_of_threads_is_that_of_the_processors():
     assert python(one + THREADS).stdout.split() == ["1", "1"]
 
 
-@pytest.mark.parametrize("threads", ["0", "-1", "two", ""])
-def test_no_number_of_threads_is_not_given(threads):
-    assert python(THREADS, FLASHSDK_NUM_THREADS=threads).stdout == python(THREADS).stdout
+@pytest.mark.parametrize("threads", ["0", "-1", "two", "3x", "2.5", "4097", "9" * 99, "1\n2"])
+def test_no_number_of_threads(threads):
+    done = python(CALL, FLASHSDK_NUM_THREADS=threads)
+    assert done.returncode == 1
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("flashsdk._errors.Error: FLASHSDK_NUM_THREADS: ")
+    assert line.endswith("; 1 to 4096")
+
+
+def test_empty_number_of_threads_is_not_given():
+    assert python(THREADS, FLASHSDK_NUM_THREADS="").stdout == python(THREADS).stdout
+
+
+@pytest.mark.parametrize("threads", ["0", "two"])
+def test_number_of_threads_of_others_may_be_anything(threads):
+    assert python(THREADS, OMP_NUM_THREADS=threads).stdout == python(THREADS).stdout
+    assert python(THREADS, OMP_NUM_THREADS="1,4").stdout.split()[0] == "1"

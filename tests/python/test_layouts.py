@@ -252,6 +252,17 @@ def test_stack_heads_keeps_each_head():
     assert layouts.stack_heads([mask]) == mask
 
 
+def test_stack_heads_takes_what_can_be_gone_through():
+    masks = [layouts.causal(40, 40, 16), layouts.dense(40, 40, 16)]
+    assert layouts.stack_heads(mask for mask in masks) == layouts.stack_heads(masks)
+
+
+def test_density_may_be_numpys():
+    assert layouts.random(80, 80, 16, density=np.float32(0.5)) == layouts.random(
+        80, 80, 16, density=0.5
+    )
+
+
 def test_stack_heads_shares_the_batch():
     many = BlockMask.from_dense(np.random.default_rng(0).random((3, 2, 4, 4)) < 0.5, B)
     mask = layouts.stack_heads([layouts.dense(64, 64, B), many])
@@ -302,7 +313,7 @@ def test_from_matrix_names_the_first_mixed_block():
         (lambda: layouts.causal(5, 5, alignment="left"), "alignment: 'left'; "),
         (lambda: layouts.sliding_window(5, 5, left=1.5, right=0), "left: 1.5; None or an integer"),
         (lambda: layouts.strided(5, 5, stride_blocks=0), "stride_blocks: 0; an integer >= 1"),
-        (lambda: layouts.strided(5, 5, stride_blocks=1, band=3), "band: int; a Band, Causal(), S"),
+        (lambda: layouts.strided(5, 5, stride_blocks=1, band=3), "band: 3; a Band, Causal(), S"),
         (lambda: layouts.fixed(5, 5, stride_blocks=2.0), "stride_blocks: 2.0; an integer >= 1"),
         (
             lambda: layouts.fixed(5, 5, stride_blocks=2, summary_blocks=3),
@@ -317,12 +328,20 @@ def test_from_matrix_names_the_first_mixed_block():
         (lambda: layouts.bigbird(5, 5, window_blocks=2), "window_blocks: 2; an odd number"),
         (lambda: layouts.bigbird(5, 5, random_blocks=-1), "random_blocks: -1; an integer >= 0"),
         (lambda: layouts.bigbird(5, 5, num_heads=0), "num_heads: 0; an integer >= 1"),
-        (lambda: layouts.bigbird(5, 5, band=Causal), "band: function; a Band, Causal(), Sliding"),
+        (lambda: layouts.bigbird(5, 5, band=Causal), "band: <function Causal at 0x"),
         (lambda: layouts.random(5, 5, density=1.5), "density: 1.5; a number from 0 to 1"),
         (lambda: layouts.random(5, 5, density=math.nan), "density: nan; a number from 0 to 1"),
         (lambda: layouts.random(5, 5, density=0.5, seed=-1), "seed: -1; an integer >= 0"),
         (lambda: layouts.stack_heads([]), "masks: []; one or more BlockMasks"),
-        (lambda: layouts.stack_heads([Causal()]), "masks: ['Band']; one or more BlockMasks"),
+        (
+            lambda: layouts.stack_heads([Causal()]),
+            "masks: (Band(left=None, right=0, alignment='bottom_right'),); one or more BlockMasks",
+        ),
+        (lambda: layouts.stack_heads(5), "masks: 5; one or more BlockMasks"),
+        (lambda: layouts.stack_heads(m for m in ()), "masks: <generator object"),
+        (lambda: layouts.random(5, 5, density="0.5"), "density: '0.5'; a number from 0 to 1"),
+        (lambda: layouts.random(5, 5, density=np.ones((9, 9))), "density: array([[1., 1., 1., "),
+        (lambda: layouts.from_matrix([[True], [True, False]]), "matrix: [[True], [True, False]]; "),
         (
             lambda: layouts.stack_heads([layouts.dense(5, 5), layouts.dense(5, 6)]),
             "masks: seqlen_k [5, 6]; one seqlen_k for all",
