@@ -8,10 +8,28 @@
 
 namespace flashsdk::cuda {
 
+// visit(walk) with the walk of a row of tiles.
+template <class Policy, class Visit>
+__device__ void visit_row_walk(const Policy& policy, flashsdk::Tile tile, int m_block, Visit&& visit) {
+  visit(policy.row_walk(tile, m_block));
+}
+
 class BuiltinPolicy {
  public:
   __device__ BuiltinPolicy(const MaskParam& mask, const SeqlenInfo& s, int batch, int head)
       : mask_(mask), seq_(s), batch_(batch), head_(head) {}
+
+  // Runs and lists apart: the compiler then keeps in registers what the one or the other needs, not both.
+  template <class Visit>
+  friend __device__ void visit_row_walk(const BuiltinPolicy& policy, flashsdk::Tile tile, int m_block, Visit&& visit) {
+    if (policy.mask_.kind == MaskKind::kBlockSparse) {
+      visit(BlockSparsePolicy(policy.mask_, policy.seq_, policy.batch_, policy.head_).row_walk(tile, m_block));
+    } else if (policy.mask_.kind == MaskKind::kBand) {
+      visit(BandPolicy(policy.mask_, policy.seq_, policy.batch_, policy.head_).row_walk(tile, m_block));
+    } else {
+      visit(DensePolicy(policy.mask_, policy.seq_, policy.batch_, policy.head_).row_walk(tile, m_block));
+    }
+  }
 
   __device__ TileWalk row_walk(flashsdk::Tile tile, int m_block) const {
     switch (mask_.kind) {

@@ -1,4 +1,4 @@
-// The SM90 forward kernel: persistent blocks, one warp that loads, two or more warpgroups that compute.
+// The SM90 forward kernel: persistent blocks, two warps that load, two or more warpgroups that compute.
 //
 // A warpgroup owns 64 queries of the block's tile. Its scores S = Q·Kᵀ, the softmax between the products and the sum
 // O += P·V follow the online softmax of FlashAttention (arXiv 2205.14135). What keeps the tensor cores busy is
@@ -53,79 +53,78 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
   const auto keys = operand_b<MmaScores>(sK);
   const auto values = operand_b<MmaOut>(sVt);
 
-  RingState<Traits::kQueryStages> q_state;
-  RingState<Traits::kStages> k_state, v_state;
-  RingState<Traits::kTileSlots> slot;
-  auto next_tile = [&] {
-    smem.k_ring.wait_full(k_state);
-    const KeyTileView tile(smem.tiles[slot.stage]);
-    slot.advance();
-    return tile;
+  using Keys = RingState<Traits::kStages>;
+  using Queries = RingState<Traits::kQueryStages>;
+  auto wait_for_tile = [&](unsigned index) {
+    smem.k_ring.wait_full(Keys::after(index));
+    return smem.key_tiles[index % Traits::kSlots];
   };
-  auto start_scores = [&](auto& acc, const KeyTileView& tile) {
-    if (tile.has(KeyTile::kFirst)) smem.q_ring.wait_full(q_state);
-    start_gemm<MmaScores>(queries(_, _, _, q_state.stage), keys(_, _, _, k_state.stage), acc, false);
+  auto of = [&](unsigned work) -> const QueryTile& { return smem.query_tiles[work % Traits::kSlots]; };
+  auto start_scores = [&](auto& acc, const KeyTile& tile, unsigned index, unsigned work) {
+    const auto q = Queries::after(work);
+    if (tile.has(KeyTile::kFirst)) smem.q_ring.wait_full(q);
+    start_gemm<MmaScores>(queries(_, _, _, q.stage), keys(_, _, _, Keys::after(index).stage), acc, false);
   };
-  auto release_keys = [&](const KeyTileView& tile) {
-    smem.k_ring.release(k_state);
-    k_state.advance();
-    if (tile.has(KeyTile::kLast)) {
-      smem.q_ring.release(q_state);
-      q_state.advance();
-    }
+  auto release_keys = [&](const KeyTile& tile, unsigned index, unsigned work) {
+    smem.k_ring.release(Keys::after(index));
+    if (tile.has(KeyTile::kLast)) smem.q_ring.release(Queries::after(work));
   };
 
-  KeyTileView tile = next_tile();
+  unsigned index = 0, work = 0;  // of the tile whose P·V comes next: counts tiles of keys, and of queries
+  KeyTile tile = wait_for_tile(index);
   if (tile.has(KeyTile::kEnd)) return;
   ForwardScores<Traits, Policy, kFeatures> scores(p, warpgroup);
   auto acc_out = accumulator<MmaOut, Traits::kHeadDimV>();
   auto probabilities = cute::make_tensor_like<typename Traits::Element>(accumulator<MmaScores, kBlockN>());
   const auto probabilities_a = as_operand_a(probabilities);
-  auto start_out = [&](const KeyTileView& tile) {
-    smem.v_ring.wait_full(v_state);
-    start_gemm<MmaOut>(probabilities_a, values(_, _, _, v_state.stage), acc_out, !tile.has(KeyTile::kFirst));
+  auto start_out = [&] {
+    const auto v = Keys::after(index);
+    smem.v_ring.wait_full(v);
+    start_gemm<MmaOut>(probabilities_a, values(_, _, _, v.stage), acc_out, !tile.has(KeyTile::kFirst));
   };
   auto finish_out = [&] {
     cute::warpgroup_wait<0>();
     finished(acc_out);
-    smem.v_ring.release(v_state);
-    v_state.advance();
+    smem.v_ring.release(Keys::after(index));
   };
 
   {
     auto acc = accumulator<MmaScores, kBlockN>();
-    start_scores(acc, tile);
+    start_scores(acc, tile, index, work);
     cute::warpgroup_wait<0>();
     finished(acc);
-    release_keys(tile);
-    scores.start(acc, tile);
-    scores.keep(acc, probabilities, tile);
+    release_keys(tile, index, work);
+    scores.start(acc, tile, of(work));
+    scores.keep(acc, probabilities, tile, of(work));
   }
   const Turn<Traits::kWarpgroups> turn(warpgroup);
   for (;;) {
-    const KeyTileView next = next_tile();
+    const KeyTile next = wait_for_tile(index + 1);
     if (next.has(KeyTile::kEnd)) break;
+    const unsigned next_work = work + (next.has(KeyTile::kFirst) ? 1 : 0);
     auto acc = accumulator<MmaScores, kBlockN>();
     turn.wait();
-    start_scores(acc, next);
-    start_out(tile);
+    start_scores(acc, next, index + 1, next_work);
+    start_out();
     turn.pass();
     cute::warpgroup_wait<1>();
     finished(acc);
-    release_keys(next);
-    const auto factors = scores.apply(acc, next, tile);
+    release_keys(next, index + 1, next_work);
+    const auto factors = scores.apply(acc, next, of(next_work), of(work));
     finish_out();
-    scores.keep(acc, probabilities, next);
+    scores.keep(acc, probabilities, next, of(next_work));
     factors.apply(acc_out);
-    if (next.has(KeyTile::kFirst)) scores.write(acc_out, tile);
+    if (next.has(KeyTile::kFirst)) scores.write(acc_out, of(work));
     tile = next;
+    work = next_work;
+    ++index;
   }
   turn.end();
-  start_out(tile);
-  const auto factors = scores.close(tile);
+  start_out();
+  const auto factors = scores.close(of(work));
   finish_out();
   factors.apply(acc_out);
-  scores.write(acc_out, tile);
+  scores.write(acc_out, of(work));
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
@@ -139,6 +138,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     smem.q_ring.init(1, kWarps);
     smem.k_ring.init(1, kWarps);
     smem.v_ring.init(1, kWarps);
+    for (auto& barrier : smem.announced) barrier.init(1);
     smem.tail.init(1);
     cutlass::arch::fence_barrier_init();
   }
@@ -147,7 +147,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
     if (warp == 0) {
-      ForwardLoader<Traits, Policy>(p, maps, smem).run(WorkStream(schedule));
+      KeyLoader<Traits, Policy>(p, maps, smem).run(WorkStream(p, schedule, Traits::kBlockM));
+    } else if (warp == 1) {
+      ValueLoader<Traits>(p, maps, smem).run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kComputeRegisters>();

@@ -42,10 +42,10 @@ class ForwardScores {
         scale_first_((cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) || !(p.score.softmax_scale > 0.f)),
         softmax_((scale_first_ ? 1.f : p.score.softmax_scale) * cuda::kLog2e) {}
 
-  // Scores become probabilities, not yet divided by their sum. `previous` is the tile before this one.
+  // Scores become probabilities, not yet divided by their sum. `previous` has the queries of the tile before this one.
   template <class Accumulator>
-  __device__ Factors apply(Accumulator& acc, const KeyTileView& tile, const KeyTileView& previous) {
-    modify_and_mask(acc, tile);
+  __device__ Factors apply(Accumulator& acc, const KeyTile& tile, const QueryTile& of, const QueryTile& previous) {
+    modify_and_mask(acc, tile, of);
     auto scores = as_matrix(acc);
     Factors factors;
     float tile_max[kRows];
@@ -65,8 +65,8 @@ class ForwardScores {
 
   // The very first tile.
   template <class Accumulator>
-  __device__ void start(Accumulator& acc, const KeyTileView& tile) {
-    modify_and_mask(acc, tile);
+  __device__ void start(Accumulator& acc, const KeyTile& tile, const QueryTile& of) {
+    modify_and_mask(acc, tile, of);
     auto scores = as_matrix(acc);
     float tile_max[kRows];
     Softmax::find_max(scores, tile_max);
@@ -75,11 +75,11 @@ class ForwardScores {
   }
 
   // Ends the softmax of a tile's queries: writes their log-sum-exp; the factors divide by the row sums.
-  __device__ Factors close(const KeyTileView& tile) {
-    const SeqlenInfo seq(p_, tile->batch);
-    const int first = m0(tile), rows = seq.seqlen_q - first;
+  __device__ Factors close(const QueryTile& of) {
+    const SeqlenInfo seq(p_, of.batch);
+    const int first = m0(of), rows = seq.seqlen_q - first;
     auto coordinates = matrix_coordinates<typename Traits::MmaOut, 16>();
-    float* lse = seq.rows(p_.lse, tile->batch, tile->head) + first * p_.lse.row;
+    float* lse = seq.rows(p_.lse, of.batch, of.head) + first * p_.lse.row;
     const float dropout_scale = cuda::has_dropout(kFeatures) ? p_.score.dropout.scale() : 1.f;
     softmax_.finish();
     Factors factors;
@@ -94,48 +94,49 @@ class ForwardScores {
 
   // The probabilities as 16-bit operand of the second product, without what dropout drops.
   template <class Accumulator, class Probabilities>
-  __device__ void keep(const Accumulator& acc, Probabilities& probabilities, const KeyTileView& tile) const {
+  __device__ void keep(const Accumulator& acc, Probabilities& probabilities, const KeyTile& tile,
+                       const QueryTile& of) const {
     auto converted = convert<Element>(acc);
     if constexpr (cuda::has_dropout(kFeatures)) {
       cuda::branch_if(p_.score.dropout.threshold > 0, [&] {
         auto atoms = as_atoms(converted);
-        const DropoutRng rng(p_.score.dropout, tile->batch * p_.num_heads + tile->head);
+        const DropoutRng rng(p_.score.dropout, of.batch * p_.num_heads + of.head);
         cuda::drop_elements(atoms, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), rng,
-                            p_.score.dropout.threshold, m0(tile), tile->n0);
+                            p_.score.dropout.threshold, m0(of), tile.n0);
       });
     }
-    cute::copy(converted, probabilities);
+    cuda::copy_words(converted, probabilities);
   }
 
   template <class Out>
-  __device__ void write(const Out& acc_out, const KeyTileView& tile) const {
-    const SeqlenInfo seq(p_, tile->batch);
-    Element* target = seq.head_q<Element>(p_.out, tile->batch, tile->head) + m0(tile) * p_.out.row;
-    store_accumulator(convert<Element>(acc_out), target, p_.out.row, seq.seqlen_q - m0(tile), p_.head_dim_v);
+  __device__ void write(const Out& acc_out, const QueryTile& of) const {
+    const SeqlenInfo seq(p_, of.batch);
+    Element* target = seq.head_q<Element>(p_.out, of.batch, of.head) + m0(of) * p_.out.row;
+    store_accumulator(convert<Element>(acc_out), target, p_.out.row, seq.seqlen_q - m0(of), p_.head_dim_v);
   }
 
  private:
   // Softcap, and −inf where the mask hides a key.
   template <class Accumulator>
-  __device__ void modify_and_mask(Accumulator& acc, const KeyTileView& tile) const {
+  __device__ void modify_and_mask(Accumulator& acc, const KeyTile& tile, const QueryTile& of) const {
     auto scores = as_matrix(acc);
     cuda::branch_if(scale_first_, [&] {
       if constexpr (cuda::modifies_scores(kFeatures)) {
-        const SeqlenInfo seq(p_, tile->batch);
-        cuda::ScoreFeatures(p_.score, seq, tile->batch, tile->head).cap(scores);
+        const SeqlenInfo seq(p_, of.batch);
+        cuda::ScoreFeatures(p_.score, seq, of.batch, of.head).cap(scores);
       } else {
         cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
       }
     });
     cuda::branch_if(tile.has(KeyTile::kMasked), [&] {
-      const SeqlenInfo seq(p_, tile->batch);
-      const Policy policy(p_.mask, seq, tile->batch, tile->head);
+      const SeqlenInfo seq(p_, of.batch);
+      const Policy policy(p_.mask, seq, of.batch, of.head);
       cuda::mask_tile<false>(scores, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), policy,
-                             tile.has(KeyTile::kPartial), m0(tile), tile->n0, tile->key_end, -INFINITY);
+                             tile.has(KeyTile::kPartial), m0(of), tile.n0, of.key_end, -INFINITY);
     });
   }
 
-  __device__ int m0(const KeyTileView& tile) const { return tile->m_block * Traits::kBlockM + first_row_; }
+  __device__ int m0(const QueryTile& of) const { return of.m_block * Traits::kBlockM + first_row_; }
 
   const ForwardParams& p_;
   int first_row_;

@@ -6,8 +6,12 @@
 
 namespace flashsdk::sm90 {
 
-// One tile of keys of one tile of queries, as the loading warp announces it with the keys themselves. The warpgroups
-// that compute know nothing else of what is to be done: no mask, no schedule.
+// What the warp that loads Q and K tells all others. They know nothing else of what is to be done: no mask, no schedule.
+struct alignas(16) QueryTile {
+  int m_block, head, batch;
+  int key_end;  // keys from here on do not exist
+};
+// One tile of keys of one tile of queries, announced with the keys themselves.
 struct alignas(16) KeyTile {
   enum Flags : int {
     kFirst = 1,    // of its queries
@@ -16,20 +20,12 @@ struct alignas(16) KeyTile {
     kPartial = 8,  // … and which, the mask policy knows
     kEnd = 16,     // there is no tile: all work is done
   };
-  int flags = kEnd;
-  int n0 = 0;       // first key
-  int key_end = 0;  // keys from here on do not exist
-  int m_block = 0, head = 0, batch = 0;
-};
-
-// An announced tile where it stands in shared memory; only the flags are worth a register.
-struct KeyTileView {
-  const KeyTile* tile;
+  int n0;  // first key
   int flags;
+  int row;   // of K and V, where the tile starts
+  int rows;  // that belong to the sequence
 
-  __device__ explicit KeyTileView(const KeyTile& t) : tile(&t), flags(t.flags) {}
-  __device__ const KeyTile* operator->() const { return tile; }
-  __device__ bool has(KeyTile::Flags flag) const { return (flags & flag) != 0; }
+  __device__ bool has(Flags flag) const { return (flags & flag) != 0; }
 };
 
 // kStages: buffers of K, and of V. kQueryStages: with two, the next queries are there before these are done.
@@ -53,17 +49,20 @@ struct ForwardTraits {
   using MmaScores = SmemMma<Element, kBlockN, kHeadDim, kSumContiguous, kSumContiguous>;
   using MmaOut = RegisterMma<Element, kHeadDimV, kBlockN, kSumStrided>;
 
-  // An announcement outlives its keys: it is read until the softmax of the tile behind it is done.
-  static constexpr int kTileSlots = kStages + 2;
+  // Announcements outlive the keys: they are read until the softmax of the next tile is done.
+  static constexpr int kSlots = 8;
+  static_assert(kSlots >= kStages + 2);
 
   struct Smem {
     alignas(1024) Element q[kQueryStages * SmemQ::kElements];
     alignas(1024) Element k[kStages * SmemK::kElements];
     alignas(1024) Element v[kStages * SmemV::kElements];
-    KeyTile tiles[kTileSlots];
+    QueryTile query_tiles[kSlots];
+    KeyTile key_tiles[kSlots];
+    cutlass::arch::ClusterBarrier announced[kSlots];  // to the warp that loads V
     Ring<kQueryStages> q_ring;
     Ring<kStages> k_ring, v_ring;
-    cutlass::arch::ClusterTransactionBarrier tail;  // see ForwardLoader::load_values
+    cutlass::arch::ClusterTransactionBarrier tail;  // see ValueLoader::load_cut
   };
   static constexpr int kSmemBytes = static_cast<int>(sizeof(Smem));
   static_assert(kSmemBytes <= 227 * 1024);

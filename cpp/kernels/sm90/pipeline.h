@@ -13,6 +13,10 @@ struct RingState {
   int stage = 0;
   std::uint32_t phase = 0;
 
+  // After `count` buffers have been used.
+  static __device__ __forceinline__ RingState after(unsigned count) {
+    return {static_cast<int>(count % kStages), count / kStages & 1};
+  }
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) {
       stage = 0;
