@@ -64,7 +64,7 @@ __device__ void prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
       // A row that sees nothing has lse −inf; +inf makes its probabilities zero.
       ws.lse_log2[tile * ws.tile_rows + r] = row_lse == -INFINITY ? INFINITY : row_lse * kLog2e;
       if (valid && p.dlse.ptr != nullptr) sum -= seq.rows(p.dlse, batch, head)[row * p.dlse.row];
-      ws.delta[tile * ws.tile_rows + r] = sum;
+      ws.minus_delta[tile * ws.tile_rows + r] = -sum;
     }
   }
 

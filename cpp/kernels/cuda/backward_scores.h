@@ -8,8 +8,15 @@
 
 namespace flashsdk::cuda {
 
-// Matrices are (keys, queries) views of a thread's accumulators, `at` the (row, column) of their elements in the tile
-// and lse and delta the tile's rows. kPaired: see drop_transposed().
+// A value for each of a thread's queries: rows(j) has those of columns j and j + 1 of its accumulator, from a tile's rows
+// in shared memory.
+template <class Coordinates>
+__device__ __forceinline__ auto rows_of_queries(const float* rows, const Coordinates& at) {
+  return [rows, at](int j) { return *reinterpret_cast<const float2*>(rows + cute::get<1>(at(0, j))); };
+}
+
+// Matrices are (keys, queries) views of a thread's accumulators, `at` the (row, column) of their elements in the tile,
+// lse_log2 and minus_delta give the values of its queries. kPaired: see drop_transposed().
 template <int kBlockM, int kBlockN, class Policy, Features kFeatures, bool kPaired>
 class BackwardScores {
  public:
@@ -23,30 +30,28 @@ class BackwardScores {
         scale_((modified_ ? 1.f : p.score.softmax_scale) * kLog2e) {}
 
   // Scores become probabilities, kept ones or not.
-  template <class Scores, class Coordinates>
-  __device__ void probabilities(Scores&& s, const Coordinates& at, int head, TileRef tile,
-                                const float* lse_log2) const {
-    for_each_pair(s, at, lse_log2,
-                  [&](int, int, float& x, float row_lse) { x = exp2_approx(fmaf(x, scale_, -row_lse)); });
+  template <class Scores, class Coordinates, class Rows>
+  __device__ void probabilities(Scores&& s, const Coordinates& at, int head, TileRef tile, const Rows& lse_log2) const {
+    for_each_pair(s, lse_log2, [&](int, int, float& x, float row_lse) { x = exp2_approx(fmaf(x, scale_, -row_lse)); });
     branch_if(tile.partial || keys_end_here_, [&] {
       Policy policy(p_.mask, seq_, batch_, head);
       mask_tile<true>(s, at, policy, tile.partial, tile.index * kBlockM, n0_, seq_.seqlen_k, 0.f);
     });
   }
 
-  template <class Probabilities, class Gradients, class Coordinates>
-  __device__ void gradients(const Probabilities& p, Gradients&& dp, const Coordinates& at, const float* delta) const {
-    for_each_pair(dp, at, delta,
-                  [&](int i, int j, float& x, float row_delta) { x = static_cast<float>(p(i, j)) * (x - row_delta); });
+  template <class Probabilities, class Gradients, class Rows>
+  __device__ void gradients(const Probabilities& p, Gradients&& dp, const Rows& minus_delta) const {
+    for_each_pair(dp, minus_delta,
+                  [&](int i, int j, float& x, float row) { x = static_cast<float>(p(i, j)) * (x + row); });
   }
 
   // Both steps, with the features. Returns what dropout keeps, to be applied to the P that weighs dO.
-  template <class Scores, class Gradients, class Coordinates>
+  template <class Scores, class Gradients, class Coordinates, class LseRows, class DeltaRows>
   __device__ auto featured(Scores&& s, Gradients&& dp, const Coordinates& at, int head, TileRef tile,
-                           const float* lse_log2, const float* delta) const {
+                           const LseRows& lse_log2, const DeltaRows& minus_delta) const {
     const auto kept = drop(dp, at, head, tile);
     const float dropout_scale = p_.score.dropout.scale();
-    for_each_pair(dp, at, delta, [&](int, int, float& x, float row_delta) { x = fmaf(x, dropout_scale, -row_delta); });
+    for_each_pair(dp, minus_delta, [&](int, int, float& x, float row) { x = fmaf(x, dropout_scale, row); });
     modify(s, dp, at, head, tile);
     probabilities(s, at, head, tile, lse_log2);
     for_each_element(dp, [&](int i, int j, float& x) { x *= s(i, j); });
@@ -55,9 +60,9 @@ class BackwardScores {
 
   // The same in two places. Where the scores are: they become probabilities, and `factor` the derivative of softcap.
   // Returns what dropout keeps.
-  template <class Scores, class Factor, class Coordinates>
+  template <class Scores, class Factor, class Coordinates, class Rows>
   __device__ auto featured_probabilities(Scores&& s, Factor&& factor, const Coordinates& at, int head, TileRef tile,
-                                         const float* lse_log2) const {
+                                         const Rows& lse_log2) const {
     const auto kept = drop(factor, at, head, tile);
     for_each_element(factor, [](int, int, float& x) { x = 1.f; });
     modify(s, factor, at, head, tile);
@@ -65,13 +70,12 @@ class BackwardScores {
     return kept;
   }
   // Where dP is: p holds the probabilities times that factor, negative where they are dropped.
-  template <class Probabilities, class Gradients, class Coordinates>
-  __device__ void featured_gradients(const Probabilities& p, Gradients&& dp, const Coordinates& at,
-                                     const float* delta) const {
+  template <class Probabilities, class Gradients, class Rows>
+  __device__ void featured_gradients(const Probabilities& p, Gradients&& dp, const Rows& minus_delta) const {
     const float dropout_scale = p_.score.dropout.scale();
-    for_each_pair(dp, at, delta, [&](int i, int j, float& x, float row_delta) {
+    for_each_pair(dp, minus_delta, [&](int i, int j, float& x, float row) {
       const float weight = static_cast<float>(p(i, j));
-      x = fabsf(weight) * fmaf(x, weight < 0.f ? 0.f : dropout_scale, -row_delta);
+      x = fabsf(weight) * fmaf(x, weight < 0.f ? 0.f : dropout_scale, row);
     });
   }
 
@@ -101,12 +105,12 @@ class BackwardScores {
     }
   }
 
-  // f(i, j, element, row value of its query); a lane's queries come in neighbouring pairs.
-  template <class Matrix, class Coordinates, class F>
-  static __device__ void for_each_pair(Matrix& matrix, const Coordinates& at, const float* rows, F&& f) {
+  // f(i, j, element, value of its query); a lane's queries come in neighbouring pairs.
+  template <class Matrix, class Rows, class F>
+  static __device__ void for_each_pair(Matrix& matrix, const Rows& rows, F&& f) {
     CUTE_UNROLL
     for (int j = 0; j < cute::size<1>(matrix); j += 2) {
-      const float2 pair = *reinterpret_cast<const float2*>(rows + cute::get<1>(at(0, j)));
+      const float2 pair = rows(j);
       CUTE_UNROLL
       for (int i = 0; i < cute::size<0>(matrix); ++i) {
         f(i, j, matrix(i, j), pair.x);

@@ -15,11 +15,11 @@ namespace flashsdk::cuda {
 struct BackwardWorkspace {
   std::int64_t tiles_per_head = 0;  // query tiles of all sequences
   int tile_rows = 0, head_dim = 0, parts = 1;
-  float* dq_accum = nullptr;  // (num_heads, tiles_per_head, tile_rows · head_dim), each tile in fragment order
-  float* lse_log2 = nullptr;  // (num_heads, tiles_per_head, tile_rows): lse in units of log2
-  float* delta = nullptr;     // (num_heads, tiles_per_head, tile_rows): rowsum(dout∘out) − dlse
-  int* turn = nullptr;        // (num_heads, tiles_per_head, parts): key tiles added to dq_accum so far (deterministic)
-  int* next_work = nullptr;   // key tiles that thread blocks have taken off the schedule, beside their first
+  float* dq_accum = nullptr;     // (num_heads, tiles_per_head, tile_rows · head_dim), each tile in fragment order
+  float* lse_log2 = nullptr;     // (num_heads, tiles_per_head, tile_rows): lse in units of log2
+  float* minus_delta = nullptr;  // (num_heads, tiles_per_head, tile_rows): dlse − rowsum(dout∘out)
+  int* turn = nullptr;       // (num_heads, tiles_per_head, parts): key tiles added to dq_accum so far (deterministic)
+  int* next_work = nullptr;  // key tiles that thread blocks have taken off the schedule, beside their first
 
   // base may be null to learn the size alone. A tile of dq_accum is added to in `parts`.
   BackwardWorkspace(const ForwardParams& p, int tile_rows_, int head_dim_, void* base, int parts_ = 1)
@@ -30,8 +30,8 @@ struct BackwardWorkspace {
     const std::int64_t tiles = tiles_per_head * p.num_heads;
     dq_accum = static_cast<float*>(base);
     lse_log2 = dq_accum + tiles * tile_rows * head_dim;
-    delta = lse_log2 + tiles * tile_rows;
-    turn = reinterpret_cast<int*>(delta + tiles * tile_rows);
+    minus_delta = lse_log2 + tiles * tile_rows;
+    turn = reinterpret_cast<int*>(minus_delta + tiles * tile_rows);
     next_work = turn + tiles * parts;
     size = static_cast<std::size_t>(tiles * tile_rows * (head_dim + 2) + tiles * parts + 1) * sizeof(float);
   }

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   Element* smem_ds = smem_do + kStages * SmemQ::kElements;
   Element* smem_p = smem_ds + SmemScores::kElements;  // unless P stays in registers
   float* smem_rows =
-      reinterpret_cast<float*>(smem_ds + Traits::kScoreBuffers * SmemScores::kElements);  // kStages x (lse, delta)
+      reinterpret_cast<float*>(smem_ds + Traits::kScoreBuffers * SmemScores::kElements);  // kStages x (lse, -delta)
   auto row_major = [](Element* ptr, auto layout) {
     return cute::make_tensor(cute::make_smem_ptr(ptr), typename decltype(layout)::RowMajor{});
   };
@@ -95,10 +95,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     QIo(thread, p.head_dim_v)
         .load(row_major(smem_do + stage * SmemQ::kElements, SmemQ{}),
               seq.head_q<const Element>(p.dout, work.batch, item.head) + m0 * p.dout.row, p.dout.row, rows);
-    constexpr int kVectors = kBlockM / 4;  // 16 bytes of lse, then of delta
+    constexpr int kVectors = kBlockM / 4;  // 16 bytes of lse, then of -delta
     if (thread < 2 * kVectors) {
       const std::int64_t first = ws.tile(p, seq, work.batch, item.head, item.tile.index) * kBlockM;
-      const float* from = (thread < kVectors ? ws.lse_log2 : ws.delta) + first + thread % kVectors * 4;
+      const float* from = (thread < kVectors ? ws.lse_log2 : ws.minus_delta) + first + thread % kVectors * 4;
       float* to = smem_rows + stage * 2 * kBlockM + thread * 4;
       cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
                                                              *reinterpret_cast<cute::uint128_t*>(to));
@@ -136,8 +136,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     cute::cp_async_fence();
     Element* q = smem_q + stage * SmemQ::kElements;
     Element* dout = smem_do + stage * SmemQ::kElements;
-    const float* lse_log2 = smem_rows + stage * 2 * kBlockM;
-    const float* delta = lse_log2 + kBlockM;
+    const auto at = matrix_coordinates<kBlockN, kBlockM>(mma_scores);  // (key, query)
+    const auto lse_log2 = cuda::rows_of_queries(smem_rows + stage * 2 * kBlockM, at);
+    const auto minus_delta = cuda::rows_of_queries(smem_rows + (stage * 2 + 1) * kBlockM, at);
 
     auto acc_s = cute::partition_fragment_C(mma_scores, Shape<Int<kBlockN>, Int<kBlockM>>{});
     auto acc_dp = cute::partition_fragment_C(mma_scores, Shape<Int<kBlockN>, Int<kBlockM>>{});
@@ -145,15 +146,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     cute::clear(acc_dp);
     gemm(mma_scores, acc_s, operand_a(mma_scores, row_major(smem_k, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(q, SmemQ{}), SumContiguous{}));
-    const auto at = matrix_coordinates<kBlockN, kBlockM>(mma_scores);  // (key, query)
     if constexpr (!cuda::has_dropout(kFeatures))
       scores.probabilities(as_matrix(acc_s), at, item.head, item.tile, lse_log2);
     gemm(mma_scores, acc_dp, operand_a(mma_scores, row_major(smem_v, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(dout, SmemQ{}), SumContiguous{}));
-    if constexpr (!cuda::has_dropout(kFeatures)) scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), at, delta);
+    if constexpr (!cuda::has_dropout(kFeatures)) scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta);
     auto kept = [&] {
       if constexpr (cuda::has_dropout(kFeatures))
-        return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, lse_log2, delta);
+        return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, lse_log2, minus_delta);
       else
         return 0;
     }();

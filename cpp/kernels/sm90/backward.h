@@ -1,5 +1,5 @@
-// The SM90 backward kernel (FlashAttention-3, arXiv 2407.08608, section 3, has its pieces; docs/sm90-backward.md says
-// what is different here): a loading warp, warps that add dQ to device memory, and warpgroups that compute.
+// The SM90 backward kernel (FlashAttention-3, arXiv 2407.08608, section 3, has its parts; docs/sm90-backward.md says
+// what is different here): two loading warps, warps that add dQ to device memory, and warpgroups that compute.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -62,7 +62,7 @@ __device__ void convert_dq_tile(const BackwardParams& p, const cuda::BackwardWor
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) acc(e + i) = values[i] * p.score.softmax_scale;
   }
-  store_transposed(convert<Element>(acc), smem[piece]);
+  store_transposed(convert<Element>(acc), smem[piece], thread);
   barrier_sync(named_barrier::kBackwardConvert + piece, kWarpgroup);
 
   const int m0 = m_block * Traits::kBlockM + piece / Traits::kDqRowPieces * kColumns;

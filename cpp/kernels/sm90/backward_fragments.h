@@ -12,15 +12,15 @@
 namespace flashsdk::sm90 {
 
 // Writes a 16-bit accumulator fragment, 64 rows x kColumns, transposed to a slab of shared memory as SmemTile has it:
-// kColumns rows of 64 elements.
+// kColumns rows of 64 elements. thread: of the warpgroup.
 template <class Fragment>
-__device__ __forceinline__ void store_transposed(const Fragment& fragment, void* slab) {
+__device__ __forceinline__ void store_transposed(const Fragment& fragment, void* slab, int thread) {
   auto words = cute::recast<std::uint32_t>(as_atoms(fragment));  // ((1, 2), 1, N): two columns of row r, of row r + 8
   constexpr int kAtoms = decltype(cute::size<2>(words))::value;
   static_assert(kAtoms % 2 == 0);
   // stmatrix takes the address of each row of 16 bytes from one lane: matrix l / 8, row l % 8. Matrices are rows r and
   // r + 8 of one atom, then of the next; transposed, their rows are the fragment's columns.
-  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, matrix = lane / 8, row = lane % 8;
+  const int lane = thread % 32, matrix = lane / 8, row = lane % 8;
   const int chunk = thread / 32 * 2 + matrix % 2;  // of 16 bytes; the swizzle exchanges them by the row
   char* address = static_cast<char*>(slab) + (matrix / 2 * 8 + row) * 128 + ((chunk ^ row) * 16);
   CUTE_UNROLL
@@ -37,12 +37,22 @@ __device__ __forceinline__ auto smem_tensor(Element* data) {
   return cute::make_tensor(cute::make_smem_ptr(data), Layout{});
 }
 
-// Adds to each warp's share of a ring: what its lanes wrote to shared memory, also for the tensor cores and TMA to read.
+// A thread's number in its warpgroup. Through a shuffle, so that it is kept in a register: asked anew wherever it is
+// needed, which is what the compiler makes of threadIdx.x, it takes longer than most of what is done with it.
+__device__ __forceinline__ int kept_thread() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) % kWarpgroup, static_cast<int>(threadIdx.x) % 32);
+}
+
+// A warp's share of a ring: what its lanes wrote to shared memory, also for the tensor cores and TMA to read.
 template <int kStages>
-__device__ __forceinline__ void publish(const Ring<kStages>& ring, const RingState<kStages>& use) {
+__device__ __forceinline__ void publish(const Ring<kStages>& ring, const RingState<kStages>& use, int thread) {
   cutlass::arch::fence_view_async_shared();
   __syncwarp();
-  if (threadIdx.x % 32 == 0) ring.arrive_full(use);
+  if (thread % 32 == 0) ring.arrive_full(use);
+}
+template <int kStages>
+__device__ __forceinline__ void release(const Ring<kStages>& ring, const RingState<kStages>& use, int thread) {
+  if (thread % 32 == 0) ring.empty[use.stage].arrive();
 }
 
 // Packed: a tile's last rows belong to another sequence, whose values, if they are not finite, would not vanish when

@@ -31,7 +31,7 @@ __device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
 template <class Traits, class Policy>
 class BackwardWalk {
  public:
-  using Stream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy, true>;
+  using Stream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy, Traits::kStaggered>;
   using Item = typename Stream::Item;
 
   __device__ BackwardWalk(const BackwardParams& p, const cuda::BackwardWorkspace& ws, const SeqlenInfo& seq,
@@ -133,8 +133,8 @@ __device__ void load_dout_and_v(const BackwardParams& p, const BackwardMaps& map
         const auto use = nth_use<Traits::kStages>(steps++);
         smem.full_do.wait_empty(use);
         load_queries<Tile, Traits>(maps.dout, smem.full_do.full[use.stage], smem.dout + use.stage * Tile::kElements,
-                                   walk.origin(item), ws.delta + walk.tile(item) * Traits::kBlockM,
-                                   smem.delta[use.stage]);
+                                   walk.origin(item), ws.minus_delta + walk.tile(item) * Traits::kBlockM,
+                                   smem.minus_delta[use.stage]);
       }
     }
     __syncwarp();

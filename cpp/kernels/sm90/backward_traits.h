@@ -25,17 +25,21 @@ struct BackwardWork {
   bool stop;     // there is no more work
 };
 
-// For head dimensions up to 128. kStages: buffers of Q and dO; kKeyBuffers: of K and V, the next ones load under these.
-template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_>
+// For head dimensions up to 128. kStages: buffers of Q and dO; kKeyBuffers: of K and V, the next ones load under these;
+// kStaggered: see cuda::QueryStream.
+template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_,
+          bool kStaggered_>
 struct NarrowBackwardTraits {
   static constexpr bool kWide = false;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr int kWarpgroups = kBlockN / kWarpgroupRows;  // that compute; one more loads and writes
+  static_assert(kWarpgroups <= 2, "two warps load, and one for each of these writes");
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
   static constexpr int kStages = kStages_, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
+  static constexpr bool kStaggered = kStaggered_;
 
   // Kᵀ is operand A of dQ, 64 rows at a time.
   static constexpr int kHeadDimQ = round_up(kHeadDim, kWarpgroupRows);
@@ -66,7 +70,7 @@ struct NarrowBackwardTraits {
     alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
     alignas(128) float dq[kWarpgroups][kDqElements];
     alignas(128) float lse_log2[kStages][kBlockM];
-    alignas(128) float delta[kStages][kBlockM];
+    alignas(128) float minus_delta[kStages][kBlockM];
     BackwardStep step[kStages];
     BackwardWork work[2];
     Ring<kStages> full_q, full_do;  // with lse_log2 and step, with delta
@@ -92,7 +96,8 @@ struct NarrowBackwardTraits {
 
 // For larger head dimensions, where dK and dV of 64 keys fill the registers of a warpgroup each: one warpgroup computes
 // Pᵀ and dV, the other dSᵀ and dK, and dQ is shared out in pieces. Both own the same 64 keys.
-template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_,
+          bool kStaggered_>
 struct WideBackwardTraits {
   static constexpr bool kWide = true;
   using Element = Element_;
@@ -103,6 +108,7 @@ struct WideBackwardTraits {
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
   static constexpr int kStages = kStages_, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
+  static constexpr bool kStaggered = kStaggered_;
 
   using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kStages>;
   using SmemDo = SmemTile<Element, kBlockM, kHeadDimV, kStages>;
@@ -130,7 +136,7 @@ struct WideBackwardTraits {
     alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
     alignas(128) Element p[kScoreBuffers][kScoreElements];  // in the order of accumulator registers
     alignas(128) float lse_log2[kStages][kBlockM];
-    alignas(128) float delta[kStages][kBlockM];
+    alignas(128) float minus_delta[kStages][kBlockM];
     BackwardStep step[kStages];
     BackwardWork work[2];
     Ring<kStages> full_q, full_do;
@@ -153,11 +159,12 @@ struct WideBackwardTraits {
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
-template <class Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, int kStages, int kKeyBuffers>
-using BackwardTraits =
-    std::conditional_t<(kHeadDim <= 128),
-                       NarrowBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers>,
-                       WideBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers>>;
+template <class Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, int kStages, int kKeyBuffers,
+          bool kStaggered>
+using BackwardTraits = std::conditional_t<
+    (kHeadDim <= 128),
+    NarrowBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered>,
+    WideBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered>>;
 
 // Where the n-th use of a ring finds its buffer.
 template <int kStages>

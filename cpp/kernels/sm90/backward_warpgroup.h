@@ -29,7 +29,7 @@ class BackwardWarpgroup {
 
  public:
   __device__ BackwardWarpgroup(const BackwardParams& p, Smem& smem, int warpgroup)
-      : p_(p), smem_(smem), warpgroup_(warpgroup) {}
+      : p_(p), smem_(smem), warpgroup_(warpgroup), thread_(kept_thread()) {}
 
   __device__ void run() {
     for_each_work<Traits>(smem_, [&](const BackwardWork& work) { compute(work); });
@@ -53,12 +53,13 @@ class BackwardWarpgroup {
       const Scores scores(p_, seq, work.tile);
       bool last = step<true>(scores, seq, acc_dk, acc_dv);
       while (!last) last = step<false>(scores, seq, acc_dk, acc_dv);
-      smem_.full_v.release(nth_use<Traits::kKeyBuffers>(key_tiles_));
+      release(smem_.full_v, nth_use<Traits::kKeyBuffers>(key_tiles_), thread_);
       auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
       start_dq(acc_dq);
       cute::warpgroup_wait<0>();
-      smem_.full_k.release(nth_use<Traits::kKeyBuffers>(key_tiles_++));
-      finish_dq(acc_dq);
+      release(smem_.full_k, nth_use<Traits::kKeyBuffers>(key_tiles_++), thread_);
+      store_dq(acc_dq);
+      publish_dq();
     }
     const int first = work.tile.block * kBlockN + warpgroup_ * kWarpgroupRows;
     const float dv_scale = kFeatured ? p_.score.dropout.scale() : 1.f;
@@ -72,14 +73,7 @@ class BackwardWarpgroup {
     const auto use = nth_use<kStages>(steps_);
     const int stage = use.stage;
     smem_.full_q.wait_full(use);
-    const BackwardStep step = smem_.step[stage];
-    const TileRef tile{step.m_block, step.partial};
-    if (step.cut) {
-      smem_.full_do.wait_full(use);
-      clear_tails<Traits, typename Traits::SmemQ, typename Traits::SmemDo>(
-          smem_.q + stage * Traits::SmemQ::kElements, smem_.dout + stage * Traits::SmemDo::kElements,
-          seq.seqlen_q - step.m_block * kBlockM, warpgroup_);
-    }
+    if (p_.cu_seqlens_q != nullptr && smem_.step[stage].cut) clear_query_tail(use, seq);
 
     auto k = cute::local_tile(smem_tensor<RowMajor<typename Traits::SmemK>>(smem_.k)(cute::_, cute::_, key_buffer()),
                               Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimQ>>{}, cute::make_coord(warpgroup_, 0));
@@ -87,24 +81,29 @@ class BackwardWarpgroup {
                               Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimV>>{}, cute::make_coord(warpgroup_, 0));
     auto q = smem_tensor<RowMajor<typename Traits::SmemQ>>(smem_.q)(cute::_, cute::_, stage);
     auto dout = smem_tensor<RowMajor<typename Traits::SmemDo>>(smem_.dout)(cute::_, cute::_, stage);
+    auto dout_t = smem_tensor<typename Traits::SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, stage);
+    auto q_t = smem_tensor<typename Traits::SmemQ::Transposed>(smem_.q)(cute::_, cute::_, stage);
     auto acc_s = accumulator<MmaScores, kBlockM>();
     auto acc_dp = accumulator<MmaScores, kBlockM>();
     start_gemm<MmaScores>(operand_a<MmaScores>(k), operand_b<MmaScores>(q), acc_s, false);
+
+    const BackwardStep step = smem_.step[stage];
+    const TileRef tile{step.m_block, step.partial};
+    const auto at = coordinates();
+    const auto lse_log2 = cuda::rows_of_queries(smem_.lse_log2[stage], at);
+    const auto minus_delta = cuda::rows_of_queries(smem_.minus_delta[stage], at);
     smem_.full_do.wait_full(use);
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
 
-    const auto at = coordinates();
-    const float* lse_log2 = smem_.lse_log2[stage];
-    const float* delta = smem_.delta[stage];
     cute::warpgroup_wait<1>();
     finished(acc_s);
     if constexpr (!kFeatured) scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2);
     cute::warpgroup_wait<0>();
     finished(acc_dp);
-    if constexpr (!kFeatured) scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), at, delta);
-    auto kept = [&] {
+    if constexpr (!kFeatured) scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta);
+    const auto kept = [&] {
       if constexpr (kFeatured)
-        return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, step.head, tile, lse_log2, delta);
+        return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, step.head, tile, lse_log2, minus_delta);
       else
         return 0;
     }();
@@ -114,34 +113,34 @@ class BackwardWarpgroup {
       cuda::branch_if(p_.score.dropout.threshold > 0, [&] { cuda::drop_pairs(atoms, kept); });
     }
     auto ds = convert<Element>(acc_dp);
-    publish_ds(ds, nth_use<Traits::kScoreBuffers>(steps_));
 
-    auto dout_t = smem_tensor<typename Traits::SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, stage);
-    auto q_t = smem_tensor<typename Traits::SmemQ::Transposed>(smem_.q)(cute::_, cute::_, stage);
+    const ScoreUse score_use = nth_use<Traits::kScoreBuffers>(steps_);
+    store_ds(ds, score_use);
+    start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout_t), acc_dv, true);
+    publish(smem_.full_ds, score_use, thread_);
     auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
-    auto p_operand = as_operand_a(probabilities);
-    start_gemm<MmaDv>(p_operand, operand_b<MmaDv>(dout_t), acc_dv, true);
     if constexpr (!kFirst) start_dq(acc_dq);
     start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q_t), acc_dk, true);
     cute::warpgroup_wait<1>();
     finished(acc_dv);
-    smem_.full_do.release(use);
-    if constexpr (!kFirst) finish_dq(acc_dq);
+    release(smem_.full_do, use, thread_);
+    if constexpr (!kFirst) store_dq(acc_dq);
     cute::warpgroup_wait<0>();
     finished(acc_dk);
-    smem_.full_q.release(use);
+    release(smem_.full_q, use, thread_);
+    if constexpr (!kFirst) publish_dq();
     ++steps_;
     return step.last;
   }
 
   // dS of this warpgroup's keys, for all warpgroups.
   template <class Fragment>
-  __device__ __forceinline__ void publish_ds(const Fragment& ds, const ScoreUse& use) {
+  __device__ __forceinline__ void store_ds(const Fragment& ds, const ScoreUse& use) {
     using Tile = typename Traits::SmemScores;
     static_assert(Tile::kSlabs == Traits::kWarpgroups);
     smem_.full_ds.wait_empty(use);
-    store_transposed(ds, smem_.ds + use.stage * Tile::kElements + warpgroup_ * (Tile::kElements / Tile::kSlabs));
-    publish(smem_.full_ds, use);
+    store_transposed(ds, smem_.ds + use.stage * Tile::kElements + warpgroup_ * (Tile::kElements / Tile::kSlabs),
+                     thread_);
   }
 
   // dQᵀ = Kᵀ·dSᵀ of the step before.
@@ -158,19 +157,25 @@ class BackwardWarpgroup {
     start_gemm<MmaDq>(operand_a<MmaDq>(k_t), operand_b<MmaDq>(ds), acc_dq, false);
   }
 
-  // Once it has been waited for: hands dQ, in the order of its registers, to the warp that adds it.
+  // Once it has been waited for: hands dQ, in the order of its registers, to the warp that adds it. What else there is
+  // to do goes between the two halves, as the second waits for the stores of the first.
   template <class Accumulator>
-  __device__ __forceinline__ void finish_dq(Accumulator& acc_dq) {
+  __device__ __forceinline__ void store_dq(Accumulator& acc_dq) {
     finished(acc_dq);
-    smem_.full_ds.release(nth_use<Traits::kScoreBuffers>(steps_ - 1));
-    auto& ring = smem_.full_dq[warpgroup_];
-    const auto use = nth_use<1>(dq_tiles_++);
-    ring.wait_empty(use);
-    float4* target = reinterpret_cast<float4*>(smem_.dq[warpgroup_]) + threadIdx.x % kWarpgroup;
+    release(smem_.full_ds, nth_use<Traits::kScoreBuffers>(steps_ - 1), thread_);
+    smem_.full_dq[warpgroup_].wait_empty(nth_use<1>(dq_tiles_));
+    float4* target = reinterpret_cast<float4*>(smem_.dq[warpgroup_]) + thread_;
     CUTE_UNROLL
     for (int e = 0; e < cute::size(acc_dq); e += 4)
       target[e / 4 * kWarpgroup] = make_float4(acc_dq(e), acc_dq(e + 1), acc_dq(e + 2), acc_dq(e + 3));
-    publish(ring, use);
+  }
+  __device__ __forceinline__ void publish_dq() { publish(smem_.full_dq[warpgroup_], nth_use<1>(dq_tiles_++), thread_); }
+
+  __device__ __forceinline__ void clear_query_tail(const RingState<kStages>& use, const SeqlenInfo& seq) {
+    smem_.full_do.wait_full(use);
+    clear_tails<Traits, typename Traits::SmemQ, typename Traits::SmemDo>(
+        smem_.q + use.stage * Traits::SmemQ::kElements, smem_.dout + use.stage * Traits::SmemDo::kElements,
+        seq.seqlen_q - smem_.step[use.stage].m_block * kBlockM, warpgroup_);
   }
 
   __device__ int key_buffer() const { return key_tiles_ % Traits::kKeyBuffers; }
@@ -179,12 +184,12 @@ class BackwardWarpgroup {
   __device__ auto coordinates() const {
     auto c = cute::make_identity_tensor(Shape<Int<kBlockN>, Int<kBlockM>>{});
     auto own = cute::local_tile(c, Shape<Int<kWarpgroupRows>, Int<kBlockM>>{}, cute::make_coord(warpgroup_, 0));
-    return as_matrix(MmaScores{}.get_thread_slice(threadIdx.x % kWarpgroup).partition_C(own));
+    return as_matrix(MmaScores{}.get_thread_slice(thread_).partition_C(own));
   }
 
   const BackwardParams& p_;
   Smem& smem_;
-  int warpgroup_;
+  int warpgroup_, thread_;
   unsigned steps_ = 0, key_tiles_ = 0, dq_tiles_ = 0;  // so far
 };
 

@@ -34,7 +34,7 @@ class WideBackwardWarpgroup {
  public:
   __device__ WideBackwardWarpgroup(const BackwardParams& p, const cuda::BackwardWorkspace& ws, Smem& smem,
                                    int warpgroup)
-      : p_(p), ws_(ws), smem_(smem), warpgroup_(warpgroup) {}
+      : p_(p), ws_(ws), smem_(smem), warpgroup_(warpgroup), thread_(kept_thread()) {}
 
   __device__ void run() {
     for_each_work<Traits>(smem_, [&](const BackwardWork& work) {
@@ -58,8 +58,8 @@ class WideBackwardWarpgroup {
   }
   __device__ void release_keys() {
     const auto use = nth_use<Traits::kKeyBuffers>(key_tiles_++);
-    smem_.full_k.release(use);
-    smem_.full_v.release(use);
+    release(smem_.full_k, use, thread_);
+    release(smem_.full_v, use, thread_);
   }
   // Q of a step; a tile cut by the end of a packed sequence is cleared by both warpgroups.
   __device__ __forceinline__ BackwardStep wait_queries(const Use& use, const SeqlenInfo& seq) {
@@ -105,9 +105,8 @@ class WideBackwardWarpgroup {
     cute::warpgroup_wait<0>();
     finished(acc_s);
 
-    auto probabilities = cute::make_tensor<Element>(acc_s.layout());
-    compute_probabilities(scores, step, use, acc_s, probabilities);
-    smem_.full_q.release(use);  // and lse
+    auto probabilities = compute_probabilities(scores, step, use, acc_s);
+    release(smem_.full_q, use, thread_);  // and lse
     auto dout = smem_tensor<typename SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, use.stage);
     smem_.full_do.wait_full(use);
     start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout), acc_dv, true);
@@ -115,19 +114,19 @@ class WideBackwardWarpgroup {
     if constexpr (!kFirst) start_dq(acc_dq, steps_ - 1);
     cute::warpgroup_wait<kFirst ? 0 : kPieces>();
     finished(acc_dv);
-    smem_.full_do.release(use);
+    release(smem_.full_do, use, thread_);
     if constexpr (!kFirst) finish_dq(acc_dq, steps_ - 1, work, seq, before);
     ++steps_;
     return step;
   }
 
-  // P in 16 bits, kept here and handed to the second warpgroup.
-  template <class Accumulator, class Fragment>
-  __device__ __forceinline__ void compute_probabilities(const Scores& scores, const BackwardStep& step, const Use& use,
-                                                        Accumulator& acc_s, Fragment& probabilities) {
+  // P in 16 bits, also handed to the second warpgroup.
+  template <class Accumulator>
+  __device__ __forceinline__ auto compute_probabilities(const Scores& scores, const BackwardStep& step, const Use& use,
+                                                        Accumulator& acc_s) {
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
     const TileRef tile{step.m_block, step.partial};
-    const float* lse_log2 = smem_.lse_log2[use.stage];
+    const auto lse_log2 = cuda::rows_of_queries(smem_.lse_log2[use.stage], at);
     const ScoreUse buffer = nth_use<Traits::kScoreBuffers>(steps_);
     smem_.full_p.wait_empty(buffer);
     if constexpr (kFeatured) {
@@ -136,26 +135,27 @@ class WideBackwardWarpgroup {
           scores.featured_probabilities(as_matrix(acc_s), as_matrix(factor), at, step.head, tile, lse_log2);
       CUTE_UNROLL
       for (int i = 0; i < cute::size(factor); ++i) factor(i) *= acc_s(i);
-      auto weights = convert<Element>(factor);
-      cute::copy(convert<Element>(acc_s), probabilities);
+      auto weights = convert<Element>(factor), probabilities = convert<Element>(acc_s);
       cuda::branch_if(p_.score.dropout.threshold > 0, [&] {
         auto all = as_atoms(weights), own = as_atoms(probabilities);
         cuda::negate_dropped(all, kept);
         cuda::drop_pairs(own, kept);
       });
       hand_over(weights, buffer);
+      return probabilities;
     } else {
       scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2);
-      cute::copy(convert<Element>(acc_s), probabilities);
+      auto probabilities = convert<Element>(acc_s);
       hand_over(probabilities, buffer);
+      return probabilities;
     }
   }
   template <class Fragment>
   __device__ __forceinline__ void hand_over(const Fragment& probabilities, const ScoreUse& use) {
-    auto* target = reinterpret_cast<uint4*>(smem_.p[use.stage]) + threadIdx.x % kWarpgroup;
+    auto* target = reinterpret_cast<uint4*>(smem_.p[use.stage]) + thread_;
     CUTE_UNROLL
     for (int i = 0; i < kVectors; ++i) target[i * kWarpgroup] = reinterpret_cast<const uint4*>(probabilities.data())[i];
-    publish(smem_.full_p, use);
+    publish(smem_.full_p, use, thread_);
   }
   static constexpr int kVectors = kBlockM * kBlockN / kWarpgroup / 8;  // of 16 bytes, of P in one thread
 
@@ -188,22 +188,23 @@ class WideBackwardWarpgroup {
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
     smem_.full_p.wait_full(buffer);
     auto p = cute::make_tensor<Element>(acc_dp.layout());
-    const auto* source = reinterpret_cast<const uint4*>(smem_.p[buffer.stage]) + threadIdx.x % kWarpgroup;
+    const auto* source = reinterpret_cast<const uint4*>(smem_.p[buffer.stage]) + thread_;
     CUTE_UNROLL
     for (int i = 0; i < kVectors; ++i) reinterpret_cast<uint4*>(p.data())[i] = source[i * kWarpgroup];
     cute::warpgroup_wait<0>();
     finished(acc_dp);
-    smem_.full_p.release(buffer);
+    release(smem_.full_p, buffer, thread_);
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
+    const auto minus_delta = cuda::rows_of_queries(smem_.minus_delta[use.stage], at);
     if constexpr (kFeatured)
-      scores.featured_gradients(as_matrix(p), as_matrix(acc_dp), at, smem_.delta[use.stage]);
+      scores.featured_gradients(as_matrix(p), as_matrix(acc_dp), minus_delta);
     else
-      scores.gradients(as_matrix(p), as_matrix(acc_dp), at, smem_.delta[use.stage]);
+      scores.gradients(as_matrix(p), as_matrix(acc_dp), minus_delta);
     auto ds = convert<Element>(acc_dp);
     smem_.full_ds.wait_empty(buffer);
-    store_transposed(ds, smem_.ds + buffer.stage * SmemScores::kElements);
-    publish(smem_.full_ds, buffer);
-    smem_.full_do.release(use);  // and delta
+    store_transposed(ds, smem_.ds + buffer.stage * SmemScores::kElements, thread_);
+    publish(smem_.full_ds, buffer, thread_);
+    release(smem_.full_do, use, thread_);  // and delta
 
     auto q = smem_tensor<typename SmemQ::Transposed>(smem_.q)(cute::_, cute::_, use.stage);
     start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q), acc_dk, true);
@@ -211,7 +212,7 @@ class WideBackwardWarpgroup {
     start_dq(acc_dq, steps_);
     cute::warpgroup_wait<kPieces>();
     finished(acc_dk);
-    smem_.full_q.release(use);
+    release(smem_.full_q, use, thread_);
     finish_dq(acc_dq, steps_, work, seq, step);
     ++steps_;
     return step.last;
@@ -243,7 +244,7 @@ class WideBackwardWarpgroup {
         ws_.tile(p_, seq, work.tile.batch, at.head, at.m_block) * Traits::kDqPieces + warpgroup_ * kPieces;
     if (p_.deterministic) wait_turn(work, seq, at, first_piece);
     finish_piece<0>(pieces, first_piece);
-    smem_.full_ds.release(nth_use<Traits::kScoreBuffers>(step));
+    release(smem_.full_ds, nth_use<Traits::kScoreBuffers>(step), thread_);
     if (p_.deterministic) pass_turn(first_piece);
   }
   template <int kPiece>
@@ -254,7 +255,7 @@ class WideBackwardWarpgroup {
       finished(acc);
       constexpr int kElements = Traits::kDqElements / kWarpgroup;
       cuda::add_to_dq_accum<kWarpgroup, kElements>(ws_.dq_accum + (first_piece + kPiece) * Traits::kDqElements,
-                                                   acc.data(), threadIdx.x % kWarpgroup);
+                                                   acc.data(), thread_);
       finish_piece<kPiece + 1>(pieces, first_piece);
     }
   }
@@ -262,7 +263,7 @@ class WideBackwardWarpgroup {
   // Deterministic: key tiles add to a tile of dq_accum in ascending order.
   __device__ void wait_turn(const BackwardWork& work, const SeqlenInfo& seq, const BackwardStep& step,
                             std::int64_t piece) {
-    if (threadIdx.x % kWarpgroup == 0) {
+    if (thread_ == 0) {
       Policy policy(p_.mask, seq, work.tile.batch, step.head);
       const int rank = policy.row_walk(flashsdk::Tile{kBlockM, kBlockN}, step.m_block).rank_of(work.tile.block);
       volatile int* turn = ws_.turn + piece;
@@ -275,13 +276,13 @@ class WideBackwardWarpgroup {
   __device__ void pass_turn(std::int64_t piece) {
     __threadfence();
     barrier_sync(named_barrier::kBackwardTurn + warpgroup_, kWarpgroup);
-    if (threadIdx.x % kWarpgroup == 0) *static_cast<volatile int*>(ws_.turn + piece) += 1;
+    if (thread_ == 0) *static_cast<volatile int*>(ws_.turn + piece) += 1;
   }
 
   const BackwardParams& p_;
   const cuda::BackwardWorkspace& ws_;
   Smem& smem_;
-  int warpgroup_;
+  int warpgroup_, thread_;
   unsigned steps_ = 0, key_tiles_ = 0;  // so far
 };
 
