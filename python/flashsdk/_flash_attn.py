@@ -5,17 +5,54 @@ Argument names, order, defaults and semantics are flash-attn's; docstrings say w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias, overload
 
 from torch import Tensor
 
-from ._errors import Error
-from ._torch_ops import attend, last_contiguous
+from ._errors import Error, integer, shown
+from ._torch_checks import flag, number, renamed, shape_of, tensor
+from ._torch_ops import attend
 from .masks import Band
 
-# out, or with return_attn_probs (out, softmax_lse, S_dmask).
-Outputs: TypeAlias = Tensor | tuple[Tensor, Tensor, Tensor]
+# What attend calls the arguments of each function, where that is not their name.
+_OWN: Mapping[str, str] = {}
+_KV = {"k": "kv", "v": "kv"}
+_QKV = {"q": "qkv", "k": "qkv", "v": "qkv"}
+_QKV |= {f"{name}_{x}": name for name in ("cu_seqlens", "max_seqlen") for x in "qk"}
+
+WithProbs: TypeAlias = tuple[Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask
+Outputs: TypeAlias = Tensor | WithProbs
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    *, return_attn_probs: Literal[True],
+) -> WithProbs: ...  # fmt: skip
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+) -> Outputs: ...  # fmt: skip
 
 
 def flash_attn_func(
@@ -56,8 +93,12 @@ def flash_attn_func(
         flash-attn fills S_dmask with P under dropout only, where this raises an Error, as P
         never exists; without dropout it is empty, here as there.
 
-    Returns out (batch, seqlen_q, num_heads, head_dim). A row that sees no key has out 0. Unlike
-    flash-attn's, softmax_lse can be differentiated.
+    Returns out (batch, seqlen_q, num_heads, head_dim). A row that sees no key has out 0.
+
+    softmax_lse is not flash-attn's everywhere. For a row that sees no key it is -inf, there +inf.
+    It is that of the final scores; flash-attn, when causal with alibi_slopes and no window, adds
+    slope * j to a score in place of -slope * (i + seqlen_k - seqlen_q - j), so its softmax_lse of
+    query i is larger by slope * (i + seqlen_k - seqlen_q). And here it can be differentiated.
     """
     return _flash_attn(
         (q, k, v),
@@ -73,6 +114,36 @@ def flash_attn_func(
     )
 
 
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    *, return_attn_probs: Literal[True],
+) -> WithProbs: ...  # fmt: skip
+
+
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+) -> Outputs: ...  # fmt: skip
+
+
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -84,7 +155,10 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Outputs:
-    """``flash_attn_func`` on one tensor qkv (batch, seqlen, 3, num_heads, head_dim)."""
+    """``flash_attn_func`` on one tensor qkv (batch, seqlen, 3, num_heads, head_dim).
+
+    softmax_lse differs from flash-attn's as there.
+    """
     return _flash_attn(
         _unpacked("qkv", qkv, 3, 5),
         None,
@@ -96,7 +170,38 @@ def flash_attn_qkvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
+        names=_QKV,
     )
+
+
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    *, return_attn_probs: Literal[True],
+) -> WithProbs: ...  # fmt: skip
+
+
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+) -> Outputs: ...  # fmt: skip
 
 
 def flash_attn_kvpacked_func(
@@ -111,7 +216,10 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Outputs:
-    """``flash_attn_func`` on q and one tensor kv (batch, seqlen_k, 2, num_heads_kv, head_dim)."""
+    """``flash_attn_func`` on q and one tensor kv (batch, seqlen_k, 2, num_heads_kv, head_dim).
+
+    softmax_lse differs from flash-attn's as there.
+    """
     return _flash_attn(
         (q, *_unpacked("kv", kv, 2, 5)),
         None,
@@ -123,7 +231,41 @@ def flash_attn_kvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
+        names=_KV,
     )
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ..., block_table: Tensor | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    *, return_attn_probs: Literal[True], block_table: Tensor | None = ...,
+) -> WithProbs: ...  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ..., block_table: Tensor | None = ...,
+) -> Outputs: ...  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -155,12 +297,12 @@ def flash_attn_varlen_func(
     block_table
         Of a paged cache: not supported, an Error unless None.
 
-    Returns out (total_q, num_heads, head_dim); softmax_lse is (num_heads, total_q).
+    Returns out (total_q, num_heads, head_dim); softmax_lse is (num_heads, total_q), and differs
+    from flash-attn's as in ``flash_attn_func``.
     """
     if block_table is not None:
-        raise Error(
-            "block_table: a tensor; None, as paged K and V are not supported", "unsupported"
-        )
+        allowed = "None, as paged K and V are not supported"
+        raise Error(f"block_table: {shown(block_table)}; {allowed}", "unsupported")
     return _flash_attn(
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -173,6 +315,36 @@ def flash_attn_varlen_func(
         deterministic,
         return_attn_probs,
     )
+
+
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    *, return_attn_probs: Literal[True],
+) -> WithProbs: ...  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+) -> Outputs: ...  # fmt: skip
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -188,7 +360,10 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Outputs:
-    """``flash_attn_varlen_func`` on one tensor qkv (total, 3, num_heads, head_dim)."""
+    """``flash_attn_varlen_func`` on one tensor qkv (total, 3, num_heads, head_dim).
+
+    softmax_lse differs from flash-attn's as in ``flash_attn_func``.
+    """
     return _flash_attn(
         _unpacked("qkv", qkv, 3, 4),
         (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
@@ -200,7 +375,41 @@ def flash_attn_varlen_qkvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
+        names=_QKV,
     )
+
+
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    *, return_attn_probs: Literal[True],
+) -> WithProbs: ...  # fmt: skip
+
+
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+) -> Outputs: ...  # fmt: skip
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -219,7 +428,10 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Outputs:
-    """``flash_attn_varlen_func`` on q and one tensor kv (total_k, 2, num_heads_kv, head_dim)."""
+    """``flash_attn_varlen_func`` on q and one tensor kv (total_k, 2, num_heads_kv, head_dim).
+
+    softmax_lse differs from flash-attn's as in ``flash_attn_func``.
+    """
     return _flash_attn(
         (q, *_unpacked("kv", kv, 2, 4)),
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -231,14 +443,15 @@ def flash_attn_varlen_kvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
+        names=_KV,
     )
 
 
 def _unpacked(name: str, packed: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:
     """The ``count`` tensors along the last dimension but two; their gradients are stacked once."""
-    if packed.dim() != rank or packed.shape[-3] != count:
+    if tensor(name, packed).dim() != rank or packed.shape[-3] != count:
         shape = ("batch, " if rank == 5 else "") + f"seqlen, {count}, num_heads, head_dim"
-        raise Error(f"{name}: shape {tuple(packed.shape)}; ({shape})")
+        raise Error(f"{name}: {shape_of(packed)}; ({shape})")
     return packed.unbind(-3)
 
 
@@ -253,28 +466,42 @@ def _flash_attn(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
+    names: Mapping[str, str] = _OWN,
 ) -> Outputs:
-    if return_attn_probs and dropout_p > 0:
+    dropout_p = number("dropout_p", dropout_p)
+    if flag("return_attn_probs", return_attn_probs) and dropout_p > 0:
         raise Error(
             f"return_attn_probs: True with dropout_p = {dropout_p}; False, as P is never stored",
             "unsupported",
         )
-    if not isinstance(window_size, Sequence) or len(window_size) != 2:
-        raise Error(f"window_size: {window_size!r}; (left, right)")
-    left, right = (None if n < 0 else n for n in window_size)
-    if causal:
+    left, right = _window(window_size)
+    if flag("causal", causal):
         right = 0
-    q, k, v = map(last_contiguous, qkv)
-    out, lse = attend(
-        q,
-        k,
-        v,
-        packed,
-        mask=None if left is None and right is None else Band(left, right),
-        alibi_slopes=alibi_slopes,
-        softmax_scale=softmax_scale,
-        softcap=max(softcap, 0.0),
-        dropout_p=dropout_p,
-        deterministic=deterministic or None,
-    )
+    q, k, v = qkv
+    try:
+        out, lse = attend(
+            q,
+            k,
+            v,
+            packed,
+            mask=None if left is None and right is None else Band(left, right),
+            alibi_slopes=alibi_slopes,
+            softmax_scale=softmax_scale,
+            softcap=max(number("softcap", softcap), 0.0),
+            dropout_p=dropout_p,
+            deterministic=flag("deterministic", deterministic) or None,
+            copy=True,
+        )
+    except Error as e:
+        raise renamed(e, names) from None
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
+
+
+def _window(window_size: Sequence[int]) -> tuple[int | None, int | None]:
+    """(left, right) of a band; negative is unlimited."""
+    try:
+        left, right = (n if isinstance(n, int) else integer("", n) for n in window_size)
+    except (TypeError, ValueError):
+        allowed = "(left, right), two integers"
+        raise Error(f"window_size: {shown(window_size)}; {allowed}") from None
+    return None if left < 0 else left, None if right < 0 else right

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from . import ops
-from ._block_lists import INT32_MAX, Csr
-from ._errors import Error, integer
+from ._block_lists import INT32_MAX, LISTS, Csr
+from ._errors import Error, integer, shown
+from ._torch_checks import check_constant, check_rows, flag, no_tangent, number, tensor, whole
 from .masks import Band, BlockMask, Dense, Mask
 
 Operator: TypeAlias = Callable[..., Any]
 
 _UINT64 = 2**64
-_LISTS = ("row_partial", "row_full", "col_partial", "col_full")
 
 
 class Options(NamedTuple):
@@ -34,7 +34,7 @@ class Options(NamedTuple):
     bias: Tensor | None
     alibi_slopes: Tensor | None
     seed: Tensor | None  # int64, one element, on the CPU; the bits of an unsigned number
-    blocks: Tensor | None  # int32, flat: offsets and indices of each of _LISTS
+    blocks: Tensor | None  # int32, flat: offsets and indices of each of LISTS
     mask: Sequence[int]  # of encode_mask
     softmax_scale: float | None
     softcap: float
@@ -80,7 +80,7 @@ def encode_mask(mask: object, like: Tensor | None = None) -> tuple[list[int], Te
         return _encode_band(mask), None
     if not isinstance(mask, BlockMask):
         allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
-        raise Error(f"mask: {type(mask).__name__}; {allowed}")
+        raise Error(f"mask: {shown(mask)}; {allowed}")
     code = _encode_band(mask.band or Band())
     code += [*mask.block_size, mask.seqlen_q, mask.seqlen_k]
     # Not the arrays themselves: torch.compile would make an input of each.
@@ -121,7 +121,7 @@ def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask | ops.Placed
     block_q, block_k, seqlen_q, seqlen_k, *sizes = rest
     if blocks.is_cuda:
         placed = []
-        for _ in _LISTS:
+        for _ in LISTS:
             batch, num_heads, ends, listed, *sizes = sizes
             begin, end = batch * num_heads * ends, batch * num_heads * ends + listed
             placed += [blocks[:begin].view(batch, num_heads, ends), blocks[begin:end]]
@@ -129,7 +129,7 @@ def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask | ops.Placed
         return ops.PlacedLayout((block_q, block_k), seqlen_q, seqlen_k, band, tuple(placed))
     flat = blocks.numpy()
     lists: dict[str, Csr] = {}
-    for name in _LISTS:
+    for name in LISTS:
         batch, num_heads, ends, listed, *sizes = sizes
         begin = batch * num_heads * ends
         end = begin + listed
@@ -235,10 +235,16 @@ def _operator(
     members = {method: staticmethod(function) for method, function in methods.items()}
     function: Any = type(name, (Function,), {**members, "generate_vmap_rule": True})
 
+    names = [argument.name for argument in operator._schema.arguments]
+
     def call(*inputs: Any) -> Any:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and forward_ad._current_level >= 0:
+            for argument, x in zip(names, inputs, strict=True):
+                no_tangent(argument, x)
         # Eagerly, an autograd.Function does what the operator's own autograd does in half the
         # time, and torch.func takes gradients through no other.
-        eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        eager = torch.is_grad_enabled() and not compiling
         return function.apply(*inputs) if eager else operator(*inputs)
 
     return call
@@ -248,6 +254,13 @@ def _one_by_one(operator: Operator, info: Any, dims: Sequence[Any], *args: Any) 
     """The batching rule of torch.vmap: a loop, as each call is parallel in itself."""
     size = info.batch_size
     batched = [isinstance(d, int) for d in dims]  # or None, or a list of it for a list of numbers
+    if size == 0:  # one call tells the shapes
+        one = [
+            x.new_zeros(x.movedim(d, 0).shape[1:]) if b else x
+            for x, d, b in zip(args, dims, batched, strict=True)
+        ]
+        results = operator(*one)
+        return tuple(r.new_empty((0, *r.shape)) for r in results), (0,) * len(results)
     given = [x.unbind(d) if b else [x] * size for x, d, b in zip(args, dims, batched, strict=True)]
     results = zip(*(operator(*one) for one in zip(*given, strict=True)), strict=True)
     stacked = tuple(torch.stack(result) for result in results)
@@ -266,13 +279,6 @@ def last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def check_constant(name: str, x: Tensor | None) -> None:
-    """Refuses a tensor whose gradient would be lost."""
-    if x is not None and x.requires_grad and torch.is_grad_enabled():
-        allowed = "one without, as attention has no gradient with respect to it"
-        raise Error(f"{name}: a tensor that requires a gradient; {allowed}", "unsupported")
-
-
 def attend(
     q: Tensor,
     k: Tensor,
@@ -288,45 +294,79 @@ def attend(
     seed: int | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
+    copy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """out, lse of ``flashsdk.torch.attention``, or of ``varlen_attention`` if ``packed``."""
-    rank = 3 if packed else 4
+    """out, lse of ``flashsdk.torch.attention``, or of ``varlen_attention`` if ``packed``.
+
+    ``copy`` copies q, k and v where their last dimension is not contiguous. Everything is checked
+    here, or is the library's to check; what the dispatcher refuses is no ``Error``.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != rank:
-            shape = ("" if packed else "batch, ") + "seqlen, num_heads, head_dim"
-            raise Error(f"{name}: shape {tuple(x.shape)}; ({shape})")
-    check_constant("bias", bias)
-    check_constant("alibi_slopes", alibi_slopes)
+        check_rows(name, x, packed=packed is not None)
+    lengths: tuple[Any, ...] = ()
+    if packed is not None:
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed
+        lengths = (
+            tensor("cu_seqlens_q", cu_seqlens_q),
+            tensor("cu_seqlens_k", cu_seqlens_k),
+            whole("max_seqlen_q", max_seqlen_q),
+            whole("max_seqlen_k", max_seqlen_k),
+        )
+    options = _checked(
+        q, mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed, deterministic, backend
+    )
+    if copy:
+        q, k, v = map(last_contiguous, (q, k, v))
+    q, k, v = _autocast(q, k, v)
+    out, lse = (mha if packed is None else mha_varlen)(q, k, v, *lengths, *options)
+    return out, lse
+
+
+def _checked(
+    q: Tensor,
+    mask: Mask | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softmax_scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    seed: int | None,
+    deterministic: bool | None,
+    backend: str | None,
+) -> Options:
+    """The keywords of a call as an operator takes them, or an Error."""
+    if bias is not None:
+        check_constant("bias", tensor("bias", bias))
+    if alibi_slopes is not None:
+        check_constant("alibi_slopes", tensor("alibi_slopes", alibi_slopes))
+    if seed is not None:
+        seed = integer("seed", seed, 0)
+        if seed >= _UINT64:
+            raise Error(f"seed: {seed}; an integer from 0 to 2^64 - 1")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    if backend is not None and not isinstance(backend, str):
+        raise Error(f'backend: {shown(backend)}; "cpu", "sm80", "sm90" or None')
+    dropout_p = number("dropout_p", dropout_p)
     code, blocks = encode_mask(mask, q)
-    options = Options(
+    return Options(
         bias,
         alibi_slopes,
         _seed(seed) if dropout_p != 0 else None,
         blocks,
         code,
-        softmax_scale,
-        softcap,
+        None if softmax_scale is None else number("softmax_scale", softmax_scale),
+        number("softcap", softcap),
         dropout_p,
-        deterministic,
+        flag("deterministic", deterministic),
         backend or "",
     )
-    q, k, v = _autocast(q, k, v)
-    if packed:
-        out, lse = mha_varlen(q, k, v, *packed, *options)
-    else:
-        out, lse = mha(q, k, v, *options)
-    return out, lse
 
 
 def _seed(seed: int | None) -> Tensor:
     """int64, one element, on the CPU, so that reading it waits for no device."""
     if seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
-    seed = integer("seed", seed, 0)
-    if seed >= _UINT64:
-        raise Error(f"seed: {seed}; an integer from 0 to 2^64 - 1")
     return torch.full((1,), seed - _UINT64 * (seed >= 2**63), dtype=torch.int64, device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""Attention for PyTorch, with gradients and torch.compile: the only module that imports torch.
+"""Attention for PyTorch, with gradients and torch.compile.
 
 ``attention`` and ``varlen_attention`` give all that the library does. ``flash_attn_*_func`` take
 the arguments of flash-attn 2.8 (github.com/Dao-AILab/flash-attention), and
@@ -19,7 +19,7 @@ What all share:
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -33,8 +33,12 @@ from ._flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from ._torch_ops import attend, check_constant, last_contiguous
+from ._torch_checks import check_constant, flag, renamed, shape_of, tensor
+from ._torch_ops import attend, last_contiguous
 from .masks import Band, Causal, Mask
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "attention",
@@ -49,6 +53,37 @@ __all__ = [
 ]
 
 
+class _Keywords(TypedDict, total=False):
+    """Those of ``attention`` and ``varlen_attention`` but return_lse, for type checkers."""
+
+    mask: Mask | None
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    softmax_scale: float | None
+    softcap: float
+    dropout_p: float
+    seed: int | None
+    deterministic: bool | None
+    backend: str | None
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **keywords: Unpack[_Keywords],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **keywords: Unpack[_Keywords]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **keywords: Unpack[_Keywords]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -98,6 +133,7 @@ def attention(
     Returns out (batch, seqlen_q, num_heads, head_dim_v), and lse float32 (batch, num_heads,
     seqlen_q) if asked for. A row that sees no key has out 0, lse -inf and no gradient.
     """
+    wanted = flag("return_lse", return_lse)
     out, lse = attend(
         q,
         k,
@@ -112,9 +148,48 @@ def attention(
         deterministic=deterministic,
         backend=backend,
     )
-    return (out, lse) if return_lse else out
+    return (out, lse) if wanted else out
 
 
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[False] = ...,
+    **keywords: Unpack[_Keywords],
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[_Keywords],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **keywords: Unpack[_Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -151,6 +226,7 @@ def varlen_attention(
     The rest as in ``attention``. Returns out (total_q, num_heads, head_dim_v), and lse float32
     (num_heads, total_q) if asked for.
     """
+    wanted = flag("return_lse", return_lse)
     out, lse = attend(
         q,
         k,
@@ -166,7 +242,7 @@ def varlen_attention(
         deterministic=deterministic,
         backend=backend,
     )
-    return (out, lse) if return_lse else out
+    return (out, lse) if wanted else out
 
 
 # ---- torch.nn.functional
@@ -188,7 +264,7 @@ def scaled_dot_product_attention(
         (..., num_heads, seqlen_q, head_dim); any leading dimensions, none at all as well.
     key, value
         (..., num_heads, seqlen_k, head_dim) and (..., num_heads, seqlen_k, head_dim_v). Leading
-        dimensions broadcast.
+        dimensions broadcast, and so do heads where there is one.
     attn_mask
         Broadcast to (..., num_heads, seqlen_q, seqlen_k): added to the scores, or bool, True =
         attend. torch.nn.attention.bias.causal_lower_right and causal_upper_left are recognised.
@@ -207,43 +283,84 @@ def scaled_dot_product_attention(
     head_dim_v). Tensors whose last dimension is not contiguous are copied. A query that sees no
     key gets 0 and no gradient, where releases of PyTorch before 2.5 gave NaN.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.is_nested:
-            allowed = "a dense one, or varlen_attention"
-            raise Error(f"{name}: a nested tensor; {allowed}", "unsupported")
-        if x.dim() < 2:
-            raise Error(f"{name}: shape {tuple(x.shape)}; (..., num_heads, seqlen, head_dim)")
-    if is_causal and attn_mask is not None:
-        raise Error("is_causal: True with an attn_mask; False, or no attn_mask")
-    num_heads, num_heads_kv = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key))
-    if num_heads != num_heads_kv and not enable_gqa:
-        raise Error(f"key: {num_heads_kv} heads; query's {num_heads}, or enable_gqa=True")
-    batch = query.shape[:-3]
-    if not batch == key.shape[:-3] == value.shape[:-3]:
-        shapes = (batch, key.shape[:-3], value.shape[:-3])
-        batch = torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
-    scores = (num_heads, query.shape[-2], key.shape[-2])
-    mask = Causal("top_left") if is_causal else None
-    bias = None
-    # CausalBias of torch.nn.attention.bias, by its fields: to import it takes seconds.
-    if hasattr(attn_mask, "variant"):
-        mask = _causal_bias(attn_mask, scores)
-    elif attn_mask is not None:
-        bias = _bias(attn_mask, batch, scores)
-    q, k, v = (_rows_first(x, batch) for x in (query, key, value))
-    out, _ = attend(q, k, v, mask=mask, bias=bias, softmax_scale=scale, dropout_p=dropout_p)
+    heads = _heads(query, key, value, gqa=flag("enable_gqa", enable_gqa))
+    batch = _batch(query, key, value)
+    scores = (heads[0], query.shape[-2], key.shape[-2])
+    mask, bias = None, None
+    if attn_mask is not None:
+        if flag("is_causal", is_causal):
+            raise Error("is_causal: True with an attn_mask; False, or no attn_mask")
+        # CausalBias of torch.nn.attention.bias, by its fields: to import it takes seconds.
+        if hasattr(attn_mask, "variant"):
+            mask = _causal_bias(attn_mask, scores)
+        else:
+            bias = _bias(tensor("attn_mask", attn_mask), batch, scores)
+    elif flag("is_causal", is_causal):
+        mask = Causal("top_left")
+    q, k, v = (_rows_first(x, batch, n) for x, n in zip((query, key, value), heads, strict=True))
+    try:
+        out, _ = attend(q, k, v, mask=mask, bias=bias, softmax_scale=scale, dropout_p=dropout_p)
+    except Error as e:
+        raise renamed(e, _NAMES) from None
     out = out.transpose(1, 2)  # (prod(batch), num_heads, seqlen_q, head_dim_v)
     if len(batch) == 1:
         return out
-    return out.reshape(*batch, *out.shape[1 if query.dim() > 2 else 2 :])  # a view
+    headless = max(query.dim(), key.dim(), value.dim()) == 2
+    return out.reshape(*batch, *out.shape[2 if headless else 1 :])  # a view
 
 
-def _rows_first(x: Tensor, batch: torch.Size) -> Tensor:
+def _heads(query: Tensor, key: Tensor, value: Tensor, *, gqa: bool) -> tuple[int, int, int]:
+    """How many heads each is to have; raises Error for shapes that do not belong together."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if tensor(name, x).dim() < 2:
+            raise Error(f"{name}: {shape_of(x)}; (..., num_heads, seqlen, head_dim)")
+    if key.shape[-1] != query.shape[-1]:
+        raise Error(f"key: {shape_of(key)}; (..., head_dim {query.shape[-1]}), as query has")
+    if value.shape[-2] != key.shape[-2]:
+        allowed = f"(..., seqlen_k {key.shape[-2]}, head_dim_v), as key has"
+        raise Error(f"value: {shape_of(value)}; {allowed}")
+    of_query, of_key, of_value = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
+    of_kv = max(of_key, of_value) if 0 not in (of_key, of_value) else 0
+    for name, n in (("key", of_key), ("value", of_value)):
+        if n not in (1, of_kv):
+            raise Error(f"{name}: {n} heads; {of_kv}, or 1")
+    if of_query == of_kv or of_kv == 1:
+        return of_query, of_kv, of_kv
+    if of_query == 1:
+        return of_kv, of_kv, of_kv
+    if not gqa:
+        raise Error(f"key: {of_kv} heads; query's {of_query}, or enable_gqa=True")
+    if of_kv == 0 or of_query % of_kv != 0:
+        raise Error(f"key: {of_kv} heads; a divisor of query's {of_query}")
+    return of_query, of_kv, of_kv
+
+
+def _batch(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
+    """The leading dimensions, broadcast."""
+    batch = query.shape[:-3]
+    if batch == key.shape[:-3] == value.shape[:-3]:
+        return batch
+    for name, x in (("key", key), ("value", value)):
+        given = x.shape[:-3]
+        rank = max(len(batch), len(given))
+        one, other = ((1,) * (rank - len(sizes)) + tuple(sizes) for sizes in (batch, given))
+        if any(m != n and 1 not in (m, n) for m, n in zip(one, other, strict=True)):
+            allowed = f"leading dimensions that broadcast with {tuple(batch)}"
+            raise Error(f"{name}: {shape_of(x)}; {allowed}")
+        batch = torch.Size(n if m == 1 else m for m, n in zip(one, other, strict=True))
+    return batch
+
+
+def _rows_first(x: Tensor, batch: torch.Size, heads: int) -> Tensor:
     """(..., num_heads, seqlen, head_dim) to (prod(batch), seqlen, num_heads, head_dim)."""
-    if x.dim() != 4 or x.shape[:1] != batch:
+    if x.dim() != 4 or x.shape[:1] != batch or x.shape[1] != heads:
         x = x if x.dim() > 2 else x.unsqueeze(0)
-        x = x.expand(*batch, *x.shape[-3:]).reshape(math.prod(batch), *x.shape[-3:])
+        x = x.expand(*batch, heads, *x.shape[-2:]).reshape(math.prod(batch), heads, *x.shape[-2:])
     return last_contiguous(x.transpose(1, 2))
+
+
+# What attend calls the arguments of torch's function.
+_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "softmax_scale": "scale"}
 
 
 def _bias(attn_mask: Tensor, batch: torch.Size, scores: tuple[int, int, int]) -> Tensor:
@@ -253,8 +370,7 @@ def _bias(attn_mask: Tensor, batch: torch.Size, scores: tuple[int, int, int]) ->
     shape = (1,) * (rank - attn_mask.dim()) + tuple(attn_mask.shape)
     allowed = (*batch, *scores)
     if len(shape) != rank or any(n not in (1, m) for n, m in zip(shape, allowed, strict=True)):
-        given = tuple(attn_mask.shape)
-        raise Error(f"attn_mask: shape {given}; one that broadcasts to {allowed}")
+        raise Error(f"attn_mask: {shape_of(attn_mask)}; one that broadcasts to {allowed}")
     if all(n == 1 for n in shape[:-3]):
         bias = attn_mask.reshape(1, *shape[-3:])
     else:

@@ -378,7 +378,7 @@ def test_refusals():
             bias=torch.zeros(1, 1, 70, 70, requires_grad=True))  # fmt: skip
     refused("^alibi_slopes: a tensor that requires a gradient", q, k, v, code="unsupported",
             alibi_slopes=torch.zeros(4, requires_grad=True))  # fmt: skip
-    refused("^mask: str", q, k, v, mask="causal")
+    refused("^mask: 'causal'; Dense", q, k, v, mask="causal")
     refused("^mask", q, k, v, mask=fs.layouts.causal(64, 64, 16))
     for seed in (-1, 1.5, 2**64):
         refused(f"^seed: {seed}; an integer", q, k, v, dropout_p=0.5, seed=seed)

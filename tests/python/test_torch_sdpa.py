@@ -75,6 +75,24 @@ def test_without_heads():
     assert scaled_dot_product_attention(q, k, v).shape == (40, 16)
 
 
+@pytest.mark.parametrize("ranks", [r for r in itertools.product((2, 3, 4), repeat=3)], ids=str)
+def test_ranks_may_differ(ranks):
+    """(seqlen, head_dim), (1, seqlen, head_dim), (2, 1, seqlen, head_dim)"""
+    shapes = [(2, 1)[4 - rank :] for rank in ranks]
+    x = [torch.randn(*s, n, 16) for s, n in zip(shapes, (40, 50, 50), strict=True)]
+    same_as_torch(x)
+
+
+@pytest.mark.parametrize(
+    "heads", [(1, 3, 3), (3, 1, 1), (3, 3, 1), (3, 1, 3), (1, 3, 1), (1, 1, 3)], ids=str
+)
+def test_heads_broadcast(heads):
+    for batch in ((), (2,)):
+        lengths = zip(heads, (40, 50, 50), strict=True)
+        same_as_torch([torch.randn(*batch, h, n, 16) for h, n in lengths], is_causal=True)
+    same_as_torch([torch.randn(40, 16), torch.randn(3, 50, 16), torch.randn(50, 16)])
+
+
 def test_leading_dimensions_broadcast():
     q, k, v = qkv(2, 3)
     same_as_torch((q, k[:1], v[:, :1]))
@@ -204,9 +222,21 @@ def test_refusals():
     refused(r"^attn_mask: shape \(1, 1, 1, 40, 50\)", q, k, v, attn_mask=mask[None, None, None])
     refused(r"^attn_mask: shape \(30, 50\)", q, k, v, attn_mask=causal_lower_right(30, 50))
     refused("^key: 2 heads; query's 4, or enable_gqa", q, k[:, :2], v[:, :2])
-    refused(None, q, k[:, :3], v[:, :3], enable_gqa=True)
+    refused("^key: 3 heads; a divisor of query's 4", q, k[:, :3], v[:, :3], enable_gqa=True)
+    refused("^value: 2 heads; 4, or 1", q, k, v[:, :2])
+    refused(r"^key: shape \(2, 4, 50, 8\); \(..., head_dim 16\)", q, k[..., :8], v)
+    refused(r"^value: shape \(2, 4, 9, 16\); \(..., seqlen_k 50, head_dim_v\)", q, k, v[:, :, :9])
+    refused(
+        r"^key: shape \(3, 4, 50, 16\); leading dim.* with \(2,\)", q, k[:1].expand(3, 4, 50, 16), v
+    )
+    refused(r"^value: shape \(3, 4, 50, 16\); leading dim", q, k, v[:1].expand(3, 4, 50, 16))
+    refused("^key: dtype float16; float32, the dtype of query", q, k.half(), v)
+    refused("^query: dtype float64", q.double(), k.double(), v.double())
+    refused("^attn_mask: dtype int32; float32", q, k, v, mask.int())
+    refused("^scale: nan; a finite number", q, k, v, scale=float("nan"))
+    wide = torch.zeros(1, 1, 4, 300)
+    refused("^query: head_dim 300; 1 to 256", wide, wide, wide, code="unsupported")
     refused(r"^query: shape \(16,\)", q[0, 0, 0], k, v)
-    refused(None, q.double(), k.double(), v.double(), code=None)
     refused("^dropout_p", q, k, v, dropout_p=1.5)
     nested = torch.nested.nested_tensor([torch.randn(4, 5, 16), torch.randn(4, 7, 16)])
     refused("^query: a nested tensor", nested, nested, nested, code="unsupported")

@@ -1,0 +1,90 @@
+"""Checks of arguments before torch's dispatcher sees them.
+
+What the dispatcher refuses is a TypeError or a RuntimeError about its schema, of many lines, and
+what it takes it may read without its gradient. Tensors themselves are the library's to check.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.autograd import forward_ad
+
+from ._errors import Error, integer, real, shown, truth
+
+flag = truth
+
+
+def renamed(error: Error, names: Mapping[str, str]) -> Error:
+    """``error`` with the names that the arguments have for the caller."""
+    argument, _, rest = str(error).partition(": ")
+    rest = re.sub(r"\bq\b", names.get("q", "q"), rest)  # "the dtype of q"
+    return Error(f"{names.get(argument, argument)}: {rest}", error.code)
+
+
+def tensor(name: str, x: object) -> Tensor:
+    """``x`` if it is a tensor with strides."""
+    if not isinstance(x, Tensor):
+        raise Error(f"{name}: {shown(x)}; a tensor")
+    if x.is_nested:
+        raise Error(f"{name}: a nested tensor; a dense one, or varlen_attention", "unsupported")
+    if x.layout is not torch.strided:
+        raise Error(f"{name}: a tensor of layout {x.layout}; a dense one", "unsupported")
+    return x
+
+
+def check_rows(name: str, x: object, *, packed: bool) -> None:
+    """Refuses what is not q, k or v: a tensor of the right rank."""
+    rank = 3 if packed else 4
+    if tensor(name, x).dim() != rank:
+        shape = ("" if packed else "batch, ") + "seqlen, num_heads, head_dim"
+        raise Error(f"{name}: {shape_of(x)}; ({shape})")
+
+
+def shape_of(x: Any) -> str:
+    return f"shape {tuple(x.shape)}"
+
+
+def number(name: str, value: Any) -> Any:
+    """``value`` if it is a number, of the compiler's too; that of a tensor that holds one."""
+    if isinstance(value, float | int | torch.SymFloat | torch.SymInt):
+        return value
+    if isinstance(value, Tensor):
+        check_constant(name, value)
+    return real(name, value)
+
+
+def whole(name: str, value: Any) -> Any:
+    """``value`` if it is an integer of 64 bits, of the compiler's too."""
+    if torch.compiler.is_compiling() and isinstance(value, int | torch.SymInt):
+        return value  # to compare it would fix it
+    if not -(2**63) <= integer(name, value) < 2**63:
+        raise Error(f"{name}: {value}; an integer of 64 bits")
+    return integer(name, value)
+
+
+def check_constant(name: str, x: Tensor) -> None:
+    """Refuses a tensor whose gradient would be lost."""
+    if x.requires_grad and torch.is_grad_enabled():
+        allowed = "one without, as attention has no gradient with respect to it"
+        raise Error(f"{name}: a tensor that requires a gradient; {allowed}", "unsupported")
+    if not torch.compiler.is_compiling():
+        no_tangent(name, x)
+
+
+def no_tangent(name: str, x: object) -> None:
+    """Refuses a dual tensor of forward-mode differentiation, whose tangent would be lost."""
+    # The level is what unpack_dual looks at first; asking it costs a microsecond a tensor.
+    if forward_ad._current_level < 0 or not isinstance(x, Tensor):
+        return
+    while functorch.is_batchedtensor(x):  # under vmap, which cannot unpack
+        x = functorch.get_unwrapped(x)
+    dual = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
+    if dual.tangent is not None:
+        allowed = "one without, as attention has no forward-mode derivative"
+        raise Error(f"{name}: a tensor with a tangent; {allowed}", "unsupported")

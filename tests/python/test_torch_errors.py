@@ -1,0 +1,179 @@
+"""Every argument of every public function of the adapter, given what it is not: one flashsdk.Error
+that names it. Also gradients that would be lost, and batches without a sample."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flashsdk as fs  # noqa: E402
+import flashsdk.torch as adapter  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+
+# torch's own, when it loads its forward-mode derivatives.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+
+BATCH, SEQLEN, HEADS, DIM = 2, 6, 2, 8
+OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
+
+# Of what an argument may not be, by its kind.
+LONG = np.zeros((40, 40))  # whose repr has many lines
+NO_TENSORS = [3, "a", [1.0], np.zeros(3, np.float32), LONG, torch.tensor(1.0), object()]
+NO_NUMBERS = ["a", b"1", [1.0, 2.0], torch.ones(40, 2), LONG, object(), 1j]
+NO_INTEGERS = [6.0, "a", 2**63, torch.ones(40, 40)]
+NO_FLAGS = ["no", "x\ny", [True], LONG]
+WRONG = {
+    argument: wrong
+    for arguments, wrong in {
+        "q k v query key value qkv kv": [None, *NO_TENSORS],
+        "cu_seqlens_q cu_seqlens_k cu_seqlens": [None, [0, 6], *NO_TENSORS],
+        "bias alibi_slopes attn_mask": NO_TENSORS[:-2],
+        "block_table": ["a", LONG, torch.zeros(2, 1, dtype=torch.int32)],
+        "softmax_scale scale": NO_NUMBERS,
+        "softcap dropout_p": [None, *NO_NUMBERS],
+        "max_seqlen_q max_seqlen_k max_seqlen": [None, *NO_INTEGERS],
+        "seed": ["a", 1.5, -1, 2**64, LONG],
+        "causal is_causal enable_gqa return_lse return_attn_probs": [None, *NO_FLAGS],
+        "deterministic": NO_FLAGS,
+        "window_size": [None, (None, 3), "ab", 5, (1,), (1, 2, 3), (1.5, 2), LONG],
+        "backend": [3, b"cpu", "tpu", "x\ny", "x" * 200, LONG],
+        "mask": ["causal", 3, LONG, torch.ones(40, 40)],
+    }.items()
+    for argument in arguments.split()
+}
+
+
+def arguments(name):
+    """Those that the function needs, and that work."""
+    shape = (SEQLEN, HEADS, DIM) if "varlen" in name else (BATCH, SEQLEN, HEADS, DIM)
+    x = torch.randn(shape)
+    values = dict.fromkeys(("q", "k", "v", "query", "key", "value"), x)
+    values |= {"qkv": torch.stack((x, x, x), -3), "kv": torch.stack((x, x), -3)}
+    values |= dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), OFFSETS)
+    values |= dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), SEQLEN)
+    parameters = inspect.signature(getattr(adapter, name)).parameters.values()
+    return {p.name: values[p.name] for p in parameters if p.default is p.empty}
+
+
+def refused(name, match, code="invalid_argument", **changes):
+    with pytest.raises(fs.Error, match=match) as caught:
+        getattr(adapter, name)(**arguments(name) | changes)
+    line = str(caught.value)
+    assert "\n" not in line and "; " in line
+    assert len(line) < 400
+    assert code in (None, caught.value.code)
+
+
+@pytest.mark.parametrize("name", adapter.__all__)
+def test_wrong_types_are_named(name):
+    function = getattr(adapter, name)
+    function(**arguments(name))
+    for argument in inspect.signature(function).parameters:
+        for wrong in WRONG[argument]:
+            refused(name, f"^{argument}: ", None, **{argument: wrong})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("name", adapter.__all__)
+def test_tensors_without_strides(name):
+    first = next(iter(arguments(name)))
+    nested = torch.nested.nested_tensor([torch.randn(4, 2, 8), torch.randn(5, 2, 8)])
+    refused(name, f"^{first}: a nested tensor; ", "unsupported", **{first: nested})
+    sparse = arguments(name)[first].to_sparse()
+    refused(name, f"^{first}: a tensor of layout", "unsupported", **{first: sparse})
+
+
+def test_numbers_may_be_numpys_or_tensors():
+    x = torch.randn(BATCH, SEQLEN, HEADS, DIM)
+    want = adapter.attention(x, x, x, softmax_scale=0.5, softcap=2.0)
+    for scale, softcap in ((np.float32(0.5), np.int64(2)), (torch.tensor(0.5), torch.tensor([2]))):
+        assert torch.equal(adapter.attention(x, x, x, softmax_scale=scale, softcap=softcap), want)
+    flat = x[0]
+    options = {"deterministic": np.True_, "return_lse": np.False_}
+    lengths = (OFFSETS, OFFSETS, np.int32(SEQLEN), torch.tensor(SEQLEN))
+    out = adapter.varlen_attention(flat, flat, flat, *lengths, **options)
+    assert torch.equal(out, adapter.varlen_attention(flat, flat, flat, OFFSETS, OFFSETS, 6, 6))
+
+
+@pytest.mark.parametrize("argument", ["softmax_scale", "softcap", "dropout_p"])
+def test_numbers_that_require_gradients(argument):
+    value = torch.tensor(0.5, requires_grad=True)
+    for name in ("attention", "varlen_attention", "flash_attn_func"):
+        match = f"^{argument}: a tensor that requires a gradient"
+        refused(name, match, "unsupported", **{argument: value})
+        with torch.no_grad():
+            getattr(adapter, name)(**arguments(name), **{argument: value})
+    if argument == "softmax_scale":
+        match = "^scale: a tensor that requires a gradient"
+        refused("scaled_dot_product_attention", match, "unsupported", scale=value)
+
+
+# ---- forward-mode differentiation
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("name", adapter.__all__)
+def test_no_forward_mode(name, recorded):
+    first = next(iter(arguments(name)))
+    given = arguments(name)[first]
+    with torch.set_grad_enabled(recorded), forward_ad.dual_level():
+        getattr(adapter, name)(**arguments(name))  # without tangents all is as ever
+        dual = forward_ad.make_dual(given, torch.ones_like(given))
+        refused(name, f"^{first}: a tensor with a tangent", "unsupported", **{first: dual})
+
+
+def test_no_forward_mode_of_other_arguments():
+    x = torch.randn(BATCH, SEQLEN, HEADS, DIM)
+    with forward_ad.dual_level():
+        for argument, value in (
+            ("bias", torch.zeros(1, 1, SEQLEN, SEQLEN)),
+            ("alibi_slopes", torch.ones(HEADS)),
+            ("softmax_scale", torch.tensor(0.5)),
+        ):
+            dual = forward_ad.make_dual(value, torch.ones_like(value))
+            match = f"^{argument}: a tensor with a tangent"
+            refused("attention", match, "unsupported", **{argument: dual})
+        mask = forward_ad.make_dual(torch.zeros(HEADS, HEADS), torch.ones(HEADS, HEADS))
+        match = "^attn_mask: a tensor with a tangent"
+        # Heads come before the sequence there.
+        refused("scaled_dot_product_attention", match, "unsupported", attn_mask=mask)
+        q = x.clone().requires_grad_()
+        out = adapter.attention(q, x, x)
+        dual = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(fs.Error, match=r"^dout: a tensor with a tangent"):
+            torch.autograd.grad(out, q, dual)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_no_forward_mode_in_functorch(recorded):
+    x = torch.randn(BATCH, SEQLEN, HEADS, DIM)
+
+    def over_batch(q):
+        return torch.func.vmap(lambda q, k: adapter.attention(q[None], k[None], k[None]))(q, x)
+
+    with torch.set_grad_enabled(recorded):
+        for function in (lambda q: adapter.attention(q, x, x), over_batch):
+            with pytest.raises(fs.Error, match=r"^q: a tensor with a tangent") as caught:
+                torch.func.jvp(function, (x,), (torch.ones_like(x),))
+            assert caught.value.code == "unsupported"
+
+
+# ---- no sample
+
+
+def test_vmap_over_no_sample():
+    q = torch.randn(0, BATCH, SEQLEN, HEADS, DIM)
+    k = torch.randn(BATCH, SEQLEN, HEADS, DIM)
+    for recorded in (True, False):
+        with torch.set_grad_enabled(recorded):
+            out = torch.func.vmap(lambda q: adapter.attention(q, k, k))(q)
+            assert out.shape == q.shape
+    flat = q[:, 0]
+    lengths = (OFFSETS, OFFSETS, SEQLEN, SEQLEN)
+    out, lse = torch.func.vmap(
+        lambda q: adapter.varlen_attention(q, q, q, *lengths, return_lse=True)
+    )(flat)
+    assert out.shape == flat.shape and lse.shape == (0, HEADS, SEQLEN)

@@ -1,0 +1,37 @@
+"""What a type checker must know of the adapter. mypy reads this (`make lint`), nobody runs it."""
+
+import flashsdk as fs
+import torch
+from flashsdk.torch import (
+    attention,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    varlen_attention,
+)
+from torch import Tensor
+from typing_extensions import assert_type
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def calls(q: Tensor, offsets: Tensor, wanted: bool) -> None:
+    lengths = (offsets, offsets, 5, 5)
+    assert_type(attention(q, q, q), Tensor)
+    assert_type(attention(q, q, q, mask=fs.Causal(), return_lse=True), tuple[Tensor, Tensor])
+    assert_type(attention(q, q, q, return_lse=wanted), Tensor | tuple[Tensor, Tensor])
+    assert_type(varlen_attention(q, q, q, *lengths, softcap=2.0), Tensor)
+    assert_type(varlen_attention(q, q, q, *lengths, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(flash_attn_func(q, q, q, 0.0, None, True), Tensor)
+    assert_type(flash_attn_func(q, q, q, causal=True, return_attn_probs=True), Three)
+    assert_type(flash_attn_func(q, q, q, return_attn_probs=wanted), Tensor | Three)
+    assert_type(flash_attn_qkvpacked_func(q), Tensor)
+    assert_type(flash_attn_kvpacked_func(q, q, return_attn_probs=True), Three)
+    assert_type(flash_attn_varlen_func(q, q, q, *lengths, block_table=None), Tensor)
+    assert_type(flash_attn_varlen_qkvpacked_func(q, offsets, 5), Tensor)
+    assert_type(flash_attn_varlen_kvpacked_func(q, q, *lengths, return_attn_probs=True), Three)
+    attention(q, q, q, softcap="2")  # type: ignore[call-overload]
+    assert_type(attention(q, q, q).sum() + torch.zeros(()), Tensor)
