@@ -8,11 +8,13 @@ set(FLASHSDK_SM80_TYPE_bfloat16 cutlass::bfloat16_t)
 set(FLASHSDK_SM80_ALL_HEAD_DIMS 32 64 96 128 192 256)
 set(FLASHSDK_SM80_ALL_FEATURES None Dropout All Any)  # Any: All, and tensors of any alignment
 set(FLASHSDK_SM80_FEATURES_Any All)
+set(FLASHSDK_SM80_ALL_POLICIES Dense Band BlockSparse)
 
 # What CI compiles: every kind of kernel, few sizes.
 set(FLASHSDK_SM80_CI_DTYPES bfloat16)
 set(FLASHSDK_SM80_CI_HEAD_DIMS 64)
 set(FLASHSDK_SM80_CI_FEATURES None All Any)
+set(FLASHSDK_SM80_CI_POLICIES Band BlockSparse)  # Dense asks for less of the same code
 
 # Two thread blocks a multiprocessor leave 255 registers a thread. The plain kernels of head_dim 64 need up to five more
 # (20 bytes spilled forward, 12 backward); smaller tiles, which spill nothing, were slower.
