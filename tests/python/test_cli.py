@@ -13,6 +13,7 @@ import pytest
 from flashsdk import _reference
 from flashsdk._commands import (
     bench_cpu,
+    bench_cpu_tables,
     demo,
     exact,
     goals,
@@ -87,6 +88,9 @@ def test_threads_and_isa_are_taken():
         (["verify", "--seconds", "-1"], "--seconds"),
         (["verify", "--seed", "1.5"], "--seed: '1.5'"),
         (["verify", "--backend", "tpu"], "tpu"),
+        (["verify", "--backend", "sm90", "--framework", "numpy"], "--framework: numpy; "),
+        (["verify", "--seed", "5", "--count", "3"], "--count: 3; "),
+        (["verify", "--seed", "5", "--seconds", "3"], "--seconds: 3.0; "),
         (["bench", "--filter", "fp64"], "--filter: 'fp64'"),
         (["bench", "--out", "/proc/nowhere"], "--out: '/proc/nowhere'"),
         (["demo", "--out", "/proc/nowhere/demo.png"], "--out: '/proc/nowhere'"),
@@ -99,6 +103,16 @@ def test_errors_are_one_line(args, says):
 
 
 # ---- verify
+
+
+@pytest.mark.parametrize("backend", ["sm80", "sm90"])
+def test_verify_names_a_backend_that_runs_nowhere_here(backend):
+    if any(kernel["available"] for kernel in fs.kernels() if kernel["backend"] == backend):
+        pytest.skip("this machine runs it")
+    for options in ([], ["--count", "2"], ["--seed", "5"], ["--framework", "torch"]):
+        err = run("verify", "--backend", backend, *options, code=2)
+        assert err.startswith(f"flashsdk verify: --backend: {backend}; ")
+        assert len(err.strip().splitlines()) == 1
 
 
 def test_verify_repeats_a_seed_exactly():
@@ -287,7 +301,13 @@ def test_bench_has_every_row_of_the_goals():
     shares = len(goals.SHARE_4096) + len(goals.SHARE_1024)
     assert sum(g.share is not None for g in found) >= shares
     # Six at each of two head dimensions, and causal forward at 1K in three dtypes.
-    assert sum(g.ratio is not None for g in found) == 2 * len(goals.RATIO_4096) + 3
+    ratios = 2 * len(goals.RATIO_4096) + 3
+    assert sum(g.ratio is not None for g in found) == ratios
+    measured = {**record, "rows": [row | {"ratio": 1.0} for row in rows if row["kind"] == "dense"]}
+    assert bench_cpu_tables.left_out(measured) == 0
+    elsewhere = {**measured, "cpu": "Intel Xeon", "isa": "avx512"}
+    assert bench_cpu_tables.left_out(elsewhere) == ratios
+    assert bench_cpu_tables.left_out({**elsewhere, "quick": True}) == 0
 
 
 def test_interleaved_times_in_turns():

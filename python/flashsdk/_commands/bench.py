@@ -16,7 +16,7 @@ from flashsdk._commands.bench_cpu import QUICK, Case, Effort
 from flashsdk._commands.files import writable_folder
 from flashsdk._commands.progress import Progress
 from flashsdk._commands.table import text_table
-from flashsdk._errors import Error
+from flashsdk._errors import Error, shown
 
 Record = dict[str, Any]
 
@@ -41,6 +41,8 @@ def cpu_notes(record: Record) -> list[str]:
     )
     if of:
         lines.append(f"goals in parentheses: {of - missed} of {of} reached, ✗ marks the others")
+    if left_out := bench_cpu_tables.left_out(record):
+        lines.append(f"PyTorch ratios were stated for AMD Zen 5; not applied here: {left_out}")
     return lines
 
 
@@ -63,7 +65,7 @@ def run(*, backend: str, quick: bool, words: list[str], out: str) -> int:
     every = suite.cases(quick)
     cases = [c for c in every if set(words) <= set(c.name.split())]
     if not cases:
-        raise Error(f"--filter: {' '.join(words)!r}; words of names like {every[0].name!r}")
+        raise Error(f"--filter: {shown(' '.join(words))}; words of names like {every[0].name!r}")
     skipped = {c.name: why for c in cases if (why := suite.runnable(c)) is not None}
     cases = [c for c in cases if c.name not in skipped]
     folder = writable_folder("--out", Path(out))

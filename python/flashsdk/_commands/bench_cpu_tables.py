@@ -31,6 +31,12 @@ def missed(record: dict[str, Any]) -> tuple[int, int]:
     return sum(MISSED in c for c in cells), sum("(≥" in c or "(≤" in c for c in cells)
 
 
+def left_out(record: dict[str, Any]) -> int:
+    """Ratios to PyTorch that are stated for other processors, and were measured here."""
+    rows = [row for row in _of(record, "dense") if "ratio" in row]
+    return sum(goals.goal(row, record).left_out for row in rows)
+
+
 def dense(record: dict[str, Any]) -> Table:
     rows = _of(record, "dense")
     keys = ("dtype", "heads", "seqlen", "head_dim", "mask")

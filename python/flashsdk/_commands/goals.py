@@ -46,6 +46,7 @@ RATIO_4096_TILES = 1.3  # bf16 with AMX, forward and backward, any mask
 class Goal:
     share: float | None = None
     ratio: float | None = None
+    left_out: bool = False  # a ratio is stated, for other processors
 
 
 def goal(row: dict[str, Any], record: dict[str, Any]) -> Goal:
@@ -73,7 +74,7 @@ def goal(row: dict[str, Any], record: dict[str, Any]) -> Goal:
     if dtype == "bf16" and isa != "avx512_bf16" and mask == "none":
         share = None  # stated for the dot-product instruction
     comparable = isa.startswith("avx512") and "AMD" in record["cpu"]
-    return Goal(share, ratio if comparable else None)
+    return Goal(share, ratio if comparable else None, left_out=not comparable and ratio is not None)
 
 
 def sparse_limit(density: float) -> float:

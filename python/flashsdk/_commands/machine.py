@@ -61,7 +61,8 @@ def source_root() -> Path | None:
 
 
 def kernel_sources_hash() -> str | None:
-    """One hash over everything that decides what the kernels compute and how fast."""
+    """One hash over all of cpp/, which decides what the kernels compute; compilers and flags are
+    not in it."""
     root = source_root()
     if root is None:
         return None

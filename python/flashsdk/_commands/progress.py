@@ -53,9 +53,6 @@ class Progress:
         line = f"{self.label} {bar} {share:4.0%}  {now - self.started:3.0f} s  {text}"
         self._write("\r" + line[: shutil.get_terminal_size().columns - 1] + "\x1b[K")
 
-    def step(self, amount: float, text: str = "") -> None:
-        self.update(self.done + amount, text)
-
     def _write(self, text: str) -> None:
         self.stream.write(text)
         self.stream.flush()

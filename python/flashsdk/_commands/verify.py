@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import flashsdk as fs
 from flashsdk._commands import INTERRUPTED
 from flashsdk._commands.progress import Progress
+from flashsdk._errors import Error
 from flashsdk._problems import generate
 from flashsdk._verify import Report, check
 
@@ -53,7 +54,11 @@ def run(
     framework: str | None,
 ) -> int:
     """0 when nothing was found, 1 at the first failure, 130 after Ctrl-C."""
+    check_backend(backend, framework)
     if seed is not None:
+        for option, value in (("count", count), ("seconds", seconds)):
+            if value is not None:
+                raise Error(f"--{option}: {value}; none with --seed, which is one problem")
         return repeat(seed, backend, framework)
     if seconds is None and count is None:
         seconds = DEFAULT_SECONDS
@@ -82,6 +87,18 @@ def run(
         return 1
     print("stopped by Ctrl-C; no failure until then" if interrupted else "no failure")
     return INTERRUPTED if interrupted else 0
+
+
+def check_backend(backend: str, framework: str | None) -> None:
+    """A GPU backend needs a kernel that runs here, and arrays on a GPU, which NumPy's never are."""
+    if backend == "cpu":
+        return
+    if framework == "numpy":
+        raise Error(f"--framework: numpy; torch, as --backend is {backend}")
+    kernels = [kernel for kernel in fs.kernels() if kernel["backend"] == backend]
+    if not any(kernel["available"] for kernel in kernels):
+        why = "no GPU here runs it" if kernels else "this build has no such kernels"
+        raise Error(f"--backend: {backend}; cpu, as {why}", "unsupported")
 
 
 def repeat(seed: int, backend: str, framework: str | None) -> int:
