@@ -1,13 +1,20 @@
 # FLASHSDK_CUDA_ENABLED: ON, OFF, or for AUTO on only where nvcc and a GPU are both seen.
 # A machine that merely has nvcc must not wait for kernels that it cannot run.
 set(FLASHSDK_CUDA_ENABLED OFF)
-if(FLASHSDK_CUDA STREQUAL "AUTO")
+# What drivers make for a desktop or a server, Tegra and WSL. scripts/bootstrap.py reads this line.
+set(FLASHSDK_GPU_FILES /dev/nvidiactl /dev/nvhost-gpu /dev/dxg)
+string(TOUPPER "${FLASHSDK_CUDA}" cuda_wanted)
+if(cuda_wanted STREQUAL "AUTO")
   find_program(FLASHSDK_NVCC nvcc HINTS $ENV{CUDA_HOME}/bin $ENV{CUDACXX} PATHS /usr/local/cuda/bin)
-  if(FLASHSDK_NVCC AND (EXISTS /dev/nvidiactl OR EXISTS /dev/nvhost-gpu OR EXISTS /dev/dxg))
-    set(FLASHSDK_CUDA_ENABLED ON)
-  endif()
-elseif(FLASHSDK_CUDA)
+  foreach(file IN LISTS FLASHSDK_GPU_FILES)
+    if(FLASHSDK_NVCC AND EXISTS ${file})
+      set(FLASHSDK_CUDA_ENABLED ON)
+    endif()
+  endforeach()
+elseif(cuda_wanted MATCHES "^(ON|YES|TRUE|Y|1)$")
   set(FLASHSDK_CUDA_ENABLED ON)
+elseif(NOT cuda_wanted MATCHES "^(OFF|NO|FALSE|N|0)$")
+  message(FATAL_ERROR "FLASHSDK_CUDA: ${FLASHSDK_CUDA}; AUTO, ON or OFF")
 endif()
 
 if(FLASHSDK_CUDA_ENABLED)

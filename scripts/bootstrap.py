@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -86,11 +87,16 @@ def check_googletest() -> None:
 
 def has_module(python: str | Path, name: str) -> bool:
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{name}') is None)"
-    return subprocess.run([str(python), "-c", code], capture_output=True).returncode == 0
+    try:
+        return subprocess.run([str(python), "-c", code], capture_output=True).returncode == 0
+    except OSError:  # no such Python
+        return False
 
 
 def gpu_present() -> bool:
-    return Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia/version").exists()
+    """Whether one of the files is there by which cmake/Cuda.cmake knows a GPU, too."""
+    line = re.search(r"set\(FLASHSDK_GPU_FILES (.*)\)", (ROOT / "cmake/Cuda.cmake").read_text())
+    return line is not None and any(Path(file).exists() for file in line[1].split())
 
 
 def pip(*arguments: str, quiet_failure: bool = False) -> bool:
@@ -105,14 +111,18 @@ def pip(*arguments: str, quiet_failure: bool = False) -> bool:
 
 def make_venv() -> None:
     """Creates .venv once; a torch that the base Python already has is reused."""
-    if PYTHON.exists():
-        return
-    reuse = ["--system-site-packages"] if has_module(sys.executable, "torch") else []
-    say(f"creating {VENV.name} with Python {sys.version.split()[0]}")
-    subprocess.run([sys.executable, "-m", "venv", *reuse, str(VENV)], check=True)
-    # Editable the plain way: the build writes the extension into python/flashsdk.
+    if not (VENV / "pyvenv.cfg").exists() or not has_module(PYTHON, "pip"):  # or interrupted
+        reuse = ["--system-site-packages"] if has_module(sys.executable, "torch") else []
+        say(f"creating {VENV.name} with Python {sys.version.split()[0]}")
+        subprocess.run([sys.executable, "-m", "venv", *reuse, str(VENV)], check=True)
+
+
+def link_sources() -> None:
+    """Editable the plain way: the build writes the extension into python/flashsdk."""
     site = next((VENV / "lib").glob("python3*/site-packages"))
-    (site / "flashsdk-source.pth").write_text(f"{ROOT / 'python'}\n")
+    link, source = site / "flashsdk-source.pth", f"{ROOT / 'python'}\n"
+    if not link.exists() or link.read_text() != source:
+        link.write_text(source)
 
 
 def install_torch(required: bool) -> None:
@@ -154,11 +164,14 @@ def install(group: str) -> None:
     wanted = packages(group)
     state = hashlib.sha256(repr((wanted, TORCH_SPEC, sys.version)).encode()).hexdigest()
     stamp = VENV / f".flashsdk-{group}"
+    if group == "build" and PYTHON.exists():
+        link_sources()
     if stamp.exists() and stamp.read_text() == state:
         return
     if group == "build":
         check_system()
         make_venv()
+        link_sources()
     if group == "test":
         check_googletest()
     say(f"installing {group}: {' '.join(wanted)}")

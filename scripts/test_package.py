@@ -1,8 +1,9 @@
 """Builds and installs the package the way a machine without a network does, and calls it.
 
-Each way goes into a fresh virtual environment that sees the build tools of .venv: a wheel,
+Each way of pip goes into a fresh virtual environment that sees the build tools of .venv: a wheel,
 `pip install .` and `pip install -e .`, all with --no-build-isolation --no-index. One instruction
-set, dtype and head dimension are compiled: this checks the packaging.
+set, dtype and head dimension are compiled: this checks the packaging. The C++ package is installed
+as a static library, and used from CMake; ctest does the same with the shared one.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OFFLINE = ["--no-build-isolation", "--no-index", "--no-deps", "--disable-pip-version-check", "-q"]
-SMALL = [
-    "--config-settings=cmake.define.FLASHSDK_CPU_ISAS=portable",
-    "--config-settings=cmake.define.FLASHSDK_CPU_HEAD_DIMS=128",
-    "--config-settings=cmake.define.FLASHSDK_CPU_DTYPES=fp32",
-    "--config-settings=build-dir=build/package",
-]
+FEW_KERNELS = {
+    "FLASHSDK_CPU_ISAS": "portable",
+    "FLASHSDK_CPU_HEAD_DIMS": "128",
+    "FLASHSDK_CPU_DTYPES": "fp32",
+}
+SMALL = [f"--config-settings=cmake.define.{name}={value}" for name, value in FEW_KERNELS.items()]
+SMALL.append("--config-settings=build-dir=build/package")
 CALL = """
 import numpy as np, flashsdk as fs
 q = np.ones((1, 5, 2, 16), np.float32)
@@ -34,9 +36,43 @@ def run(*command: str | Path, cwd: Path = ROOT) -> None:
     subprocess.run([str(part) for part in command], check=True, cwd=cwd)
 
 
+def static_library(folder: Path) -> None:
+    """Installs the C++ package with BUILD_SHARED_LIBS=OFF, then builds and runs an example."""
+    print("cmake --install, BUILD_SHARED_LIBS=OFF", flush=True)
+    tools = Path(sysconfig.get_path("scripts"))
+    cmake, ninja = tools / "cmake", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"
+    common = ["-G", "Ninja", ninja, "-DCMAKE_BUILD_TYPE=Release", "--log-level=WARNING"]
+    kernels = {**FEW_KERNELS, "FLASHSDK_CPU_DTYPES": "fp32;bf16"}  # the example's
+    few = [f"-D{name}={value}" for name, value in kernels.items()]
+    build, prefix, example = (
+        ROOT / "build" / "package-static",
+        folder / "prefix",
+        folder / "example",
+    )
+    run(
+        cmake,
+        "-S",
+        ROOT,
+        "-B",
+        build,
+        *common,
+        *few,
+        "-DBUILD_SHARED_LIBS=OFF",
+        "-DFLASHSDK_CUDA=OFF",
+    )
+    run(cmake, "--build", build, "--target", "flashsdk")
+    run(cmake, "--install", build, "--prefix", prefix, "--component", "development")
+    assert not list(prefix.rglob("*.so*")), "a shared library was installed"
+    source = ROOT / "examples" / "cpp_integration"
+    run(cmake, "-S", source, "-B", example, *common, f"-DCMAKE_PREFIX_PATH={prefix}")
+    run(cmake, "--build", example)
+    run(example / "cpp_integration")
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        static_library(folder)
         run(sys.executable, "-m", "venv", folder / "env")
         python = folder / "env" / "bin" / "python"
         # The packages of this environment, but not its link to the source tree, a .pth file too.
