@@ -6,15 +6,18 @@
 
 namespace flashsdk::sm90 {
 
-// The measurements are in docs/sm90-forward.md.
+// Layouts need tiles that divide their blocks, and dropout a number of keys that is a multiple of 32. Long tiles waste
+// rows and leave multiprocessors idle where sequences are short. The measurements are in docs/sm90-forward.md.
 inline Tile forward_tile(const ForwardParams& p) {
-  const int head_dim = max_of(p.head_dim, p.head_dim_v);
-  const bool dense = p.mask.kind == MaskKind::kDense, sparse = p.mask.kind == MaskKind::kBlockSparse;
   const bool plain = !(p.score.softcap > 0.f) && p.score.dropout.threshold == 0;
-  if (head_dim <= 64) return !sparse && plain && p.seqlen_q >= 2048 ? Tile{192, 128} : Tile{128, 128};
-  if (head_dim <= 128) return dense && plain && p.seqlen_k >= 2048 && head_dim > 96 ? Tile{128, 176} : Tile{128, 128};
-  if (head_dim <= 192) return p.head_dim_v <= 128 ? Tile{128, 128} : dense && plain ? Tile{128, 112} : Tile{128, 64};
-  return dense && plain ? Tile{128, 80} : Tile{128, 64};
+  const bool any_tile = plain && p.mask.kind != MaskKind::kBlockSparse, dense = p.mask.kind == MaskKind::kDense;
+  const int head_dim = max_of(p.head_dim, p.head_dim_v);
+  if (head_dim <= 64) return any_tile && p.seqlen_q >= 2048 ? Tile{192, 128} : Tile{128, 128};
+  if (head_dim <= 96) return {128, 128};
+  if (head_dim <= 128) return any_tile && dense && p.seqlen_k >= 8192 ? Tile{128, 176} : Tile{128, 128};
+  if (head_dim <= 192 && p.head_dim_v <= 128) return {128, 128};
+  if (head_dim <= 192) return any_tile ? Tile{128, 112} : Tile{128, 64};
+  return any_tile ? Tile{128, 80} : Tile{128, 64};
 }
 
 }  // namespace flashsdk::sm90

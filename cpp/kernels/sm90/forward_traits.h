@@ -37,9 +37,11 @@ struct ForwardTraits {
   static constexpr int kStages = kStages_, kQueryStages = kQueryStages_;
   static constexpr int kWarpgroups = kBlockM / kWarpgroupRows;  // that compute; one more loads
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
-  // Of 65536 a multiprocessor: what loading does not need, computing gets.
-  static constexpr int kLoadRegisters = kWarpgroups == 2 ? 40 : 32;
-  static constexpr int kComputeRegisters = kWarpgroups == 2 ? 232 : kWarpgroups == 3 ? 160 : 112;
+  // Of 65536 a multiprocessor: what loading does not need, computing gets. S, P and the output take the most.
+  static constexpr int kTileRegisters = kBlockN / 2 + kBlockN / 4 + kHeadDimV / 2;
+  static constexpr bool kWide = kTileRegisters > 176;
+  static constexpr int kLoadRegisters = kWarpgroups == 2 ? (kWide ? 40 : 56) : 32;
+  static constexpr int kComputeRegisters = kWarpgroups == 2 ? (kWide ? 232 : 224) : kWarpgroups == 3 ? 160 : 112;
   // Rescaling the output only when the maximum moves much: +1 to +2.5 % at head_dim 64, −1 to −2 % at 128.
   static constexpr bool kLazyRescale = kHeadDimV <= 64;
 

@@ -56,7 +56,9 @@ def runs_of(harness, p, causal, all_kernels, torch_too=True):
                 index, p, words, workspace
             )
     first = harness.pick(0, p, words)
-    harness.launch(first, p, words, harness.workspace(first, p, words))  # the backward reads its output
+    harness.launch(
+        first, p, words, harness.workspace(first, p, words)
+    )  # the backward reads its output
     if torch_too:
         leaves = [t.transpose(1, 2).detach().requires_grad_() for t in (p.q, p.k, p.v)]
         dropout = p.threshold / 256

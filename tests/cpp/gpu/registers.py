@@ -11,7 +11,12 @@ PATTERN = re.compile(
     r".*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
     re.S,
 )
-POLICY = {"11DensePolicy": "dense", "10BandPolicy": "band", "17BlockSparsePolicy": "block_sparse"}
+POLICY = {
+    "13BuiltinPolicy": "all masks",
+    "11DensePolicy": "dense",
+    "10BandPolicy": "band",
+    "17BlockSparsePolicy": "block_sparse",
+}
 FEATURES = {0: "none", 1: "dropout", 3: "capped", 7: "all"}
 
 with open(sys.argv[1]) as log:
@@ -20,7 +25,8 @@ for name, arch, stores, loads, registers in PATTERN.findall(text):
     op = "forward" if "forward_kernel" in name else "backward"
     dtype = "bf16" if "bfloat16_t" in name else "fp16"
     numbers = re.findall(r"L[ib](\d+)E", name.partition("Traits")[2])
-    head_dim, m, n = numbers[:3]
+    # SM90: head_dim, head_dim_v, block_m, block_n
+    head_dim, m, n = numbers[:3] if arch != "sm_90a" else (numbers[0], *numbers[2:4])
     policy = next(short for long, short in POLICY.items() if long in name)
     features = FEATURES[int(re.search(r"FeaturesE(\d)E", name)[1])]
     print(
