@@ -198,8 +198,9 @@ TEST_F(Validation, Strides) {
 }
 
 TEST_F(Validation, Overlaps) {
-  forward("invalid_argument: out: overlaps v; memory of its own",
-          [](ForwardArgs& a) { a.out.data = static_cast<float*>(a.v.data) + 100; });
+  // q is looked at first: what lies behind it on the heap does not matter.
+  forward("invalid_argument: out: overlaps q; memory of its own",
+          [](ForwardArgs& a) { a.out.data = static_cast<float*>(a.q.data) + 100; });
   forward("invalid_argument: out: overlaps lse; memory of its own", [](ForwardArgs& a) { a.lse.data = a.out.data; });
   backward("invalid_argument: dq: overlaps q; memory of its own", [](BackwardArgs& a) { a.dq = a.q; });
   backward("invalid_argument: dk: overlaps dv; memory of its own", [](BackwardArgs& a) { a.dk.data = a.dv.data; });
@@ -272,7 +273,7 @@ TEST_F(Validation, PackedSequences) {
                  [&](ForwardArgs& a) { a.cu_seqlens_k = past.view(); });
   packed_forward("invalid_argument: cu_seqlens_q: begins with 1; 0",
                  [&](ForwardArgs& a) { a.cu_seqlens_q = late.view(); });
-  packed_forward("invalid_argument: cu_seqlens_k: shape (4,); (batch + 1 3)",
+  packed_forward("invalid_argument: cu_seqlens_k: shape (4,); (batch + 1 = 3)",
                  [&](ForwardArgs& a) { a.cu_seqlens_k = three.view(); });
   packed_forward("invalid_argument: max_seqlen_q: 4; at least the longest sequence, 5",
                  [](ForwardArgs& a) { a.max_seqlen_q = 4; });
@@ -296,10 +297,12 @@ TEST_F(Validation, Layouts) {
   const std::vector<std::uint8_t> many(8, 1);
   const auto rows = BlockMaskStorage::from_dense(many.data(), 1, 1, 2, 1, 16, 16);
   const auto batches = BlockMaskStorage::from_dense(many.data(), 3, 1, 1, 1, 16, 16);
-  forward("invalid_argument: mask.row_partial.offsets: shape (1, 1, 3); (1 or batch 2, 1 or num_heads 4, blocks + 1 2)",
-          [&](ForwardArgs& a) { a.mask = rows.view(); });
-  forward("invalid_argument: mask.row_partial.offsets: shape (3, 1, 2); (1 or batch 2, 1 or num_heads 4, blocks + 1 2)",
-          [&](ForwardArgs& a) { a.mask = batches.view(); });
+  forward(
+      "invalid_argument: mask.row_partial.offsets: shape (1, 1, 3); (1 or batch 2, 1 or num_heads 4, blocks + 1 = 2)",
+      [&](ForwardArgs& a) { a.mask = rows.view(); });
+  forward(
+      "invalid_argument: mask.row_partial.offsets: shape (3, 1, 2); (1 or batch 2, 1 or num_heads 4, blocks + 1 = 2)",
+      [&](ForwardArgs& a) { a.mask = batches.view(); });
   forward("invalid_argument: mask.block_q: 24; a positive multiple of 16, at most 16777216",
           spoilt([](BlockMask& m) { m.block_q = 24; }));
   forward("invalid_argument: mask.block_k: 0; a positive multiple of 16, at most 16777216",
@@ -329,6 +332,10 @@ TEST_F(Validation, Layouts) {
 TEST_F(Validation, Backends) {
   forward("invalid_argument: backend: gpu; cpu, sm80 or sm90; empty for the best that fits",
           [](ForwardArgs& a) { a.backend = "gpu"; });
+  forward("invalid_argument: backend: two lines; cpu, sm80 or sm90; empty for the best that fits",
+          [](ForwardArgs& a) { a.backend = "two\nlines"; });
+  forward("invalid_argument: backend: " + std::string(79, 'x') + "…; cpu, sm80 or sm90; empty for the best that fits",
+          [](ForwardArgs& a) { a.backend = std::string(79, 'x') + "µ" + std::string(99, 'x'); });
   forward("invalid_argument: backend: sm90; cpu, as q is on cpu", [](ForwardArgs& a) { a.backend = "sm90"; });
   EXPECT_EQ(error_of([&] {
               ForwardArgs args = batched_.forward_args();
