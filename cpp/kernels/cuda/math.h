@@ -34,13 +34,6 @@ __device__ __forceinline__ void branch_if(bool condition, Body&& body) {
   }
 }
 
-// body(), as a block of its own: ptxas would hoist a wait for running products from behind it to before it, although
-// the wait is the later of the two and what stands before it is meant to overlap with the products.
-template <class Body>
-__device__ __forceinline__ void before_next_wait(Body&& body) {
-  branch_if(true, body);
-}
-
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

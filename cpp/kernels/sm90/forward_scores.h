@@ -59,7 +59,7 @@ class ForwardScores {
     } else {
       softmax_.raise(tile_max, factors.row);
     }
-    cuda::before_next_wait([&] { softmax_.exponentiate(scores); });
+    softmax_.exponentiate(scores);
     return factors;
   }
 
