@@ -60,8 +60,10 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
       make_tensor_map(p.k, key_extent(p, p.head_dim), kType, Traits::kBlockN, Traits::SmemK::kSlabColumns),
       make_tensor_map(p.v, key_extent(p, p.head_dim_v), kType, Traits::kBlockN, Traits::SmemV::kSlabColumns)};
   auto stream = static_cast<cudaStream_t>(context.stream);
-  cuda::launch("launching the forward kernel", kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
-               Traits::kSmemBytes, stream, p, maps, schedule);
+  if (blocks > 0) {  // packed rows may all lie behind the last sequence
+    cuda::launch("launching the forward kernel", kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
+                 Traits::kSmemBytes, stream, p, maps, schedule);
+  }
   if (p.cu_seqlens_q != nullptr) {
     cuda::clear_packed_tail<typename Traits::Element>(
         {p.out, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim_v}, p.lse, stream);
