@@ -89,7 +89,9 @@ def build(m: Machine) -> Part:
     ]
     command = ["cmake", "--build", str(m.build), "-v", "-j", str(m.jobs), "--target", *targets]
     status, text, seconds = m.run("build", command, limit=3600)
-    part: Part = {"ok": status == 0, "seconds": round(seconds), "jobs": m.jobs, "arch": m.arch}
+    part: Part = {"ok": status == 0, "seconds": round(seconds), "jobs": m.jobs}
+    cache = (m.build / "CMakeCache.txt").read_text()
+    part["arch"] = re.findall(r"^CMAKE_CUDA_ARCHITECTURES:\w+=(.*)$", cache, re.M)[0]
     part["gtest"] = tests == "ON"
     if status != 0:
         errors = [line for line in text.splitlines() if "error" in line.lower()]
