@@ -1,5 +1,5 @@
 // Backward attention on a CPU (FlashAttention, arXiv 2205.14135, algorithm 4, transposed), in three passes:
-//   1. delta = rowsum(dO∘O) - dlse, and dQ accumulators zeroed;
+//   1. delta = rowsum(dO∘O) - dlse, dQ accumulators zeroed, and row sums where |lse| is too large for float32 to say P;
 //   2. a job per tile of keys, which walks down its column of the score matrix with queries in vector lanes:
 //        S^T = K·Q^T, dP^T = V·dO^T, P^T = exp(S^T - lse), dS^T = P^T∘(dP^T - delta),
 //        dV += P^T·dO, dK += dS^T·Q, dQ^T += K^T·dS^T;
@@ -46,7 +46,9 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
     buffers.place(context.workspace);
     auto* scratch = reinterpret_cast<Scratch*>(static_cast<char*>(context.workspace) + buffers.bytes());
 
-    prepare_backward<T>(p, buffers, runner);
+    prepare_backward<T>(p, buffers, runner, Base::log2_unit(p), [&](int slot, int batch, int head, int m_block) {
+      Backward(p, tile, buffers, batch, head / p.heads_per_group(), scratch[slot]).sum_rows(head, m_block);
+    });
     const int heads = p.batch * p.num_heads_kv, n_blocks = buffers.n_blocks();
     const int side_by_side = heads_side_by_side(p, runner.num_threads);
     for_each_job(runner, buffers.jobs(), [&](std::int64_t job, int slot) {
@@ -103,15 +105,40 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
     order.finish();
   }
 
+  // The row sums of one tile of queries.
+  void sum_rows(int head, int m_block) {
+    const Policy policy(p_.mask, seqlen_, this->batch_, head);
+    const ScoreFeatures features(p_.score, seqlen_, this->batch_, head, p_.num_heads);
+    begin_queries(m_block);
+    this->load_scored_queries(head);
+    this->begin_row_sums();
+    TileWalk walk = policy.row_walk(tile_, m_block);
+    for (TileRef key; walk.next(key);) {
+      key0_ = key.index * tile_.n;
+      keys_ = min_of(tile_.n, seqlen_.seqlen_k - key0_);
+      if (!visible_keys(policy, key.partial)) continue;
+      this->load_scored_keys();
+      this->scores();
+      adjust_scores(policy, features, key.partial);
+      this->add_to_row_sums();
+    }
+    this->finish_row_sums(head);
+  }
+
+  void begin_queries(int m_block) {
+    i0_ = m_block * tile_.m;
+    lanes_ = min_of(tile_.m, seqlen_.seqlen_q - i0_);
+    this->panels_ = ceil_div(lanes_, kPanel);
+  }
+
   // One tile of the score matrix: its share of dV, dK and, when its turn has come, dQ.
   template <class Turn>
   void add_tile(const Policy& policy, const ScoreFeatures& features, int head, TileRef query, Turn wait_for_turn) {
-    i0_ = query.index * tile_.m;
-    lanes_ = min_of(tile_.m, seqlen_.seqlen_q - i0_);
-    this->panels_ = ceil_div(lanes_, kPanel);
+    begin_queries(query.index);
     if (!visible_keys(policy, query.partial)) return;
     this->load_queries(head);
     this->scores();
+    this->dout_products();
     adjust_scores(policy, features, query.partial);
     this->differentiate_softmax(features);
     this->add_to_dk_dv();

@@ -11,8 +11,15 @@
 
 namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 
-// The shared workspace of one call: delta (num_heads x all queries), the jobs' progress, and dQ accumulators in tiles
-// of (head_dim, 64 lanes). Everything is O(seqlen).
+// What the main pass knows of each query: P = 2^((score - top)·factor - log2_sum) and dS = P∘(dP - delta). log2_sum is
+// +inf where the query sees no key: P = 0.
+struct RowValues {
+  float *top, *log2_sum, *delta;
+  FLASHSDK_HD RowValues operator+(int i) const { return {top + i, log2_sum + i, delta + i}; }
+};
+
+// The shared workspace of one call: row values (num_heads x all queries), the jobs' progress, and dQ accumulators in
+// tiles of (head_dim, 64 lanes). Everything is O(seqlen).
 class BackwardBuffers {
  public:
   FLASHSDK_HD BackwardBuffers(const ForwardParams& p, Tile tile, int dq_rows)
@@ -42,11 +49,15 @@ class BackwardBuffers {
     return reinterpret_cast<std::int32_t*>(base_ + progress_offset()) + std::int64_t{head} * n_blocks_;
   }
 
-  // delta of the sequence's first query.
-  float* delta(const ForwardParams& p, const SeqlenInfo& s, int batch, int head) const {
-    auto* first = reinterpret_cast<float*>(base_);
-    if (packed_) return first + std::int64_t{head} * p.total_q + s.offset_q;
-    return first + (std::int64_t{batch} * num_heads_ + head) * p.seqlen_q;
+  // Those of the sequence's first query.
+  RowValues row_values(const ForwardParams& p, const SeqlenInfo& s, int batch, int head) const {
+    float* top = reinterpret_cast<float*>(base_);
+    if (packed_) {
+      top += std::int64_t{head} * p.total_q + s.offset_q;
+    } else {
+      top += (std::int64_t{batch} * num_heads_ + head) * p.seqlen_q;
+    }
+    return {top, top + rows_, top + 2 * rows_};
   }
 
   // A packed sequence starts at tile offset_q / m + batch: ceil(length / m) tiles fit before the next one's first.
@@ -57,7 +68,7 @@ class BackwardBuffers {
 
  private:
   static std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
-  std::size_t dq_offset() const { return aligned(rows_ * sizeof(float)); }
+  std::size_t dq_offset() const { return aligned(3 * rows_ * sizeof(float)); }
   std::size_t progress_offset() const { return dq_offset() + tiles_ * dq_tile_bytes(); }
 
   Tile tile_;
@@ -105,53 +116,89 @@ class DqOrder {
   int job_, first_running_ = 0, position_ = 0;
 };
 
-// Calls fn(batch, head, m_block, seqlen, first query, queries) for every tile of queries there is.
+// Calls fn(slot, batch, head, m_block, seqlen, first query, queries) for every tile of queries there is.
 template <class F>
 void for_each_query_tile(const ForwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner, F fn) {
   const std::int64_t jobs = std::int64_t{p.batch} * p.num_heads * buffers.m_blocks();
-  for_each_job(runner, jobs, [&](std::int64_t job, int) {
+  for_each_job(runner, jobs, [&](std::int64_t job, int slot) {
     Split line(job, buffers.m_blocks());
     Split head(line.quotient, p.num_heads);
     const SeqlenInfo seqlen(p, head.quotient);
     const int i0 = line.remainder * buffers.tile().m, queries = min_of(buffers.tile().m, seqlen.seqlen_q - i0);
-    if (queries > 0) fn(head.quotient, head.remainder, line.remainder, seqlen, i0, queries);
+    if (queries > 0) fn(slot, head.quotient, head.remainder, line.remainder, seqlen, i0, queries);
   });
 }
 
+// Columns [c, c + kLanes) of up to kLanes rows, transposed; zeros beyond them.
 template <class T>
-float row_dot(const T* a, const T* b, int n) {
-  Vec sum = zero();
-  int c = 0;
-  for (; c + kLanes <= n; c += kLanes) sum = fma(load_as_float(a + c), load_as_float(b + c), sum);
-  alignas(64) float lane[kLanes];
-  store(lane, sum);
-  float total = 0.f;
-  for (int l = 0; l < kLanes; ++l) total += lane[l];
-  for (; c < n; ++c) total += to_float(a[c]) * to_float(b[c]);
-  return total;
+void load_columns(const T* src, std::int64_t stride, int rows, int c, int d, float* columns) {
+  alignas(64) float block[kLanes * kLanes];
+  for (int l = 0; l < kLanes; ++l)
+    load_row(src + l * stride + c, l < rows ? min_of(kLanes, d - c) : 0, kLanes, block + l * kLanes);
+  transpose(block, kLanes, columns, kLanes);
 }
 
-// delta = rowsum(dO∘O) - dlse; progress and dQ accumulators zeroed.
+// Dot products of up to kLanes pairs of rows, summed in the order of the fp32 product dP^T = V·dO^T: where P is 1 for
+// one key, and out that key's v, delta is that key's dP to the last bit, and dS exactly 0.
 template <class T>
-void prepare_backward(const BackwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner) {
+void row_dots(const T* a, std::int64_t stride_a, const T* b, std::int64_t stride_b, int rows, int d, float* dst) {
+  alignas(64) float columns_a[kLanes * kLanes], columns_b[kLanes * kLanes], dots[kLanes];
+  Vec sum = zero();
+  for (int c = 0; c < d; c += kLanes) {
+    load_columns(a, stride_a, rows, c, d, columns_a);
+    load_columns(b, stride_b, rows, c, d, columns_b);
+    for (int n = 0; n < kLanes; ++n) sum = fma(load(columns_a + n * kLanes), load(columns_b + n * kLanes), sum);
+  }
+  store(dots, sum);
+  for (int l = 0; l < rows; ++l) dst[l] = dots[l];
+}
+
+// P = exp(score - lse) inherits the rounding of the lse, half a unit of float32: up to this |lse| it adds no more than
+// 4.5e-6 to the relative error of P in fp32, and 1e-4 where outputs are rounded to 16 bits. Beyond it the row's sum is
+// taken anew: at 1e9 the lse no longer tells one key from twenty.
+template <class T>
+inline constexpr float kMaxTrustedLse = sizeof(T) == 4 ? 64.f : 1024.f;
+
+template <class T>
+FLASHSDK_HD bool trusted(float lse) {
+  return !(std::fabs(lse) > kMaxTrustedLse<T>) || lse == -INFINITY;
+}
+
+// The row values, with top = 0 and delta = rowsum(dO∘O) - dlse; progress and dQ accumulators zeroed. log2_unit turns
+// lse into log2_sum. Calls sum_rows(slot, batch, head, m_block) for tiles in which some lse is not trusted.
+template <class T, class SumRows>
+void prepare_backward(const BackwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner,
+                      double log2_unit, SumRows sum_rows) {
   std::memset(buffers.progress(0), 0, buffers.jobs() * sizeof(std::int32_t));
-  for_each_query_tile(p, buffers, runner, [&](int batch, int head, int m_block, const SeqlenInfo& s, int i0, int n) {
+  auto prepare = [&](int slot, int batch, int head, int m_block, const SeqlenInfo& s, int i0, int n) {
     std::memset(buffers.dq_tile(s, batch, head, m_block), 0, buffers.dq_tile_bytes());
     const T* out = s.head_q<const T>(p.out, batch, head) + i0 * p.out.row;
     const T* dout = s.head_q<const T>(p.dout, batch, head) + i0 * p.dout.row;
-    float* delta = buffers.delta(p, s, batch, head) + i0;
-    for (int i = 0; i < n; ++i) delta[i] = row_dot(out + i * p.out.row, dout + i * p.dout.row, p.head_dim_v);
-    if (p.dlse.ptr == nullptr) return;
-    const float* dlse = s.rows(p.dlse, batch, head) + i0 * p.dlse.row;
-    for (int i = 0; i < n; ++i) delta[i] -= dlse[i * p.dlse.row];
-  });
+    const float* lse = s.rows(p.lse, batch, head) + i0 * p.lse.row;
+    const float* dlse = p.dlse.ptr == nullptr ? nullptr : s.rows(p.dlse, batch, head) + i0 * p.dlse.row;
+    const RowValues row = buffers.row_values(p, s, batch, head) + i0;
+    for (int i = 0; i < n; i += kLanes)
+      row_dots(out + i * p.out.row, p.out.row, dout + i * p.dout.row, p.dout.row, min_of(kLanes, n - i), p.head_dim_v,
+               row.delta + i);
+    bool all_trusted = true;
+    for (int i = 0; i < n; ++i) {
+      const float x = lse[i * p.lse.row];
+      const bool sees = x != -INFINITY;  // else out and dout may hold anything
+      all_trusted &= trusted<T>(x);
+      row.top[i] = 0.f;
+      row.log2_sum[i] = !sees ? INFINITY : (trusted<T>(x) ? static_cast<float>(x * log2_unit) : 0.f);
+      row.delta[i] = !sees ? 0.f : (dlse == nullptr ? row.delta[i] : row.delta[i] - dlse[i * p.dlse.row]);
+    }
+    if (!all_trusted) sum_rows(slot, batch, head, m_block);
+  };
+  for_each_query_tile(p, buffers, runner, prepare);
 }
 
 // dQ = softmax_scale · accumulator, transposed back.
 template <class T, int kLanesOfTile>
 void convert_dq(const BackwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner) {
   static_assert(kLanesOfTile == BackwardBuffers::kDqLanes);
-  for_each_query_tile(p, buffers, runner, [&](int batch, int head, int m_block, const SeqlenInfo& s, int i0, int n) {
+  auto convert = [&](int, int batch, int head, int m_block, const SeqlenInfo& s, int i0, int n) {
     const float* tile = buffers.dq_tile(s, batch, head, m_block);
     T* dq = s.head_q<T>(p.dq, batch, head) + i0 * p.dq.row;
     alignas(64) float rows[kLanes * 256];
@@ -162,7 +209,8 @@ void convert_dq(const BackwardParams& p, const BackwardBuffers& buffers, const P
       for (int l = 0; l < min_of(kLanes, n - i); ++l)
         store_row(rows + l * d_padded, p.head_dim, p.score.softmax_scale, dq + (i + l) * p.dq.row);
     }
-  });
+  };
+  for_each_query_tile(p, buffers, runner, convert);
 }
 
 }  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

@@ -34,7 +34,8 @@ class BackwardTile {
     alignas(64) float s[kPaddedKeys * kScorePitch];   // S^T (keys, lanes), then P^T
     alignas(64) float dp[kPaddedKeys * kScorePitch];  // dP^T, then dS^T
     alignas(64) Word ds_pairs[kStep == 1 ? 1 : (kKeys + 1) / kStep * kScorePitch];
-    alignas(64) float lse[kQueries], delta[kQueries];  // lse in units of log2
+    alignas(64) float top[kQueries], log2_sum[kQueries], delta[kQueries];  // RowValues
+    alignas(64) float row_max[kQueries], row_sum[kQueries];                // of the rows whose sum is taken anew
     LaneKeys<kQueries> lane_keys;
     alignas(64) float softcap_slope[kFeatures ? kKeys * kScorePitch : 1];
     alignas(64) std::uint8_t random[kFeatures ? kKeys * kScorePitch : 1];
@@ -50,7 +51,15 @@ class BackwardTile {
         seqlen_(p, batch),
         scale_(p.score.softmax_scale),
         w_(scratch) {
-    factor_ = kFeatures ? 1.f : static_cast<float>(scale_.magnitude * kLog2e);
+    factor_ = static_cast<float>((kFeatures ? 1.0 : scale_.magnitude) * kLog2e);
+  }
+
+  // From lse to log2_sum: in the units of s·factor_, whose rounding error then multiplies s - lse and not each of them.
+  // A subnormal factor is too coarse for that, and its scores are next to 0.
+  static double log2_unit(const BackwardParams& p) {
+    const double magnitude = ScaleSplit(p.score.softmax_scale).magnitude;
+    const auto factor = static_cast<float>(magnitude * kLog2e);
+    return kFeatures || factor < FLT_MIN ? kLog2e : factor / magnitude;
   }
 
   __attribute__((noinline)) void load_keys() {
@@ -68,20 +77,57 @@ class BackwardTile {
     std::memset(w_.dv, 0, sizeof(float) * (keys_ + padding) * kWidePitch);
   }
 
-  __attribute__((noinline)) void load_queries(int head) {
+  // What scores alone need of the queries: row values and q.
+  __attribute__((noinline)) void load_scored_queries(int head) {
+    const RowValues row = buffers_.row_values(p_, seqlen_, batch_, head) + i0_;
+    for (int l = 0; l < kQueries; ++l) {
+      w_.top[l] = l < lanes_ ? row.top[l] : 0.f;
+      w_.log2_sum[l] = l < lanes_ ? row.log2_sum[l] : INFINITY;  // P = 0 past the sequence
+      w_.delta[l] = l < lanes_ ? row.delta[l] : 0.f;
+    }
     load_operand(w_.q, seqlen_.template head_q<const T>(p_.q, batch_, head) + i0_ * p_.q.row, p_.q.row, p_.head_dim);
+    scale_operand(w_.q.transposed, scale_.q_factor, panels_ * kPanel * (kHeadDim / kStep));
+  }
+  void load_queries(int head) {
+    load_scored_queries(head);
     load_operand(w_.dout, seqlen_.template head_q<const T>(p_.dout, batch_, head) + i0_ * p_.dout.row, p_.dout.row,
                  p_.head_dim_v);
-    scale_operand(w_.q.transposed, scale_.q_factor, panels_ * kPanel * (kHeadDim / kStep));
-    const float* lse = seqlen_.rows(p_.lse, batch_, head) + i0_ * p_.lse.row;
-    const float* delta = buffers_.delta(p_, seqlen_, batch_, head) + i0_;
-    // In the units of s·factor_, whose rounding error then multiplies s - lse and not each of them.
-    const double unit = kFeatures ? kLog2e : double{factor_} / scale_.magnitude;
+  }
+
+  // Row sums taken anew, for the rows whose lse is not trusted: over all tiles of keys that the queries visit.
+  void begin_row_sums() {
     for (int l = 0; l < kQueries; ++l) {
-      // +inf makes P = 0: lanes past the sequence, and rows that see no key (lse = -inf).
-      const float x = l < lanes_ ? static_cast<float>(lse[l * p_.lse.row] * unit) : INFINITY;
-      w_.lse[l] = x == -INFINITY ? INFINITY : x;
-      w_.delta[l] = l < lanes_ ? delta[l] : 0.f;
+      w_.row_max[l] = -INFINITY;
+      w_.row_sum[l] = 0.f;
+    }
+  }
+  __attribute__((noinline)) void load_scored_keys() {
+    const T* k = seqlen_.template head_k<const T>(p_.k, batch_, head_kv_) + key0_ * p_.k.row;
+    pack_rows<Dot, kRowPitch>(k, p_.k.row, keys_, p_.head_dim, Tr::padded(p_.head_dim), w_.k);
+    zero_rows<Dot, kRowPitch>(Dot::kMaxRowPadding, w_.k + keys_ * kRowPitch);
+  }
+  // The online softmax's step without P: m' = max(m, rows of S^T), l = l·exp(m - m') + sum exp(S^T - m').
+  __attribute__((noinline)) void add_to_row_sums() {
+    const Vec factor = set1(factor_);
+    for (int l = 0; l < panels_ * kPanel; l += kLanes) {
+      const Vec old_max = load(w_.row_max + l);
+      Vec new_max = old_max, sum = zero();
+      for (int r = begin_; r < end_; ++r) new_max = max(new_max, load(w_.s + r * kScorePitch + l));
+      const Vec shift = finite_or_zero(new_max);
+      for (int r = begin_; r < end_; ++r)
+        sum = add(sum, exp2<5>(mul(sub(load(w_.s + r * kScorePitch + l), shift), factor)));
+      const Vec rescale = exp2<5>(mul(sub(old_max, shift), factor));
+      store(w_.row_max + l, new_max);
+      store(w_.row_sum + l, fma(load(w_.row_sum + l), rescale, sum));
+    }
+  }
+  void finish_row_sums(int head) {
+    const float* lse = seqlen_.rows(p_.lse, batch_, head) + i0_ * p_.lse.row;
+    const RowValues row = buffers_.row_values(p_, seqlen_, batch_, head) + i0_;
+    for (int l = 0; l < lanes_; ++l) {
+      if (trusted<T>(lse[l * p_.lse.row]) || w_.row_sum[l] == 0.f) continue;
+      row.top[l] = w_.row_max[l];
+      row.log2_sum[l] = static_cast<float>(std::log2(double{w_.row_sum[l]}));
     }
   }
 
@@ -93,19 +139,9 @@ class BackwardTile {
                              lanes, p_.head_dim_v);
   }
 
-  // S^T = K·Q^T and dP^T = V·dO^T of the visible keys.
-  void scores() {
-    const int rows = end_ - begin_;
-    for (int n = 0; n < panels_; ++n) {
-      const int lane0 = n * kPanel, operand = n * kPanel * (kHeadDim / kStep);
-      product<Dot, Strides<kRowPitch, 1, kPanel, kScorePitch>>(
-          w_.k + begin_ * kRowPitch, w_.q.transposed + operand, ceil_div(p_.head_dim, kStep),
-          w_.s + begin_ * kScorePitch + lane0, rows, FromZero{}, nullptr, &next_q_);
-      product<Dot, Strides<kRowPitch, 1, kPanel, kScorePitch>>(
-          w_.v + begin_ * kRowPitch, w_.dout.transposed + operand, ceil_div(p_.head_dim_v, kStep),
-          w_.dp + begin_ * kScorePitch + lane0, rows, FromZero{}, nullptr, &next_dout_);
-    }
-  }
+  // S^T = K·Q^T of the visible keys, and dP^T = V·dO^T.
+  void scores() { multiply_visible(w_.k, w_.q.transposed, p_.head_dim, w_.s, next_q_); }
+  void dout_products() { multiply_visible(w_.v, w_.dout.transposed, p_.head_dim_v, w_.dp, next_dout_); }
 
   __attribute__((noinline)) void apply_features(const ScoreFeatures& features, const KeySegment& segment) {
     features.template apply<kQueries, kScorePitch>(w_.s + begin_ * kScorePitch, segment, i0_, lanes_, scale_.magnitude,
@@ -122,7 +158,7 @@ class BackwardTile {
     const Vec factor = set1(factor_);
     auto at = [&](int r, int l, Vec& p, Vec& ds) __attribute__((always_inline)) {
       const int i = r * kScorePitch + l;
-      p = exp2<Tr::kExpDegree>(fms(load(w_.s + i), factor, load(w_.lse + l)));
+      p = exp2<Tr::kExpDegree>(fms(sub(load(w_.s + i), load(w_.top + l)), factor, load(w_.log2_sum + l)));
       Vec dp = load(w_.dp + i);
       Vec undropped = p;
       if constexpr (kFeatures) {
@@ -179,10 +215,20 @@ class BackwardTile {
   }
 
  private:
+  void multiply_visible(const Word* keys, const Word* queries, int d, float* dst, RowPrefetch& next) {
+    for (int n = 0; n < panels_; ++n)
+      product<Dot, Strides<kRowPitch, 1, kPanel, kScorePitch>>(
+          keys + begin_ * kRowPitch, queries + n * kPanel * (kHeadDim / kStep), ceil_div(d, kStep),
+          dst + begin_ * kScorePitch + n * kPanel, end_ - begin_, FromZero{}, nullptr, &next);
+  }
+
+  // A row that sees no key counts as zeros, whatever it holds: 0·NaN would reach the keys of the tile.
   __attribute__((noinline)) void load_operand(QueryOperand& operand, const T* src, std::int64_t stride, int d) {
     const int d_padded = Tr::padded(d), padding = panels_ * kPanel - lanes_;
     pack_rows<Dot, kRowPitch>(src, stride, lanes_, d, d_padded, operand.rows);
     zero_rows<Dot, kRowPitch>(padding, operand.rows + lanes_ * kRowPitch);
+    for (int l = 0; l < lanes_; ++l)
+      if (w_.log2_sum[l] == INFINITY) zero_rows<Dot, kRowPitch>(1, operand.rows + l * kRowPitch);
     for (int n = 0; n < panels_; ++n)
       transpose_rows<Dot, kRowPitch, kPanel>(operand.rows + n * kPanel * kRowPitch, d_padded,
                                              operand.transposed + n * kPanel * (kHeadDim / kStep));

@@ -60,7 +60,6 @@ class ForwardTile {
     alignas(64) Word q[kHeadDim / kStep * kPanel];  // Q^T (head_dim, lanes)
     alignas(64) float o[kHeadDim * kPanel];         // O^T (head_dim_v, lanes), not normalised
     Vec max[kVecs], sum[kVecs];
-    Vec log2_max[kVecs];  // max in units of log2
     LaneKeys<kPanel> keys;
     int i0, lanes;
   };
@@ -85,9 +84,7 @@ class ForwardTile {
     const int head_kv = head / p.heads_per_group();
     k_ = seqlen_.template head_k<const T>(p.k, batch, head_kv);
     v_ = seqlen_.template head_k<const T>(p.v, batch, head_kv);
-    factor_ = kFeatures
-                  ? 1.f
-                  : static_cast<float>(scale_.magnitude * kLog2e);  // features leave scores in units of log2 already
+    factor_ = static_cast<float>(unit() * kLog2e);
   }
 
   __attribute__((noinline)) void begin_panel(Panel& panel, int i0, int i1) {
@@ -101,7 +98,7 @@ class ForwardTile {
     scale_operand(panel.q, scale_.q_factor, d_padded / kStep * kPanel);
     std::memset(panel.o, 0, sizeof(float) * Tr::padded(p_.head_dim_v) * kPanel);
     for (int v = 0; v < kVecs; ++v) {
-      panel.max[v] = panel.log2_max[v] = set1(-INFINITY);
+      panel.max[v] = set1(-INFINITY);
       panel.sum[v] = zero();
     }
   }
@@ -152,15 +149,12 @@ class ForwardTile {
 
   // The online softmax's step with the scores of rows [begin, end) and their maximum, and O^T += V^T·P^T.
   __attribute__((noinline)) void accumulate(Panel& panel, int begin, int end, const Vec* maximum) {
-    // m' and exp(m - m'), both in units of log2; a row that has seen no key yet takes m' = 0 instead of -inf.
+    // m' and exp(m - m'); a row that has seen no key yet takes m' = 0 instead of -inf.
     Vec rescale[kVecs], shift[kVecs];
     for (int v = 0; v < kVecs; ++v) {
-      const Vec log2_max = mul(maximum[v], set1(factor_));
-      shift[v] = finite_or_zero(log2_max);
-      // Of two rounded numbers: exactly 1 where the maximum stays.
-      rescale[v] = exp2<5>(sub(panel.log2_max[v], shift[v]));
+      shift[v] = finite_or_zero(maximum[v]);
+      rescale[v] = exp2<5>(mul(sub(panel.max[v], shift[v]), set1(factor_)));
       panel.max[v] = maximum[v];
-      panel.log2_max[v] = log2_max;
       panel.sum[v] = mul(panel.sum[v], rescale[v]);
     }
     exponentiate(panel, begin, end, shift);
@@ -171,10 +165,9 @@ class ForwardTile {
 
   // O = O^T / l and lse = m + log l.
   __attribute__((noinline)) void finish_panel(Panel& panel) {
-    alignas(64) float max[kPanel], log2_max[kPanel], sum[kPanel];
+    alignas(64) float max[kPanel], sum[kPanel];
     for (int v = 0; v < kVecs; ++v) {
       store(max + v * kLanes, panel.max[v]);
-      store(log2_max + v * kLanes, panel.log2_max[v]);
       store(sum + v * kLanes, panel.sum[v]);
     }
     const int d = round_up(p_.head_dim_v, kLanes);
@@ -183,16 +176,12 @@ class ForwardTile {
         transpose(panel.o + c * kPanel + l, kPanel, w_.out + l * kWidePitch + c, kWidePitch);
     T* out = seqlen_.template head_q<T>(p_.out, batch_, head_) + panel.i0 * p_.out.row;
     float* lse = seqlen_.rows(p_.lse, batch_, head_) + panel.i0 * p_.lse.row;
-    // Sums were taken of 2^(s·factor_ - log2_max); factor_ is scale·log2(e) rounded, which is put right here.
-    const double rounding = kFeatures ? 0.0 : scale_.magnitude - factor_ * kLn2;
     // Dropout's scale comes last: a P that is rounded to bf16 loses nothing to it.
     const float numerator = p_.score.dropout.scale();
     for (int l = 0; l < panel.lanes; ++l) {
       // A row that sees no key has l = 0: out = 0, lse = -inf.
       store_row(w_.out + l * kWidePitch, p_.head_dim_v, sum[l] == 0.f ? 0.f : numerator / sum[l], out + l * p_.out.row);
-      lse[l * p_.lse.row] = sum[l] == 0.f
-                                ? -INFINITY
-                                : static_cast<float>(log2_max[l] * kLn2 + max[l] * rounding + std::log(double{sum[l]}));
+      lse[l * p_.lse.row] = sum[l] == 0.f ? -INFINITY : saturate(max[l] * unit() + std::log(double{sum[l]}));
     }
   }
 
@@ -205,13 +194,21 @@ class ForwardTile {
       std::memset(w_.v + c * SummedKeys::kRow + first, 0, sizeof(Word) * (end - first));
   }
 
+  // What a stored score is to be multiplied with: features have done so already.
+  double unit() const { return kFeatures ? 1.0 : scale_.magnitude; }
+  // An lse of -inf says that no key was seen: one out of float32's range must not.
+  static float saturate(double lse) {
+    return static_cast<float>(lse < -FLT_MAX ? -FLT_MAX : (lse > FLT_MAX ? FLT_MAX : lse));
+  }
+
   // P^T = exp(S^T - m') in place, in the layout the second product reads, and its sum.
   void exponentiate(Panel& panel, int begin, int end, const Vec* shift) {
     Vec sum[kVecs];
     for (int v = 0; v < kVecs; ++v) sum[v] = zero();
     const Vec factor = set1(factor_);
+    // The difference first: exactly 1 at the maximum, however large, where s·factor and m'·factor round apart.
     auto probability = [&](int r, int v) __attribute__((always_inline)) {
-      Vec e = exp2<Tr::kExpDegree>(fms(load(w_.s + r * kPanel + v * kLanes), factor, shift[v]));
+      Vec e = exp2<Tr::kExpDegree>(mul(sub(load(w_.s + r * kPanel + v * kLanes), shift[v]), factor));
       sum[v] = add(sum[v], e);
       if constexpr (kFeatures) e = drop(e, r, v);
       return e;

@@ -2,6 +2,8 @@
 // features, the mask, the row maximum, and dropout's random bytes. Off features are compiled out by the callers.
 #pragma once
 
+#include <cfloat>
+
 #include "common/philox.h"
 #include "common/score_mod.h"
 #include "cpu/traits.h"
@@ -14,8 +16,8 @@ struct KeySegment {
   bool partial;
 };
 
-// The scale multiplies scores inside the exponential: s·|scale|·log2(e). Its sign goes into Q, and so does a scale of
-// zero, for which masked scores, -inf·0, would be NaN.
+// The scale multiplies scores inside the exponential: (s - max)·|scale|·log2(e). Its sign goes into Q, and so does a
+// scale of zero, for which masked scores, -inf·0, would be NaN.
 struct ScaleSplit {
   float q_factor, magnitude;
   FLASHSDK_HD explicit ScaleSplit(float scale)
@@ -54,8 +56,9 @@ void mask_scores(float* s, const KeySegment& segment, const Policy& policy, cons
       for (int l = 0; l < kWidth; l += kLanes)
         store(s + l, mask_keys(load(s + l), load_int(lane_keys.begin + l), load_int(lane_keys.end + l), j));
     } else {
-      for (int l = 0; l < lanes; ++l)
-        if (!policy.allowed(i0 + l, j)) s[l] = -INFINITY;
+      // Lanes of padding are as blind as the last query: a key that nobody sees may hold NaN.
+      for (int l = 0; l < kWidth; ++l)
+        if (!policy.allowed(i0 + min_of(l, lanes - 1), j)) s[l] = -INFINITY;
     }
   }
 }
@@ -64,7 +67,8 @@ void mask_scores(float* s, const KeySegment& segment, const Policy& policy, cons
 class ScoreFeatures {
  public:
   FLASHSDK_HD ScoreFeatures(const ScoreParam& p, const SeqlenInfo& seqlen, int batch, int head, int num_heads)
-      : softcap_(p.softcap),
+      // Below the normal numbers its reciprocal may be infinite; there tanh is ±1 and the score next to 0 anyway.
+      : softcap_(p.softcap > 0.f && p.softcap < FLT_MIN ? FLT_MIN : p.softcap),
         slope_(alibi_slope(p, batch, head)),
         shift_(seqlen.seqlen_k - seqlen.seqlen_q),
         bias_(p.bias),
@@ -78,13 +82,16 @@ class ScoreFeatures {
   int threshold() const { return threshold_; }
   float dropout_scale() const { return dropout_scale_; }
 
-  // Raw scores times `scale` become final scores times log2(e). With `softcap_slope`, writes d(capped)/d(scaled).
+  // Raw scores times `scale` become final scores. With `softcap_slope`, writes d(capped)/d(scaled).
+  //
+  // A bias of -inf, and a boolean one, hides the key whatever its score is, NaN too; from lanes of padding every key is
+  // hidden. A finite bias never does: the sum stays finite.
   template <int kWidth, int kPitch>
   void apply(float* s, const KeySegment& segment, int i0, int lanes, float scale, float* softcap_slope) const {
     alignas(64) float bias[kWidth], query[kWidth];
     for (int l = 0; l < kWidth; ++l) {
       query[l] = static_cast<float>(i0 + l + shift_);
-      bias[l] = 0.f;
+      bias[l] = -INFINITY;
     }
     for (int r = 0; r < segment.count; ++r) {
       const int j = segment.key + r;
@@ -97,12 +104,15 @@ class ScoreFeatures {
           if (softcap_slope != nullptr) store(softcap_slope + r * kPitch + l, sub(set1(1.f), mul(th, th)));
           x = mul(th, set1(softcap_));
         }
-        x = add(x, load(bias + l));
+        if (bias_.ptr != nullptr) {
+          const Vec b = load(bias + l);
+          x = select_below(b, -FLT_MAX, set1(-INFINITY), max(set1(-FLT_MAX), add(x, b)));
+        }
         if (slope_ != 0.f) {
           Vec distance = sub(load(query + l), set1(static_cast<float>(j)));
           x = sub(x, mul(set1(slope_), max(distance, sub(zero(), distance))));
         }
-        store(at, mul(x, set1(static_cast<float>(kLog2e))));
+        store(at, x);
       }
     }
   }

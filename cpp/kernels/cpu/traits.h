@@ -21,7 +21,6 @@ using DotFor = DotF32;
 // Queries in one micro-kernel panel, one to a vector lane.
 inline constexpr int kPanel = kVecs * kLanes;
 inline constexpr double kLog2e = 1.4426950408889634;
-inline constexpr double kLn2 = 0.6931471805599453;
 
 template <class T, int kHeadDim_>
 struct Traits {
