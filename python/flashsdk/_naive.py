@@ -94,27 +94,24 @@ def standard(head: Head, storage: Any) -> dict[str, Array]:
 
 
 def flash_backward(head: Head, storage: Any, lag: float = 0.0) -> dict[str, Array]:
-    """dq, dk, dv as FlashAttention's backward has to: from a rounded out and a float32 lse.
+    """dq, dk, dv as FlashAttention's backward has to: from a rounded out.
 
-    Float32 throughout, but for P and dS in the products. Standard attention, which keeps P, can be
-    luckier. ``lag`` is how far (in log2) the running maximum lies below the final one while P is
+    Float32 throughout, but for P and dS in the products. Standard attention, which sums P∘dP, can
+    be luckier. ``lag`` is how far (in log2) the running maximum lies below the final one while P is
     rounded for the forward's product: kernels differ in it, and so does out in its last bit.
     """
     assert head.dout is not None
     round_to, to32 = rounding(storage), rounding(np.float32)
     m = matrices(head, to32)
     q, k, v, dout = (to32(x) for x in (head.q, head.k, head.v, head.dout))
-    top = finite_max(m.score)
-    e = np.exp(m.score - top)
+    e = np.exp(m.score - finite_max(m.score))
     total = e.sum(axis=1, keepdims=True)
     total = np.where(total > 0, total, np.float32(1))
     several = np.isfinite(m.score).sum(axis=1, keepdims=True) > 1  # a single key is its own maximum
     raised = np.where(several, np.float32(2**lag), np.float32(1))
     out = round_to(round_to(e * raised) * m.drop @ v / (total * raised))
-    lse = top + np.log(total)
 
-    log2_e = np.float32(1 / np.log(2))
-    p = np.exp2(m.score * log2_e - lse * log2_e)
+    p = e / total
     dp = m.drop * (dout @ v.T)
     delta = (dout * out).sum(axis=1) - to32(head.dlse)
     ds = np.float32(head.scale) * round_to(p * m.slope * (dp - delta[:, None]))

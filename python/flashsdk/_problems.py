@@ -56,6 +56,8 @@ class Problem:
     dropout_offset: int = 0
     dlse: bool = False
     values: str = "normal"  # normal, tiny, huge (q and k), zeros (mostly)
+    magnitude: float = 1.0  # what q and k are multiplied with besides
+    low_bias: float = 0.0  # what every third row of the bias and one key hold instead
     strides: bool = True  # odd strides and offsets; False: contiguous
     negative_strides: bool = True
     aligned: bool = False  # head dimensions, strides and addresses in multiples of 8 elements
@@ -90,11 +92,14 @@ class Problem:
             "softcap",
             "dropout_p",
             "dlse",
+            "low_bias",
             "options",
         )
         parts += [
             f"{n} {x}" for n in names if (x := getattr(self, n)) not in ((0, 0), None, 0, {}, False)
         ]
+        if self.magnitude != 1:
+            parts.append(f"q and k times {self.magnitude:g}")
         return "; ".join(parts)
 
 
@@ -297,6 +302,8 @@ def inputs(p: Problem) -> dict[str, Placed]:
             values[name] *= 12
         elif p.values == "zeros":
             values[name] *= rng.random(values[name].shape) < 0.05
+        if name != "v":
+            values[name] *= p.magnitude
     values = {name: x.astype(dtype) for name, x in values.items()}
     if p.dlse:
         values["dlse"] = rng.standard_normal(of_lse).astype(np.float32)
@@ -309,6 +316,8 @@ def inputs(p: Problem) -> dict[str, Placed]:
         if rng.random() < 0.5:
             bias[rng.random(size) < 0.2] = -np.inf
             bias[..., rng.random(size[2]) < 0.1, :] = -np.inf
+        if p.low_bias:
+            bias[..., ::3, :] = bias[..., size[3] // 2] = p.low_bias
         bias = bias > 0 if of == "bool" else bias.astype(numpy_dtype(of))
         values["bias"] = bias
     placed = {

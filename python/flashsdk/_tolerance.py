@@ -18,6 +18,10 @@ U32 = 2.0**-24  # unit roundoff of float32
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # What is smaller may become 0: subnormals of float32 and bfloat16, half the smallest of float16.
 UNDERFLOW = {"float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
+# P of the backward is exp(score - lse) up to this |lse|, and takes over its rounding; beyond, the
+# CPU kernels take the sum of the row anew. Those for GPUs, which have no float32, always use it.
+TRUSTED_LSE = {"float32": 64.0, "float16": np.inf, "bfloat16": np.inf}
+FLOAT32_NORMAL = 2.0**-126
 # Relative error of exp: a polynomial as precise as the dtype of P asks for.
 EXP_ERROR = {"float32": 2.0**-22, "float16": 2.0**-13, "bfloat16": 2.0**-13}
 
@@ -57,9 +61,10 @@ def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
     e_score = _sum_error(q.shape[1]) * scale * (np.abs(q) @ np.abs(k).T) * m.slope
     e_score += U32 * (4 * size + 8 * head.f.softcap)
     e_score += 2 * U32 * abs(head.alibi_slope) * (seqlen_q + seqlen_k)
-    e_lse = (m.p * e_score).sum(1) + exp_error + _sum_of_equals(seqlen_k)
-    e_lse += 2 * U32 * np.abs(_logsumexp(m.score))
-    e_row = (e_lse + exp_error)[:, None]  # relative error that all P of a row share
+    e_sum = (m.p * e_score).sum(1) + exp_error + _sum_of_equals(seqlen_k)
+    lse = np.abs(_logsumexp(m.score))
+    e_lse = e_sum + 2 * U32 * lse
+    e_row = (e_sum + exp_error)[:, None]  # relative error that all P of a row share
 
     # P: independent relative error, then the rounding for a product. What is smaller than the
     # smallest number of the dtype vanishes; the largest of a row is about 1.
@@ -69,6 +74,7 @@ def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
     out = dropped @ v
     e_out = (u + e_row) * np.abs(out) + _reach(e_dropped, v) + underflow
     e_out += _sum_error(seqlen_k) * (dropped @ np.abs(v))
+    e_row += 2 * U32 * np.minimum(lse, TRUSTED_LSE[dtype])[:, None]
     e_dropped += e_row * dropped  # in dv these are independent: each row has its own
     e_dv = _reach(e_dropped.T, dout) + _sum_error(seqlen_q) * (dropped.T @ np.abs(dout))
 
@@ -90,6 +96,10 @@ def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
     e_dq += _sum_error(seqlen_k) * (np.abs(ds) @ np.abs(k))
     e_ds += e_row * np.abs(ds) + e_delta[:, None] * p
     e_dk = _reach(e_ds.T, q) + _sum_error(seqlen_q) * (np.abs(ds).T @ np.abs(q))
+    # The scale comes last: a sum below the normal numbers, which may become 0, is multiplied by it.
+    seen = np.asarray(m.p > 0)
+    e_dq += FLOAT32_NORMAL * seen.any(axis=1, keepdims=True)
+    e_dk += FLOAT32_NORMAL * seen.any(axis=0, keepdims=True).T
     return {
         "out": e_out,
         "lse": e_lse,

@@ -19,6 +19,14 @@ def runner(request) -> Runner:
     return Runner.of(target)
 
 
+@pytest.fixture
+def cpu(runner) -> Runner:
+    """The same, for what CPU kernels alone promise."""
+    if runner.backend != "cpu":
+        pytest.skip("promised by CPU kernels alone")
+    return runner
+
+
 @pytest.fixture(autouse=True)
 def same_threads():
     """Leaves the number of threads as it was."""

@@ -88,6 +88,12 @@ class Runner:
         assert isinstance(results, _verify.Results), f"{problem}\n{results}"
         return _verify.compare(problem, self.backend, results, _expected(pickle.dumps(problem)))
 
+    def call(self, function: str, *args: Any, **keywords: Any) -> Any:
+        """What flashsdk.<function> returns for these arrays with this CPU instruction set."""
+        answer = self.ask(("call", function, args, keywords))
+        assert not isinstance(answer, str), answer
+        return answer
+
     def ask(self, question: Any) -> Any:
         """What the process with this instruction set answers, or how it failed."""
         if self.process is None:
@@ -126,6 +132,8 @@ def answers(questions: Iterator[Any]) -> Iterator[Any]:
             match question:
                 case "isa":
                     yield fs.build_info()["cpu_isa"]
+                case ("call", function, args, keywords):
+                    yield getattr(fs, function)(*args, **keywords)
                 case ("problem", problem):
                     yield _verify.run(problem, inputs(problem), "cpu")
         except Exception as e:  # the test that asked shows it

@@ -1,11 +1,14 @@
 """Numbers that are large, tiny or no numbers."""
 
+from dataclasses import replace
+
 import flashsdk as fs
 import numpy as np
 import pytest
 import reference
-from cases import CPU_DTYPES, problem, qkv
-from flashsdk._problems import BandSpec, numpy_dtype
+from cases import CPU_DTYPES, assert_same_bits, problem, qkv
+from flashsdk import _naive, _verify
+from flashsdk._problems import BandSpec, inputs, numpy_dtype
 
 CAUSAL = BandSpec(None, 0, "bottom_right")
 
@@ -33,6 +36,144 @@ def test_scores_of_tens_of_thousands(dtype):
     assert np.abs(out.astype(float) - exact)[clear].max() < 1e-6
     for grad in fs.mha_bwd(dout, q, k, v, out, lse):
         assert np.isfinite(grad.astype(float)).all()
+
+
+LOWEST = float(np.finfo(np.float32).min)
+
+
+@pytest.mark.parametrize("magnitude", [30, 100, 1000, 3e4, 1e5])
+@pytest.mark.parametrize("seqlen", [(32, 32), (70, 300)])
+def test_logits_beyond_the_precision_of_the_lse(cpu, magnitude, seqlen):
+    """q and k of that size: logits up to 1e11, whose unit in float32 is 8192."""
+    for dtype in cpu.dtypes:
+        if dtype == "float16" and magnitude > 1000:
+            continue
+        for features in ({}, {"mask": CAUSAL, "dlse": True}, {"alibi": "heads"}):
+            cpu.check(problem(seqlen, 2, 64, dtype=dtype, magnitude=magnitude, **features))
+
+
+@pytest.mark.parametrize("magnitude", [1, 30, 100, 1000, 3e4, 1e5, 1e9])
+def test_errors_are_at_most_twice_those_of_standard_attention(cpu, magnitude):
+    """Without _verify.py's allowances. Where one key takes all of P, not even delta's."""
+    yardsticks = [_naive.standard] + [_naive.flash_backward] * (magnitude <= 100)
+    p = problem((150, 300), 2, 64, magnitude=magnitude)
+    x = {name: placed.view for name, placed in inputs(p).items()}
+    exact = dict(
+        zip(_verify.OUTPUTS, reference.forward_backward(x["dout"], x["q"], x["k"], x["v"]))
+    )
+    worst = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
+    for order in range(3):  # of summation
+        dims = np.random.default_rng(order).permutation(64)
+        arrays = (x[name][..., dims] for name in ("q", "k", "v", "dout"))
+        for head in reference.heads(reference.Features(), *arrays):
+            at = {"out": head.at_q, "dq": head.at_q, "dk": head.at_k, "dv": head.at_k}
+            for name, part in (x for f in yardsticks for x in f(head, np.float32).items()):
+                error = np.abs(part - exact[name][at[name]][..., dims]).max()
+                worst[name] = max(worst[name], error)
+    ours = cpu.ask(("problem", p)).arrays
+    for name, error in worst.items():
+        assert np.abs(ours[name] - exact[name]).max() <= 2 * error + 1e-5, name
+    assert np.abs(ours["lse"] / exact["lse"] - 1).max() < 1e-6
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e9, -2.4e38, -3e38, LOWEST])
+def test_a_finite_bias_does_not_hide(cpu, low):
+    """Where all keys of a row have it their average remains, with the gradients of an average."""
+    for dtype in cpu.dtypes:
+        for shape, mask in (
+            ((1, 1, 70, 210), None),
+            ((1, 2, 1, 1), None),
+            ((1, 1, 70, 210), CAUSAL),
+        ):
+            bias = ("float32", shape)
+            cpu.check(problem((70, 210), 2, 64, dtype=dtype, bias=bias, low_bias=low, mask=mask))
+
+
+def test_the_average_of_a_row_of_lowest_biases(cpu):
+    q, k, v, dout = qkv((40, 200), 2, 32)
+    bias = np.full((1, 1, 1, 1), LOWEST, np.float32)
+    out, lse = cpu.call("mha_fwd", q, k, v, bias=bias)
+    assert np.abs(out - v.mean(axis=1, keepdims=True)).max() < 1e-6
+    assert np.array_equal(lse, np.full_like(lse, LOWEST))
+    dq, _, dv = cpu.call("mha_bwd", dout, q, k, v, out, lse, bias=bias)
+    assert np.abs(dv - dout.sum(axis=1, keepdims=True) / 200).max() < 1e-6
+    same = cpu.call("mha_fwd", 0 * q, k, v)
+    same = cpu.call("mha_bwd", dout, 0 * q, k, v, *same)
+    assert np.abs(dq - same[0]).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "scale, magnitude",
+    [(1e-45, 1), (1e-42, 1e18), (1e-38, 1e18), (2.3e38, 1e-19), (3e38, 1e-19), (-3e38, 1e-19)],
+)
+def test_any_finite_softmax_scale(cpu, scale, magnitude):
+    for dtype in ("float32", "bfloat16"):
+        for features in ({}, {"bias": ("float32", (1, 1, 1, 210))}):
+            p = problem((70, 210), 2, 64, dtype=dtype, magnitude=magnitude, **features)
+            report = cpu.report(replace(p, softmax_scale=scale))
+            # Standard attention overflows where it multiplies dS by the scale: its largest error
+            # is that of the rest. The bounds of the elements remain.
+            assert not [x for x in report.failures if "largest error" not in x], report
+
+
+@pytest.mark.parametrize("softcap", [1e-45, 1e-30, 1e-3, 1e30, 3e38])
+def test_both_ends_of_softcap(cpu, softcap):
+    for dtype in cpu.dtypes:
+        cpu.check(problem((70, 210), 2, 64, dtype=dtype, softcap=softcap))
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_see_no_key_are_not_read(cpu, dtype, bad):
+    """Whatever out, dout, dlse and q hold there: no gradient, neither theirs nor their keys'."""
+    q, k, v, dout = qkv((90, 70), 2, 32, dtype=dtype)
+    dlse = np.ones((2, 2, 90), np.float32)
+    bias = np.zeros((1, 1, 90, 1), np.float32)
+    bias[:, :, [3, 50, 77]] = -np.inf
+    hidden = np.isneginf(bias[0, 0, :, 0])
+    first = np.arange(90) < 20  # queries before the first key
+    for features, unseeing in (
+        ({"bias": bias}, hidden),
+        ({"bias": ~np.isneginf(bias)}, hidden),
+        ({"mask": fs.Causal()}, first),
+    ):
+        out, lse = cpu.call("mha_fwd", q, k, v, **features)
+        assert np.array_equal(np.isneginf(lse).all(axis=(0, 1)), unseeing)
+        want = cpu.call("mha_bwd", dout, q, k, v, out, lse, dlse=dlse, **features)
+        dirty = [x.copy() for x in (dout, q, out, dlse.transpose(0, 2, 1))]
+        for x in dirty:
+            x[:, unseeing] = bad
+        got = cpu.call(
+            "mha_bwd",
+            dirty[0],
+            dirty[1],
+            k,
+            v,
+            dirty[2],
+            lse,
+            dlse=dirty[3].transpose(0, 2, 1).copy(),
+            **features,
+        )
+        assert not got[0][:, unseeing].astype(float).any()
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("seqlen_q", [64, 70])
+def test_a_bias_hides_a_key_whatever_its_score(cpu, seqlen_q):
+    q, k, v, dout = qkv((seqlen_q, 210), 2, 32)
+    boolean = np.ones((1, 1, 1, 210), bool)
+    boolean[..., [5, 200]] = False
+    for bias in (boolean, np.where(boolean, 0, -np.inf).astype(np.float32)):
+        want = cpu.call("mha_fwd", q, k, v, bias=bias)
+        want += cpu.call("mha_bwd", dout, q, k, v, *want, bias=bias)
+        for bad in (1e38, -1e38, np.inf, np.nan):  # q·k overflows, or is NaN
+            hidden = k.copy()
+            hidden[:, [5, 200]] = bad
+            got = cpu.call("mha_fwd", q, hidden, v, bias=bias)
+            assert_same_bits(got, want[:2])
+            if np.isfinite(bad):  # dq = dS·K, which is 0·bad
+                got += cpu.call("mha_bwd", dout, q, hidden, v, *got, bias=bias)
+                assert_same_bits(got, want)
 
 
 def test_scores_that_are_all_very_negative():
