@@ -224,6 +224,10 @@ def test_dropout_drops_what_the_cpu_drops(backend):
 def test_any_alignment_and_head_dimension(backend, start, width):
     """Slices of a wider tensor: what the fast kernels refuse, slower ones take."""
     x = [t[..., start : start + width] for t in qkv(dim=start + width + 5)]
+    if backend == "sm90":
+        with pytest.raises(fs.Error, match=r"^mha_fwd: no kernel for "):
+            fs.mha_fwd(*x[:3], backend=backend)
+        pytest.skip("sm90 takes rows of 16-byte multiples, and refused these")
     copies = [torch.zeros_like(t).copy_(t) for t in x]
     want = both([t.float().cpu() for t in copies], backend="cpu")
     for a, b in zip(both(x, backend=backend), want, strict=True):
@@ -372,8 +376,8 @@ def test_cupy(backend, cupy):
 
 
 def test_cupy_layouts(backend, cupy):
-    x = qkv(dtype=torch.float16)
-    mask = fs.layouts.bigbird(150, 150, 64)
+    x = qkv(1100, dtype=torch.float16)
+    mask = fs.layouts.bigbird(1100, 1100, 128)
     want = both(x, mask=mask, backend=backend, **FIXED)
     got = both([cupy.from_dlpack(t) for t in x], mask=mask, backend=backend, **FIXED)
     assert_same([torch.from_dlpack(a) for a in got], want)
@@ -405,8 +409,8 @@ if jax.default_backend() != "gpu":
     print(json.dumps({"skip": "JAX has no GPU"}))
     sys.exit()
 keys = jax.random.split(jax.random.key(0), 4)
-x = [jax.random.normal(key, (2, 150, 2, 64), jnp.bfloat16) for key in keys]
-mask = fs.layouts.bigbird(150, 150, block) if block else fs.Causal()
+x = [jax.random.normal(key, (2, 1100, 2, 64), jnp.bfloat16) for key in keys]
+mask = fs.layouts.bigbird(1100, 1100, block) if block else fs.Causal()
 
 def both(q, k, v, dout, **options):
     out, lse = fs.mha_fwd(q, k, v, mask=mask, **options)
@@ -423,7 +427,7 @@ print(json.dumps({"same": True}))
 """
 
 
-@pytest.mark.parametrize("block", [0, 64])
+@pytest.mark.parametrize("block", [0, 128])
 def test_jax(backend, block):
     """Arrays of JAX in and out; in a process of its own, as JAX takes most of a GPU's memory."""
     pytest.importorskip("jax")

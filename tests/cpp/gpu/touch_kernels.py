@@ -30,10 +30,11 @@ def random(*shape, dtype, aligned=True):
     return wide[..., : shape[-1]]
 
 
-def problem(entry, features, block, aligned, packed):
+def problem(entry, features, block, aligned, packed, long):
     _, code, head_dim, mask, _, tile_m, tile_n = entry
     dtype = next(dtype for dtype, c in DTYPES.items() if c == code)
-    rows, keys = 2 * tile_m + 5, 2 * tile_n + 7
+    # Large tiles are for long sequences only.
+    rows, keys = (2 * tile_m + 5, 2 * tile_n + 7) if not long else (2 * tile_m + 2048, 8199)
     batch, heads, dim = 2, 2, head_dim if aligned else head_dim - 3
     lead_q, lead_k = ((rows,), (keys,)) if packed else ((batch, rows), (batch, keys))
     m = Mask(KINDS[mask])
@@ -72,8 +73,9 @@ def touch(harness, index, aligned, packed, deterministic):
     entry = harness.entries[index]
     tile = entry[5], entry[6]
     blocks = ((128, 128), tile) if KINDS[entry[3]] == "block_sparse" else ((0, 0),)
-    for features, block in itertools.product(FEATURES if entry[4] else ((),), blocks):
-        p = problem(entry, features, block, aligned, packed)
+    all_features = FEATURES if entry[4] else ((),)
+    for features, block, long in itertools.product(all_features, blocks, (False, True)):
+        p = problem(entry, features, block, aligned, packed, long)
         p.deterministic = deterministic
         out = torch.randn(*p.q.shape).to(p.q.dtype).cuda()
         rows = (2, p.q.shape[0]) if packed else (2, 2, p.q.shape[1])
