@@ -329,8 +329,8 @@ def test_outputs_are_untouched_by_bad_calls(backend):
 
 
 def test_another_device_than_the_current_one(two_gpus):
-    x = qkv(device="cuda:1")
-    mask = fs.layouts.bigbird(150, 150, 64)
+    x = qkv(1100, device="cuda:1")
+    mask = fs.layouts.bigbird(1100, 1100, 128)
     for options in ({}, {"mask": mask}):
         got = both(x, backend=two_gpus, **options, **FIXED)
         assert torch.cuda.current_device() == 0
