@@ -36,7 +36,13 @@ has_matplotlib = pytest.mark.skipif(
 def start(*args: str, **kwargs) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "flashsdk", *args]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **kwargs)
+
+    def take_ctrl_c() -> None:  # which jobs in the background of a shell ignore, and their children
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    return subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, preexec_fn=take_ctrl_c, **kwargs
+    )
 
 
 def run(*args: str, code: int = 0, **kwargs) -> str:
