@@ -8,7 +8,8 @@ used where it is. GoogleTest too (-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=...): wit
 tests are left out, and the record says so.
 
 Steps: build, ctest, pytest, verify, sanitizer (compute-sanitizer's memcheck, racecheck, synccheck),
-overhead. --steps picks some; the record then lacks the others and counts as incomplete.
+overhead. --steps picks some; the record then lacks the others and counts as incomplete, until
+--resume adds them: it keeps what the record has of the same kernels.
 """
 
 from __future__ import annotations
@@ -283,6 +284,17 @@ def header(m: Machine) -> Part:
     }
 
 
+def resumed(out: Path) -> Part:
+    """The record there, if it is of the kernels as they are now; its build is still in place."""
+    sys.path.insert(0, str(ROOT / "python"))
+    from flashsdk._commands import gpu_record
+
+    record: Part = json.loads(out.read_text())
+    if record["kernel_sources"] != gpu_record.sources_hash():
+        sys.exit(f"test_gpu: {out} is of other kernels than these; run the build step again")
+    return record
+
+
 def built(m: Machine) -> Part:
     """Of each GPU backend the dtypes and head dimensions of this build."""
     code = """
@@ -310,11 +322,12 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=2000, help="of verify, for each backend")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--resume", action="store_true", help="add to the record of these kernels")
     parser.add_argument("cmake_args", nargs="*", help="CMake options, after --")
     args = parser.parse_args()
     m = Machine(args)
-    parts: dict[str, Part] = {}
-    record: Part = {}
+    record = resumed(Path(args.out)) if args.resume else {}
+    parts: dict[str, Part] = record.pop("steps", {})
     for name, step in STEPS.items():
         if name not in args.steps:
             continue
