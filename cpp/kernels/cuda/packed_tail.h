@@ -40,4 +40,18 @@ void clear_packed_tail(const PackedTail& t, const RowParam& lse, cudaStream_t st
          kPackedTailThreads, 0, stream, t, lse);
 }
 
+// What a forward and a backward write besides, when sequences are packed.
+template <class Element>
+void clear_out_tail(const ForwardParams& p, cudaStream_t stream) {
+  if (p.cu_seqlens_q == nullptr) return;
+  clear_packed_tail<Element>({p.out, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim_v}, p.lse, stream);
+}
+template <class Element>
+void clear_gradient_tails(const BackwardParams& p, cudaStream_t stream) {
+  if (p.cu_seqlens_q == nullptr) return;
+  clear_packed_tail<Element>({p.dq, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim}, {}, stream);
+  clear_packed_tail<Element>({p.dk, p.cu_seqlens_k + p.batch, p.total_k, p.num_heads_kv, p.head_dim}, {}, stream);
+  clear_packed_tail<Element>({p.dv, p.cu_seqlens_k + p.batch, p.total_k, p.num_heads_kv, p.head_dim_v}, {}, stream);
+}
+
 }  // namespace flashsdk::cuda

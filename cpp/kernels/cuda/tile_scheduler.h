@@ -39,4 +39,23 @@ inline int section_of(std::int64_t bytes_per_head, int heads_total, bool uniform
   return static_cast<int>(fit < 1 ? 1 : fit > heads_total ? heads_total : fit);
 }
 
+// The tiles of queries, whose heads share K and V in L2.
+inline TileSchedule forward_schedule(const ForwardParams& p, int tile_queries, std::size_t element_bytes,
+                                     bool uniform_tiles) {
+  const int heads_total = p.num_heads * p.batch;
+  const std::int64_t kv_bytes =
+      std::int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * element_bytes / p.heads_per_group();
+  return {ceil_div(p.seqlen_q, tile_queries), p.num_heads, heads_total,
+          section_of(kv_bytes, heads_total, uniform_tiles), true};
+}
+
+// The tiles of keys, whose heads share Q, dO and the fp32 dQ in L2.
+inline TileSchedule backward_schedule(const ForwardParams& p, int tile_keys, std::size_t element_bytes) {
+  const int heads_total = p.num_heads_kv * p.batch;
+  const std::int64_t q_bytes = std::int64_t{p.seqlen_q} * p.heads_per_group() *
+                               ((p.head_dim + p.head_dim_v) * element_bytes + p.head_dim * sizeof(float));
+  return {ceil_div(p.seqlen_k, tile_keys), p.num_heads_kv, heads_total,
+          section_of(q_bytes, heads_total, p.mask.kind == MaskKind::kDense), false};
+}
+
 }  // namespace flashsdk::cuda

@@ -75,20 +75,14 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   cuda::DeviceGuard guard(p.device.index);
   auto kernel = forward_kernel<Traits, Policy, kFeatures>;
   allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
-  const int heads_total = p.num_heads * p.batch;
-  const std::int64_t kv_bytes =
-      std::int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Traits::Element) / p.heads_per_group();
-  cuda::TileSchedule schedule{ceil_div(p.seqlen_q, Traits::kBlockM), p.num_heads, heads_total,
-                              cuda::section_of(kv_bytes, heads_total, p.mask.kind == MaskKind::kDense), true};
+  const cuda::TileSchedule schedule =
+      cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), p.mask.kind == MaskKind::kDense);
   auto stream = static_cast<cudaStream_t>(context.stream);
   if (schedule.size() != 0) {
     cuda::launch("launching the forward kernel", kernel, dim3(static_cast<unsigned>(schedule.size())), Traits::kThreads,
                  Traits::kSmemBytes, stream, p, schedule);
   }
-  if (p.cu_seqlens_q != nullptr) {
-    cuda::clear_packed_tail<typename Traits::Element>(
-        {p.out, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim_v}, p.lse, stream);
-  }
+  cuda::clear_out_tail<typename Traits::Element>(p, stream);
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
@@ -116,12 +110,7 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
                  cuda::backward_prepare_kernel<typename Traits::Element, kPrepareThreads>, query_tiles, kPrepareThreads,
                  0, stream, p, ws);
   }
-  const int heads_total = p.num_heads_kv * p.batch;
-  const std::int64_t q_bytes =
-      std::int64_t{p.seqlen_q} * p.heads_per_group() *
-      ((p.head_dim + p.head_dim_v) * sizeof(typename Traits::Element) + p.head_dim * sizeof(float));
-  cuda::TileSchedule schedule{ceil_div(p.seqlen_k, Traits::kBlockN), p.num_heads_kv, heads_total,
-                              cuda::section_of(q_bytes, heads_total, p.mask.kind == MaskKind::kDense), false};
+  const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(typename Traits::Element));
   if (schedule.size() != 0) {
     cuda::launch("launching the backward kernel", kernel, dim3(static_cast<unsigned>(schedule.size())),
                  Traits::kThreads, Traits::kSmemBytes, stream, p, ws, schedule);
@@ -132,14 +121,7 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
     cuda::launch("launching the backward's last pass", backward_convert_dq_kernel<Traits>, query_tiles,
                  Traits::kThreads, kTileBytes, stream, p, ws);
   }
-  if (p.cu_seqlens_q != nullptr) {
-    cuda::clear_packed_tail<typename Traits::Element>(
-        {p.dq, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim}, {}, stream);
-    cuda::clear_packed_tail<typename Traits::Element>(
-        {p.dk, p.cu_seqlens_k + p.batch, p.total_k, p.num_heads_kv, p.head_dim}, {}, stream);
-    cuda::clear_packed_tail<typename Traits::Element>(
-        {p.dv, p.cu_seqlens_k + p.batch, p.total_k, p.num_heads_kv, p.head_dim_v}, {}, stream);
-  }
+  cuda::clear_gradient_tails<typename Traits::Element>(p, stream);
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>

@@ -50,10 +50,6 @@ __device__ __forceinline__ void publish(const Ring<kStages>& ring, const RingSta
   __syncwarp();
   if (thread % 32 == 0) ring.arrive_full(use);
 }
-template <int kStages>
-__device__ __forceinline__ void release(const Ring<kStages>& ring, const RingState<kStages>& use, int thread) {
-  if (thread % 32 == 0) ring.empty[use.stage].arrive();
-}
 
 // Packed: a tile's last rows belong to another sequence, whose values, if they are not finite, would not vanish when
 // multiplied by zero. By one warpgroup.

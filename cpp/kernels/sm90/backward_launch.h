@@ -17,8 +17,6 @@ cuda::BackwardWorkspace backward_workspace(const ForwardParams& p, void* base) {
 template <class Traits, cuda::Features kFeatures>
 const char* refuse_backward(const ForwardParams& p) {
   if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
-  // Tiles that are no multiple of 64 queries are faster where few are masked.
-  if (Traits::kBlockM % 64 != 0 && p.mask.kind != MaskKind::kDense) return "another tile is faster under a mask";
   const auto& b = static_cast<const BackwardParams&>(p);
   if (const char* reason = tensor_map_refusal(b.dout, query_extent(p, p.head_dim_v))) return reason;
   for (const TensorParam* t : {&b.out, &b.dq, &b.dk, &b.dv})
@@ -39,16 +37,6 @@ BackwardMaps backward_maps(const BackwardParams& p) {
           map(p.dout, query_extent(p, p.head_dim_v), typename Traits::SmemDo{})};
 }
 
-template <class Traits>
-cuda::TileSchedule backward_schedule(const BackwardParams& p) {
-  const int heads_total = p.num_heads_kv * p.batch;
-  const std::int64_t q_bytes =
-      std::int64_t{p.seqlen_q} * p.heads_per_group() *
-      ((p.head_dim + p.head_dim_v) * sizeof(typename Traits::Element) + p.head_dim * sizeof(float));
-  return {ceil_div(p.seqlen_k, Traits::kBlockN), p.num_heads_kv, heads_total,
-          cuda::section_of(q_bytes, heads_total, p.mask.kind == MaskKind::kDense), false};
-}
-
 template <class Traits, cuda::Features kFeatures>
 void launch_backward(const ForwardParams& params, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
@@ -65,7 +53,7 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
   cuda::launch("launching the backward's first pass", cuda::backward_prepare_kernel<Element, kPrepareThreads>,
                query_tiles, kPrepareThreads, 0, stream, p, ws);
 
-  const cuda::TileSchedule schedule = backward_schedule<Traits>(p);
+  const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element));
   const int blocks = min_of(static_cast<int>(schedule.size()), cuda::device_limits(p.device.index).multiprocessors);
   if (blocks != 0) {
     cuda::launch("launching the backward kernel", kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
@@ -74,13 +62,7 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
 
   cuda::launch("launching the backward's last pass", backward_convert_dq_kernel<Traits>, query_tiles,
                Traits::kDqPieces * kWarpgroup, 0, stream, p, ws);
-  if (p.cu_seqlens_q != nullptr) {
-    cuda::clear_packed_tail<Element>({p.dq, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim}, {}, stream);
-    cuda::clear_packed_tail<Element>({p.dk, p.cu_seqlens_k + p.batch, p.total_k, p.num_heads_kv, p.head_dim}, {},
-                                     stream);
-    cuda::clear_packed_tail<Element>({p.dv, p.cu_seqlens_k + p.batch, p.total_k, p.num_heads_kv, p.head_dim_v}, {},
-                                     stream);
-  }
+  cuda::clear_gradient_tails<Element>(p, stream);
 }
 
 template <class Traits, cuda::Features kFeatures>

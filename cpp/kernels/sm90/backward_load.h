@@ -17,7 +17,7 @@ struct BackwardMaps {
 template <class Traits, class F>
 __device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
   for (unsigned n = 0;; ++n) {
-    const auto use = nth_use<2>(n);
+    const auto use = RingState<2>::after(n);
     smem.full_work.wait_full(use);
     const BackwardWork work = smem.work[use.stage];
     __syncwarp();
@@ -73,7 +73,7 @@ template <class Tile, class Traits>
 __device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtensorMap& map,
                                           Ring<Traits::kKeyBuffers>& ring, unsigned n, typename Traits::Element* smem,
                                           const cuda::TileWork& work, const SeqlenInfo& seq) {
-  const auto use = nth_use<Traits::kKeyBuffers>(n);
+  const auto use = RingState<Traits::kKeyBuffers>::after(n);
   ring.wait_empty(use);
   ring.announce(use, Tile::kBytes);
   load_tile<Tile>(map, ring.full[use.stage], smem + use.stage * Tile::kElements,
@@ -87,7 +87,7 @@ __device__ void load_q_and_k(const BackwardParams& p, const BackwardMaps& maps, 
   using Tile = typename Traits::SmemQ;
   unsigned works = 0, steps = 0, key_tiles = 0;  // so far
   auto tell = [&](const BackwardWork& work) {
-    const auto use = nth_use<2>(works++);
+    const auto use = RingState<2>::after(works++);
     smem.full_work.wait_empty(use);
     smem.work[use.stage] = work;
     smem.full_work.arrive_full(use);
@@ -104,7 +104,7 @@ __device__ void load_q_and_k(const BackwardParams& p, const BackwardMaps& maps, 
     tell({work, more, false});
     for (bool first = true; more; first = false) {
       more = walk.next(next);
-      const auto use = nth_use<Traits::kStages>(steps++);
+      const auto use = RingState<Traits::kStages>::after(steps++);
       smem.full_q.wait_empty(use);
       const bool cut = p.cu_seqlens_q != nullptr && (item.tile.index + 1) * Traits::kBlockM > seq.seqlen_q;
       smem.step[use.stage] = {item.head, item.tile.index, item.tile.partial, cut, !more};
@@ -130,7 +130,7 @@ __device__ void load_dout_and_v(const BackwardParams& p, const BackwardMaps& map
       BackwardWalk<Traits, Policy> walk(p, ws, seq, work.tile);
       load_keys<typename Traits::SmemV, Traits>(p, maps.v, smem.full_v, key_tiles++, smem.v, work.tile, seq);
       for (typename BackwardWalk<Traits, Policy>::Item item; walk.next(item);) {
-        const auto use = nth_use<Traits::kStages>(steps++);
+        const auto use = RingState<Traits::kStages>::after(steps++);
         smem.full_do.wait_empty(use);
         load_queries<Tile, Traits>(maps.dout, smem.full_do.full[use.stage], smem.dout + use.stage * Tile::kElements,
                                    walk.origin(item), ws.minus_delta + walk.tile(item) * Traits::kBlockM,
@@ -172,7 +172,7 @@ __device__ void add_dq(const BackwardParams& p, const cuda::BackwardWorkspace& w
           __threadfence();
           asm volatile("fence.proxy.async;" ::: "memory");  // from here on also for the copy engine
         }
-        const auto use = nth_use<1>(steps++);
+        const auto use = RingState<1>::after(steps++);
         ring.wait_full(use);
         bulk_add(ws.dq_accum + piece * Traits::kDqElements, smem.dq[warpgroup], Traits::kDqElements * sizeof(float));
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");

@@ -166,10 +166,4 @@ using BackwardTraits = std::conditional_t<
     NarrowBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered>,
     WideBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered>>;
 
-// Where the n-th use of a ring finds its buffer.
-template <int kStages>
-__device__ __forceinline__ RingState<kStages> nth_use(unsigned n) {
-  return {static_cast<int>(n % kStages), (n / kStages) & 1};
-}
-
 }  // namespace flashsdk::sm90

@@ -43,8 +43,8 @@ class BackwardWarpgroup {
     cute::clear(acc_dk);
     cute::clear(acc_dv);
     if (work.visited) {
-      smem_.full_k.wait_full(nth_use<Traits::kKeyBuffers>(key_tiles_));
-      smem_.full_v.wait_full(nth_use<Traits::kKeyBuffers>(key_tiles_));
+      smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
+      smem_.full_v.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
       const int keys = seq.seqlen_k - work.tile.block * kBlockN;
       if (p_.cu_seqlens_k != nullptr && keys < kBlockN)
         clear_tails<Traits, typename Traits::SmemK, typename Traits::SmemV>(
@@ -53,11 +53,11 @@ class BackwardWarpgroup {
       const Scores scores(p_, seq, work.tile);
       bool last = step<true>(scores, seq, acc_dk, acc_dv);
       while (!last) last = step<false>(scores, seq, acc_dk, acc_dv);
-      release(smem_.full_v, nth_use<Traits::kKeyBuffers>(key_tiles_), thread_);
+      smem_.full_v.release(RingState<Traits::kKeyBuffers>::after(key_tiles_), thread_);
       auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
       start_dq(acc_dq);
       cute::warpgroup_wait<0>();
-      release(smem_.full_k, nth_use<Traits::kKeyBuffers>(key_tiles_++), thread_);
+      smem_.full_k.release(RingState<Traits::kKeyBuffers>::after(key_tiles_++), thread_);
       store_dq(acc_dq);
       publish_dq();
     }
@@ -70,7 +70,7 @@ class BackwardWarpgroup {
   // One tile of queries; dQ of the tile before. Returns whether it was the last.
   template <bool kFirst, class AccDk, class AccDv>
   __device__ __forceinline__ bool step(const Scores& scores, const SeqlenInfo& seq, AccDk& acc_dk, AccDv& acc_dv) {
-    const auto use = nth_use<kStages>(steps_);
+    const auto use = RingState<kStages>::after(steps_);
     const int stage = use.stage;
     smem_.full_q.wait_full(use);
     if (p_.cu_seqlens_q != nullptr && smem_.step[stage].cut) clear_query_tail(use, seq);
@@ -114,7 +114,7 @@ class BackwardWarpgroup {
     }
     auto ds = convert<Element>(acc_dp);
 
-    const ScoreUse score_use = nth_use<Traits::kScoreBuffers>(steps_);
+    const ScoreUse score_use = RingState<Traits::kScoreBuffers>::after(steps_);
     store_ds(ds, score_use);
     start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout_t), acc_dv, true);
     publish(smem_.full_ds, score_use, thread_);
@@ -123,11 +123,11 @@ class BackwardWarpgroup {
     start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q_t), acc_dk, true);
     cute::warpgroup_wait<1>();
     finished(acc_dv);
-    release(smem_.full_do, use, thread_);
+    smem_.full_do.release(use, thread_);
     if constexpr (!kFirst) store_dq(acc_dq);
     cute::warpgroup_wait<0>();
     finished(acc_dk);
-    release(smem_.full_q, use, thread_);
+    smem_.full_q.release(use, thread_);
     if constexpr (!kFirst) publish_dq();
     ++steps_;
     return step.last;
@@ -146,7 +146,7 @@ class BackwardWarpgroup {
   // dQᵀ = Kᵀ·dSᵀ of the step before.
   template <class Accumulator>
   __device__ __forceinline__ void start_dq(Accumulator& acc_dq) {
-    const ScoreUse use = nth_use<Traits::kScoreBuffers>(steps_ - 1);
+    const ScoreUse use = RingState<Traits::kScoreBuffers>::after(steps_ - 1);
     auto k_t = cute::local_tile(
         smem_tensor<typename Traits::SmemK::Transposed>(smem_.k)(cute::_, cute::_, key_buffer()),
         Shape<Int<kWarpgroupRows>, Int<kBlockN>>{}, cute::make_coord(warpgroup_ % Traits::kDqRowPieces, 0));
@@ -162,14 +162,16 @@ class BackwardWarpgroup {
   template <class Accumulator>
   __device__ __forceinline__ void store_dq(Accumulator& acc_dq) {
     finished(acc_dq);
-    release(smem_.full_ds, nth_use<Traits::kScoreBuffers>(steps_ - 1), thread_);
-    smem_.full_dq[warpgroup_].wait_empty(nth_use<1>(dq_tiles_));
+    smem_.full_ds.release(RingState<Traits::kScoreBuffers>::after(steps_ - 1), thread_);
+    smem_.full_dq[warpgroup_].wait_empty(RingState<1>::after(dq_tiles_));
     float4* target = reinterpret_cast<float4*>(smem_.dq[warpgroup_]) + thread_;
     CUTE_UNROLL
     for (int e = 0; e < cute::size(acc_dq); e += 4)
       target[e / 4 * kWarpgroup] = make_float4(acc_dq(e), acc_dq(e + 1), acc_dq(e + 2), acc_dq(e + 3));
   }
-  __device__ __forceinline__ void publish_dq() { publish(smem_.full_dq[warpgroup_], nth_use<1>(dq_tiles_++), thread_); }
+  __device__ __forceinline__ void publish_dq() {
+    publish(smem_.full_dq[warpgroup_], RingState<1>::after(dq_tiles_++), thread_);
+  }
 
   __device__ __forceinline__ void clear_query_tail(const RingState<kStages>& use, const SeqlenInfo& seq) {
     smem_.full_do.wait_full(use);

@@ -50,16 +50,16 @@ class WideBackwardWarpgroup {
   using ScoreUse = RingState<Traits::kScoreBuffers>;
 
   __device__ void wait_keys(const BackwardWork& work, const SeqlenInfo& seq) {
-    smem_.full_k.wait_full(nth_use<Traits::kKeyBuffers>(key_tiles_));
-    smem_.full_v.wait_full(nth_use<Traits::kKeyBuffers>(key_tiles_));
+    smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
+    smem_.full_v.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
     const int keys = seq.seqlen_k - work.tile.block * kBlockN;
     if (p_.cu_seqlens_k != nullptr && keys < kBlockN)
       clear_tails<Traits, SmemK, SmemV>(smem_.k, smem_.v, keys, warpgroup_);
   }
   __device__ void release_keys() {
-    const auto use = nth_use<Traits::kKeyBuffers>(key_tiles_++);
-    release(smem_.full_k, use, thread_);
-    release(smem_.full_v, use, thread_);
+    const auto use = RingState<Traits::kKeyBuffers>::after(key_tiles_++);
+    smem_.full_k.release(use, thread_);
+    smem_.full_v.release(use, thread_);
   }
   // Q of a step; a tile cut by the end of a packed sequence is cleared by both warpgroups.
   __device__ __forceinline__ BackwardStep wait_queries(const Use& use, const SeqlenInfo& seq) {
@@ -96,7 +96,7 @@ class WideBackwardWarpgroup {
   template <bool kFirst, class Accumulator>
   __device__ __forceinline__ BackwardStep step_dv(const Scores& scores, const BackwardWork& work, const SeqlenInfo& seq,
                                                   const BackwardStep& before, Accumulator& acc_dv) {
-    const Use use = nth_use<kStages>(steps_);
+    const Use use = RingState<kStages>::after(steps_);
     const BackwardStep step = wait_queries(use, seq);
     auto acc_s = accumulator<MmaScores, kBlockM>();
     auto k = smem_tensor<typename SmemK::RowMajor>(smem_.k)(cute::_, cute::_, 0);
@@ -106,7 +106,7 @@ class WideBackwardWarpgroup {
     finished(acc_s);
 
     auto probabilities = compute_probabilities(scores, step, use, acc_s);
-    release(smem_.full_q, use, thread_);  // and lse
+    smem_.full_q.release(use, thread_);  // and lse
     auto dout = smem_tensor<typename SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, use.stage);
     smem_.full_do.wait_full(use);
     start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout), acc_dv, true);
@@ -114,7 +114,7 @@ class WideBackwardWarpgroup {
     if constexpr (!kFirst) start_dq(acc_dq, steps_ - 1);
     cute::warpgroup_wait<kFirst ? 0 : kPieces>();
     finished(acc_dv);
-    release(smem_.full_do, use, thread_);
+    smem_.full_do.release(use, thread_);
     if constexpr (!kFirst) finish_dq(acc_dq, steps_ - 1, work, seq, before);
     ++steps_;
     return step;
@@ -127,7 +127,7 @@ class WideBackwardWarpgroup {
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
     const TileRef tile{step.m_block, step.partial};
     const auto lse_log2 = cuda::rows_of_queries(smem_.lse_log2[use.stage], at);
-    const ScoreUse buffer = nth_use<Traits::kScoreBuffers>(steps_);
+    const ScoreUse buffer = RingState<Traits::kScoreBuffers>::after(steps_);
     smem_.full_p.wait_empty(buffer);
     if constexpr (kFeatured) {
       auto factor = accumulator<MmaScores, kBlockM>();
@@ -178,8 +178,8 @@ class WideBackwardWarpgroup {
   template <class Accumulator>
   __device__ __forceinline__ bool step_dk(const Scores& scores, const BackwardWork& work, const SeqlenInfo& seq,
                                           Accumulator& acc_dk) {
-    const Use use = nth_use<kStages>(steps_);
-    const ScoreUse buffer = nth_use<Traits::kScoreBuffers>(steps_);
+    const Use use = RingState<kStages>::after(steps_);
+    const ScoreUse buffer = RingState<Traits::kScoreBuffers>::after(steps_);
     const BackwardStep step = wait_queries(use, seq);
     smem_.full_do.wait_full(use);
     auto acc_dp = accumulator<MmaScores, kBlockM>();
@@ -193,7 +193,7 @@ class WideBackwardWarpgroup {
     for (int i = 0; i < kVectors; ++i) reinterpret_cast<uint4*>(p.data())[i] = source[i * kWarpgroup];
     cute::warpgroup_wait<0>();
     finished(acc_dp);
-    release(smem_.full_p, buffer, thread_);
+    smem_.full_p.release(buffer, thread_);
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
     const auto minus_delta = cuda::rows_of_queries(smem_.minus_delta[use.stage], at);
     if constexpr (kFeatured)
@@ -204,7 +204,7 @@ class WideBackwardWarpgroup {
     smem_.full_ds.wait_empty(buffer);
     store_transposed(ds, smem_.ds + buffer.stage * SmemScores::kElements, thread_);
     publish(smem_.full_ds, buffer, thread_);
-    release(smem_.full_do, use, thread_);  // and delta
+    smem_.full_do.release(use, thread_);  // and delta
 
     auto q = smem_tensor<typename SmemQ::Transposed>(smem_.q)(cute::_, cute::_, use.stage);
     start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q), acc_dk, true);
@@ -212,7 +212,7 @@ class WideBackwardWarpgroup {
     start_dq(acc_dq, steps_);
     cute::warpgroup_wait<kPieces>();
     finished(acc_dk);
-    release(smem_.full_q, use, thread_);
+    smem_.full_q.release(use, thread_);
     finish_dq(acc_dq, steps_, work, seq, step);
     ++steps_;
     return step.last;
@@ -223,7 +223,7 @@ class WideBackwardWarpgroup {
     decltype(accumulator<MmaDq, Traits::kDqColumns>()) acc[kPieces];
   };
   __device__ __forceinline__ void start_dq(DqPieces& pieces, unsigned step) {
-    const ScoreUse use = nth_use<Traits::kScoreBuffers>(step);
+    const ScoreUse use = RingState<Traits::kScoreBuffers>::after(step);
     smem_.full_ds.wait_full(use);
     auto all_k = smem_tensor<typename SmemK::Transposed>(smem_.k)(cute::_, cute::_, 0);
     auto all_ds = smem_tensor<typename SmemScores::RowMajor>(smem_.ds)(cute::_, cute::_, use.stage);
@@ -244,7 +244,7 @@ class WideBackwardWarpgroup {
         ws_.tile(p_, seq, work.tile.batch, at.head, at.m_block) * Traits::kDqPieces + warpgroup_ * kPieces;
     if (p_.deterministic) wait_turn(work, seq, at, first_piece);
     finish_piece<0>(pieces, first_piece);
-    release(smem_.full_ds, nth_use<Traits::kScoreBuffers>(step), thread_);
+    smem_.full_ds.release(RingState<Traits::kScoreBuffers>::after(step), thread_);
     if (p_.deterministic) pass_turn(first_piece);
   }
   template <int kPiece>

@@ -46,13 +46,8 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   cuda::allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
 
   const bool uniform = uniform_tiles(p);
-  const int heads_total = p.num_heads * p.batch;
-  const std::int64_t kv_bytes =
-      std::int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * sizeof(typename Traits::Element) / p.heads_per_group();
-  const ForwardSchedule schedule{{ceil_div(p.seqlen_q, Traits::kBlockM), p.num_heads, heads_total,
-                                  cuda::section_of(kv_bytes, heads_total, uniform), true},
-                                 uniform ? nullptr : static_cast<TicketCounter*>(context.workspace),
-                                 launch_name()};
+  const ForwardSchedule schedule{cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), uniform),
+                                 uniform ? nullptr : static_cast<TicketCounter*>(context.workspace), launch_name()};
   const int blocks =
       min_of(cuda::device_limits(p.device.index).multiprocessors, static_cast<int>(schedule.tiles.size()));
   const ForwardMaps maps{
@@ -64,10 +59,7 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
     cuda::launch("launching the forward kernel", kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
                  Traits::kSmemBytes, stream, p, maps, schedule);
   }
-  if (p.cu_seqlens_q != nullptr) {
-    cuda::clear_packed_tail<typename Traits::Element>(
-        {p.out, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim_v}, p.lse, stream);
-  }
+  cuda::clear_out_tail<typename Traits::Element>(p, stream);
 }
 
 template <class Traits, cuda::Features kFeatures>

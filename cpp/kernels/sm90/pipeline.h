@@ -7,7 +7,7 @@
 
 namespace flashsdk::sm90 {
 
-// Which buffer of a ring is next, and in which round.
+// Which buffer of a ring it is, and in which round.
 template <int kStages>
 struct RingState {
   int stage = 0;
@@ -16,12 +16,6 @@ struct RingState {
   // After `count` buffers have been used.
   static __device__ __forceinline__ RingState after(unsigned count) {
     return {static_cast<int>(count % kStages), count / kStages & 1};
-  }
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
   }
 };
 
@@ -46,10 +40,10 @@ struct Ring {
   __device__ void announce(const State& s, std::uint32_t bytes) const { full[s.stage].arrive_and_expect_tx(bytes); }
   __device__ void arrive_full(const State& s) const { full[s.stage].arrive(); }
 
-  // Consumer. Each warp releases once, when all its reads are done.
+  // Consumer. Each warp releases once, when all its reads are done. thread: its number, if it is at hand.
   __device__ void wait_full(const State& s) const { full[s.stage].wait(s.phase); }
-  __device__ void release(const State& s) const {
-    if (threadIdx.x % 32 == 0) empty[s.stage].arrive();
+  __device__ __forceinline__ void release(const State& s, int thread = threadIdx.x) const {
+    if (thread % 32 == 0) empty[s.stage].arrive();
   }
 
   Full full[kStages];
