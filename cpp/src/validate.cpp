@@ -253,7 +253,7 @@ std::optional<Backend> forced_backend(const AttentionArgs& args) {
   } else if (args.backend == "sm90") {
     backend = Backend::kSm90;
   } else {
-    fail("backend", shown(args.backend), "cpu, sm80 or sm90; empty for the best that fits");
+    fail("backend", shown(args.backend), "cpu, sm80 or sm90; by default the best that fits");
   }
   if (on_cpu != (backend == Backend::kCpu))
     fail("backend", args.backend,

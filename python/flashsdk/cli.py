@@ -23,8 +23,22 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: {message}; --help lists what is allowed\n")
 
 
+class Version(argparse.Action):
+    """Prints the version; loads the library only when asked."""
+
+    def __init__(self, option_strings: list[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="the version, and nothing else")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        import flashsdk as fs
+
+        print(f"flashsdk {fs.__version__}")
+        parser.exit()
+
+
 def parser() -> Parser:
     top = Parser(prog="python -m flashsdk", description="Exact attention: FlashAttention kernels.")
+    top.add_argument("--version", action=Version)
     commands = top.add_subparsers(
         dest="command", required=True, metavar="info | demo | verify | bench"
     )
@@ -80,6 +94,10 @@ def main(argv: list[str] | None = None) -> int:
     except Error as e:
         print(f"flashsdk {args.command}: {e}", file=sys.stderr)
         return USAGE_ERROR
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; what is still buffered would complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print(f"flashsdk {args.command}: stopped by Ctrl-C", file=sys.stderr)
         return INTERRUPTED

@@ -60,8 +60,8 @@ class Band:
     """Query i sees key j iff ``-left <= j - (i + shift) <= right``.
 
     left, right
-        Keys before and after the diagonal, in tokens; None is unlimited. Any integer is allowed,
-        negative ones too: ``Band(left=None, right=-1)`` is causal without the diagonal.
+        Keys before and after the diagonal, in tokens; None is unlimited, and -1 is not. Any integer
+        is allowed, negative ones too: ``Band(left=None, right=-1)`` is causal without the diagonal.
     alignment
         Where the diagonal lies when seqlen_q != seqlen_k: "bottom_right" (shift = seqlen_k -
         seqlen_q, the last query stands at the last key) or "top_left" (shift = 0).

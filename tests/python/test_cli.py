@@ -53,6 +53,20 @@ def run(*args: str, code: int = 0, **kwargs) -> str:
     return out if code in (0, 1) else err
 
 
+# ---- all
+
+
+def test_version():
+    assert run("--version") == f"flashsdk {fs.__version__}\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    process = start("info", "--all")
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert process.stderr.read() == ""
+
+
 # ---- info
 
 

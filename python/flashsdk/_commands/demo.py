@@ -316,8 +316,8 @@ def describe(data: dict[str, Any]) -> str:
             [*cells, f"{max(r.error_out, r.error_grads):.1e}" + ("" if r.ok else " MISSED")]
         )
     lines = [
-        f"flashsdk {data['flashsdk']} on {data['cpu']}, {data['isa']}, {data['threads']} threads; "
-        f"standard attention: {data['framework']}",
+        f"flashsdk {data['flashsdk']} on {data['cpu']}, {data['isa']}, {data['threads']} threads",
+        f"standard attention: softmax(QKᵀ)V with the scores stored, in {data['framework']}",
         "",
         table.text_table(header, rows, left=4),
         "",
