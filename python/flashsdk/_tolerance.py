@@ -22,6 +22,9 @@ UNDERFLOW = {"float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
 # CPU kernels take the sum of the row anew. Those for GPUs, which have no float32, always use it.
 TRUSTED_LSE = {"float32": 64.0, "float16": np.inf, "bfloat16": np.inf}
 FLOAT32_NORMAL = 2.0**-126
+# Whether forward and backward take the sum of a score in the same order, to the same last bit: the
+# CPU kernels do. Those for GPUs, which have no float32, need not.
+SAME_SCORES = {"float32": True, "float16": False, "bfloat16": False}
 # Relative error of exp: a polynomial as precise as the dtype of P asks for.
 EXP_ERROR = {"float32": 2.0**-22, "float16": 2.0**-13, "bfloat16": 2.0**-13}
 
@@ -39,10 +42,47 @@ def _sum_of_equals(terms: int) -> float:
     return _sum_error(terms) + U32 * min(terms, 512) / 2
 
 
+def _dot_error(a: Float64, b: Float64) -> Float64:
+    """Largest errors (m, n) of the float32 dot products of rows a (m, d) and b (n, d)."""
+    return _walk_error(a @ b.T, a**2 @ (b**2).T, np.abs(a) @ np.abs(b).T, a.shape[1])
+
+
+def _walk_error(total: Float64, squares: Float64, absolute: Float64, terms: int) -> Float64:
+    """Largest errors of float32 sums, given the sums of their terms, of squares and of sizes.
+
+    Every addition rounds the sum so far. In an order that knows nothing of signs its square is
+    total²/3 + squares/6 on average, and the roundings make a random walk: a variance of u²/3 times
+    that each. Where the terms are few or of one sign, no sum so far is above ``absolute``.
+    """
+    walk = 3 * np.abs(total) + 5 * np.sqrt(terms / 3 * (total**2 / 3 + squares / 6))
+    error: Float64 = np.minimum(U32 * walk, _sum_error(terms) * absolute)
+    return error
+
+
 def _reach(error: Float64, x: Float64) -> Float64:
     """What independent errors (m, n) of the left factor do to its product with x (n, d)."""
     reached: Float64 = np.minimum(error @ np.abs(x), 5 * np.sqrt(error**2 @ x**2))
     return reached
+
+
+def _reach_row(error: Float64) -> Float64:
+    """What independent errors (m, n) do to the sum of a row."""
+    reached: Float64 = np.minimum(error.sum(1), 5 * np.sqrt((error**2).sum(1)))
+    return reached
+
+
+def _reach_mean(e_p: Float64, drop: Float64, x: Float64, mean: Float64) -> Float64:
+    """What independent errors (m, n) of P do to mean (m, d) = P·(drop∘x) over the row sum of P.
+
+    An error of one p moves the mean towards its x or away: with one key alone, or where all x are
+    the same, not at all.
+    """
+    of_x = e_p * drop
+    at_once = of_x @ np.abs(x) + np.abs(mean) * e_p.sum(1, keepdims=True)
+    squares = of_x**2 @ x**2 - 2 * mean * ((of_x * e_p) @ x)
+    squares += mean**2 * (e_p**2).sum(1, keepdims=True)
+    moved: Float64 = np.minimum(at_once, 5 * np.sqrt(np.maximum(squares, 0)))
+    return moved
 
 
 def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
@@ -58,43 +98,56 @@ def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
 
     # Score: the dot product, then a few operations on the result.
     size = np.where(np.isfinite(m.score), np.abs(m.score), 0)
-    e_score = _sum_error(q.shape[1]) * scale * (np.abs(q) @ np.abs(k).T) * m.slope
-    e_score += U32 * (4 * size + 8 * head.f.softcap)
+    e_operations = 4 * U32 * size
+    e_score = scale * _dot_error(q, k) * m.slope + e_operations + 8 * U32 * head.f.softcap
     e_score += 2 * U32 * abs(head.alibi_slope) * (seqlen_q + seqlen_k)
-    e_sum = (m.p * e_score).sum(1) + exp_error + _sum_of_equals(seqlen_k)
+    e_scores = (m.p * e_score).sum(1, keepdims=True)  # what they do to the sum of a row
+    e_sum = _sum_of_equals(seqlen_k)  # of taking that sum
     lse = np.abs(_logsumexp(m.score))
-    e_lse = e_sum + 2 * U32 * lse
-    e_row = (e_sum + exp_error)[:, None]  # relative error that all P of a row share
+    e_lse = e_scores[:, 0] + exp_error + e_sum + 2 * U32 * lse
 
-    # P: independent relative error, then the rounding for a product. What is smaller than the
-    # smallest number of the dtype vanishes; the largest of a row is about 1.
-    rho = np.expm1(np.minimum(e_score + exp_error, 50))
+    # Forward: each P errs by itself, and all are divided by their sum. P is rounded for the
+    # product: below the smallest number of the dtype it vanishes; the largest of a row is about 1.
+    e_p = m.p * np.expm1(np.minimum(e_score + exp_error, 50))
     dropped = m.p * m.drop
-    e_dropped = dropped * (rho + u) + underflow * (m.p > 0) * m.drop
+    e_rounded = dropped * u + underflow * (m.p > 0) * m.drop
     out = dropped @ v
-    e_out = (u + e_row) * np.abs(out) + _reach(e_dropped, v) + underflow
-    e_out += _sum_error(seqlen_k) * (dropped @ np.abs(v))
-    e_row += 2 * U32 * np.minimum(lse, TRUSTED_LSE[dtype])[:, None]
-    e_dropped += e_row * dropped  # in dv these are independent: each row has its own
+    e_stored = u * np.abs(out) + underflow + _sum_error(seqlen_k) * (dropped @ np.abs(v))
+    e_out = e_stored + e_sum * np.abs(out)
+    e_out += _reach_mean(e_p, m.drop, v, out) + _reach(e_rounded, v)
+
+    # Backward: P is exp(score - lse), and in the lse is the same score with a weight of p. These
+    # errors are relative.
+    own = 1 - m.p if SAME_SCORES[dtype] else 1 + m.p
+    e_own = np.expm1(np.minimum(own * e_score + e_operations + exp_error, 50))
+    e_row = e_sum + 2 * exp_error + 2 * U32 * np.minimum(lse, TRUSTED_LSE[dtype])[:, None]
+    e_others = e_scores - m.p * e_score + e_row
+    # In dv and dk these are independent: each row has its own.
+    e_dropped = dropped * (e_own + e_others) + e_rounded
     e_dv = _reach(e_dropped.T, dout) + _sum_error(seqlen_q) * (dropped.T @ np.abs(dout))
 
-    dp = m.drop * (dout @ v.T)
-    delta = (dout * out).sum(1) - head.dlse
-    e_delta = _reach(e_out[:, None], dout[..., None])[:, 0, 0] + 4 * U32 * np.abs(delta)
-    e_delta += _sum_error(v.shape[1]) * np.abs(dout * out).sum(1)
+    d_dropped = dout @ v.T
+    dp, mean = m.drop * d_dropped, (dout * out).sum(1)
+    delta = mean - head.dlse
+    terms = dout * out
+    e_delta = _reach_row(e_p * np.abs(dp - mean[:, None])) + e_sum * np.abs(mean)
+    e_delta += _reach_row(e_rounded * np.abs(d_dropped)) + _reach_row(e_stored * np.abs(dout))
+    e_delta += 4 * U32 * np.abs(delta)
+    e_delta += _walk_error(mean, (terms**2).sum(1), np.abs(terms).sum(1), v.shape[1])
     gap = dp - delta[:, None]
     p = m.p * m.slope
     ds = p * gap
-    e_ds = p * (rho * np.abs(gap) + m.drop * _sum_error(v.shape[1]) * (np.abs(dout) @ np.abs(v).T))
+    e_ds = p * (e_own * np.abs(gap) + m.drop * _dot_error(dout, v))
     e_ds += (u + 8 * U32) * np.abs(ds) + underflow * (m.p > 0) * (1 + m.slope * np.abs(gap))
     if head.f.softcap > 0:
         # The derivative 1 - tanh² moves with the score.
         tanh = np.sqrt(np.maximum(1 - m.slope, 0))
         e_ds += m.p * np.abs(gap) * 2 * tanh * (e_score / head.f.softcap + 4 * U32)
     dq = ds @ k
-    e_dq = (u + e_row) * np.abs(dq) + _reach(e_ds, k) + e_delta[:, None] * np.abs(p @ k)
+    e_dq = (u + e_scores + e_row) * np.abs(dq) + e_delta[:, None] * np.abs(p @ k)
+    e_dq += _reach(e_ds + m.p * e_score * np.abs(ds), k)
     e_dq += _sum_error(seqlen_k) * (np.abs(ds) @ np.abs(k))
-    e_ds += e_row * np.abs(ds) + e_delta[:, None] * p
+    e_ds += e_others * np.abs(ds) + e_delta[:, None] * p
     e_dk = _reach(e_ds.T, q) + _sum_error(seqlen_q) * (np.abs(ds).T @ np.abs(q))
     # The scale comes last: a sum below the normal numbers, which may become 0, is multiplied by it.
     seen = np.asarray(m.p > 0)
@@ -107,6 +160,20 @@ def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
         "dk": scale * e_dk,
         "dv": e_dv,
     }
+
+
+def sizes(head: Head, m: Matrices) -> dict[str, Float64]:
+    """One head's out, dq, dk and dv with nothing to cancel: every term of every sum positive.
+
+    U32 of it is what taking the sums in float32 costs, however small the result.
+    """
+    assert head.dout is not None
+    q, k, v, dout = (np.abs(x) for x in (head.q, head.k, head.v, head.dout))
+    dropped = m.p * m.drop
+    out = dropped @ v
+    delta = (dout * out).sum(1) + np.abs(head.dlse)
+    ds = abs(head.scale) * m.p * m.slope * (m.drop * (dout @ v.T) + delta[:, None])
+    return {"out": out, "dq": ds @ k, "dk": ds.T @ q, "dv": dropped.T @ dout}
 
 
 def _logsumexp(score: Array) -> Float64:

@@ -74,10 +74,8 @@ def test_gradients_are_those_of_the_forward(features):
             assert abs(slope - grad[index]) < 1e-7, (n, index)
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_standard_attention_in_float64_agrees(seed):
-    p = generate(seed)
-    placed = inputs(p)
+def _by_heads(p, placed, method):
+    """out, dq, dk, dv of method(head), which are those of one head."""
     x = {name: placed.view for name, placed in placed.items()}
     f = reference.Features(
         softmax_scale=p.softmax_scale,
@@ -89,13 +87,22 @@ def test_standard_attention_in_float64_agrees(seed):
         bias=x.get("bias"),
         alibi_slopes=x.get("alibi_slopes"),
     )
-    exact = _verify.expected(p, placed).exact
     cu_seqlens = (x["cu_seqlens_q"], x["cu_seqlens_k"]) if p.packed else None
-    got = {name: np.zeros(e.shape) for name, e in exact.items()}
+    whole = {"out": (*x["q"].shape[:-1], p.head_dim_v), **{f"d{n}": x[n].shape for n in "qkv"}}
+    got = {name: np.zeros(shape) for name, shape in whole.items()}
     for head in reference.heads(f, x["q"], x["k"], x["v"], x["dout"], x.get("dlse"), cu_seqlens):
         at = {"out": head.at_q, "dq": head.at_q, "dk": head.at_k, "dv": head.at_k}
-        for name, part in _naive.standard(head, np.float64).items():
+        for name, part in method(head).items():
             got[name][at[name]] += part
+    return got
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_standard_attention_in_float64_agrees(seed):
+    p = generate(seed)
+    placed = inputs(p)
+    exact = _verify.expected(p, placed).exact
+    got = _by_heads(p, placed, lambda head: _naive.standard(head, np.float64))
     for name in ("out", "dq", "dk", "dv"):
         scale = 1 + np.abs(exact[name]).max(initial=0)
         assert np.abs(got[name] - exact[name]).max(initial=0) <= 1e-11 * scale
@@ -187,6 +194,28 @@ def test_a_forgotten_feature_is_found(p):
     report = _verify.compare(other, "cpu", results, _verify.expected(other, inputs(other)))
     wrong = {"out", "dq", "dk", "dv"} | (set() if p.dropout_p else {"lse"})
     assert {line.split(":")[0] for line in report.failures} == wrong
+
+
+def test_a_wrong_p_is_found_where_all_else_cancels():
+    """With one key P is 1 whatever the score is: its roundings excuse nothing."""
+    p = problem((150, 1), head_dim=192, heads=1, dropout_p=0.9)
+    results, want = _exact(p)
+    assert _verify.compare(p, "cpu", results, want).ok
+    results.arrays["dv"] *= 1 + 3e-5
+    report = _verify.compare(p, "cpu", results, want)
+    assert "dv: error above its bound" in str(report)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rounding_like_flash_attention_is_allowed(seed):
+    """In NumPy, with P and dS rounded for the products: what any kernel may do."""
+    p = generate(seed, "gpu" if seed % 3 else "cpu")
+    placed = inputs(p)
+    want, of = _verify.expected(p, placed), numpy_dtype(p.dtype)
+    got = _by_heads(p, placed, lambda head: _naive.flash_backward(head, of, lag=seed % 8))
+    for name in ("dq", "dk", "dv"):
+        error = np.abs(_naive.rounding(of)(got[name]) - want.exact[name])
+        assert (error <= want.bound[name]).all(), name
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -5,9 +5,11 @@ from flashsdk._problems import generate
 from flashsdk._verify import check
 
 SEEDS = 240
+# One key, in whose dS all cancels: what is left is rounding, and which is a matter of luck.
+CANCELLED = (733809567, 1538945808, 1006070809)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", (*range(SEEDS), *CANCELLED))
 def test_random_problem(runner, seed):
     runner.check(generate(seed, runner.backend))
 
