@@ -59,6 +59,9 @@ def parser() -> Parser:
     verify.add_argument("--seconds", type=duration, metavar="S", help="for so long (default 30)")
     verify.add_argument("--count", type=positive_int, metavar="N", help="so many problems")
     verify.add_argument("--seed", type=natural, metavar="N", help="one problem, again and exactly")
+    verify.add_argument(
+        "--first-seed", type=natural, metavar="N", help="of the problems (default: a random one)"
+    )
     verify.add_argument("--backend", choices=("cpu", "sm80", "sm90"), default="cpu")
     verify.add_argument("--framework", choices=("numpy", "torch"), help="of the arrays")
 
@@ -119,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
                 seconds=args.seconds,
                 count=args.count,
                 seed=args.seed,
+                first_seed=args.first_seed,
                 backend=args.backend,
                 framework=args.framework,
             )

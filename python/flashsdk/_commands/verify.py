@@ -50,19 +50,20 @@ def run(
     seconds: float | None,
     count: int | None,
     seed: int | None,
+    first_seed: int | None = None,
     backend: str,
     framework: str | None,
 ) -> int:
     """0 when nothing was found, 1 at the first failure, 130 after Ctrl-C."""
     check_backend(backend, framework)
     if seed is not None:
-        for option, value in (("count", count), ("seconds", seconds)):
+        for option, value in (("count", count), ("seconds", seconds), ("first-seed", first_seed)):
             if value is not None:
                 raise Error(f"--{option}: {value}; none with --seed, which is one problem")
         return repeat(seed, backend, framework)
     if seconds is None and count is None:
         seconds = DEFAULT_SECONDS
-    first = secrets.randbelow(1 << 31)
+    first = secrets.randbelow(1 << 31) if first_seed is None else first_seed
     where = f"{backend}, {fs.build_info()['cpu_isa']}" if backend == "cpu" else backend
     print(f"random problems on {where}, from seed {first} on", flush=True)
     tally, failure, interrupted = Tally(), None, False
