@@ -212,14 +212,23 @@ void KernelRegistry::check_isa(Device device) const {
 
 const KernelEntry& KernelRegistry::select(Op op, const ForwardParams& p, std::optional<Backend> forced) const {
   check_isa(p.device);
-  if (const Row* row = search(op, p, forced, [](const Row&, const char*) {})) return row->entry;
-  const Explanation why = explain(op, p, forced);
+  // The last to refuse is the most general one: its reason is what a caller can change. Of the backend that was asked
+  // for, where one was: the others only say that it was not them.
+  const Row* last = nullptr;
+  const char* reason = "";
+  const Row* taken = search(op, p, forced, [&](const Row& refused, const char* why) {
+    if (forced && *forced != refused.entry.key.backend) return;
+    last = &refused;
+    reason = why;
+  });
+  if (taken != nullptr) return taken->entry;
   std::string problem = std::string(to_string(p.dtype)) + ", head_dim " +
                         std::to_string(std::max(p.head_dim, p.head_dim_v)) + ", " + name_of(p.mask.kind) + " mask" +
                         (p.score.any_feature() ? ", score features" : "") + " on " + to_string(p.device);
   std::string allowed = "what flashsdk.kernels() lists";
-  if (!why.refused.empty()) allowed += " (" + why.refused.back().kernel + ": " + why.refused.back().reason + ")";
-  fail(op == Op::kForward ? "mha_fwd" : "mha_bwd", "no kernel for " + problem, allowed, ErrorCode::kUnsupported);
+  if (last != nullptr) allowed += " (" + last->name + ": " + reason + ")";
+  const std::string none = forced ? std::string("no ") + name_of(*forced) + " kernel for " : "no kernel for ";
+  fail(op == Op::kForward ? "mha_fwd" : "mha_bwd", none + problem, allowed, ErrorCode::kUnsupported);
 }
 
 Explanation KernelRegistry::explain(Op op, const ForwardParams& p, std::optional<Backend> forced) const {

@@ -188,6 +188,10 @@ bool ArrayImporter::current_stream(nb::handle array, Device device, void** strea
   return false;
 }
 
+bool ArrayImporter::tells_stream(nb::handle array) {
+  return protocol_of(Py_TYPE(array.ptr())).current_stream != nullptr;
+}
+
 std::string class_name(nb::handle object) { return nb::inst_name(object).c_str(); }
 
 std::string describe(const nb::python_error& error) {

@@ -45,6 +45,7 @@ class ArrayImporter {
 
   // The stream that the framework of an array works on now, without a call into Python; false if there is no such way.
   static bool current_stream(nb::handle array, Device device, void** stream);
+  static bool tells_stream(nb::handle array);  // whether there is such a way
 
   // Throws Error under the argument's name. None gives a view that is "not given".
   TensorView take(Role role, nb::handle array, Access access = Access::kRead);

@@ -189,9 +189,8 @@ struct Call {
       scratch = frameworks().attr("gpu_scratch")(q_, planned.workspace_size, given_stream_);
       options.workspace = {arrays.take({"workspace"}, scratch).data, planned.workspace_size};
     }
-    void* known;  // those that tell their stream without Python keep memory in the order of streams
-    const bool wait = !ArrayImporter::current_stream(q_, args.q.device, &known) &&
-                      nb::cast<bool>(frameworks().attr("gpu_must_wait")(q_));
+    // Those that tell their stream without Python keep memory in the order of streams.
+    const bool wait = !ArrayImporter::tells_stream(q_) && nb::cast<bool>(frameworks().attr("gpu_must_wait")(q_));
     nb::gil_scoped_release released;
     planned.launch(options);
 #if FLASHSDK_HAVE_CUDA

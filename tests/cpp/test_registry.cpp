@@ -32,9 +32,10 @@ ForwardParams problem(int head_dim, int head_dim_v, DType dtype = DType::kFloat3
   return p;
 }
 
-std::string message_of(const KernelRegistry& registry, const ForwardParams& p) {
+std::string message_of(const KernelRegistry& registry, const ForwardParams& p,
+                       std::optional<Backend> forced = std::nullopt) {
   try {
-    registry.select(Op::kForward, p, std::nullopt);
+    registry.select(Op::kForward, p, forced);
   } catch (const Error& e) {
     return to_string(e.code()) + std::string(": ") + e.what();
   }
@@ -108,6 +109,25 @@ TEST(KernelRegistry, NoKernelIsOneLine) {
       message_of(registry, problem(64, 64, DType::kBFloat16)),
       "unsupported: mha_fwd: no kernel for bfloat16, head_dim 64, dense mask on cpu; what flashsdk.kernels() lists");
   EXPECT_EQ(registry.explain(Op::kBackward, problem(64, 64), {}).kernel, "");
+}
+
+TEST(KernelRegistry, ABackendThatWasAskedForSaysWhyItRefuses) {
+  KernelEntry sm90 = entry("sm_90a", 128, true, DType::kBFloat16), sm80 = entry("sm_80", 256, true, DType::kBFloat16);
+  sm90.key.backend = Backend::kSm90;
+  sm80.key.backend = Backend::kSm80;
+  sm90.can_implement = [](const ForwardParams&) { return "bias"; };
+  const KernelRegistry registry({sm90, sm80}, "");
+  ForwardParams p = problem(64, 64, DType::kBFloat16);
+  p.device = {DeviceType::kCUDA, 0};
+  EXPECT_EQ(message_of(registry, p), "");
+  EXPECT_EQ(message_of(registry, p, Backend::kSm80), "");
+  EXPECT_EQ(message_of(registry, p, Backend::kSm90),
+            "unsupported: mha_fwd: no sm90 kernel for bfloat16, head_dim 64, dense mask on cuda:0; what "
+            "flashsdk.kernels() lists (sm90_bf16_d128_dense_features_fwd: bias)");
+  p.head_dim = 200;
+  EXPECT_EQ(message_of(registry, p, Backend::kSm90),
+            "unsupported: mha_fwd: no sm90 kernel for bfloat16, head_dim 200, dense mask on cuda:0; what "
+            "flashsdk.kernels() lists");
 }
 
 // ---- what this build has

@@ -59,28 +59,13 @@ class Problem {
     cuda::check(cudaMemcpy(memory_.data(), ones.data(), 2 * ones.size(), cudaMemcpyHostToDevice), "cudaMemcpy");
   }
 
-  ForwardArgs forward() const {
-    ForwardArgs args;
-    args.q = tensor(0);
-    args.k = tensor(1);
-    args.v = tensor(2);
-    args.out = tensor(4);
-    args.lse = lse();
-    args.mask = Causal();
-    return args;
-  }
+  ForwardArgs forward() const { return with_common<ForwardArgs>(); }
   BackwardArgs backward() const {
-    BackwardArgs args;
-    args.q = tensor(0);
-    args.k = tensor(1);
-    args.v = tensor(2);
+    auto args = with_common<BackwardArgs>();
     args.dout = tensor(3);
-    args.out = tensor(4);
-    args.lse = lse();
     args.dq = tensor(5);
     args.dk = tensor(6);
     args.dv = tensor(7);
-    args.mask = Causal();
     return args;
   }
 
@@ -100,9 +85,18 @@ class Problem {
   }
 
  private:
-  TensorView lse() const {
-    return TensorView(static_cast<std::uint16_t*>(memory_.data()) + 9 * kElements, DType::kFloat32,
-                      {1, kHeads, kSeqlen}, {DeviceType::kCUDA, device_});
+  // What both directions take.
+  template <class Args>
+  Args with_common() const {
+    Args args;
+    args.q = tensor(0);
+    args.k = tensor(1);
+    args.v = tensor(2);
+    args.out = tensor(4);
+    args.lse = TensorView(static_cast<std::uint16_t*>(memory_.data()) + 9 * kElements, DType::kFloat32,
+                          {1, kHeads, kSeqlen}, {DeviceType::kCUDA, device_});
+    args.mask = Causal();
+    return args;
   }
   int device_;
   DeviceMemory memory_;
