@@ -1,6 +1,7 @@
 // Device arithmetic shared by the GPU kernels.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 #include <utility>
 
@@ -14,11 +15,19 @@ template <class Tensor, int kMode>
 inline constexpr int kExtent = decltype(cute::size<kMode>(std::declval<const Tensor&>()))::value;
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kScaleLimit = FLT_MAX / kLog2e;  // from here on a scale's product with log2(e) may be infinite
 
 // Hides a value's origin from the compiler: what is computed from it is not kept in registers from one tile to the next.
 __device__ __forceinline__ std::int64_t opaque(std::int64_t x) {
   asm volatile("" : "+l"(x));
+  return x;
+}
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+__device__ __forceinline__ float opaque(float x) {
+  asm volatile("" : "+f"(x));
   return x;
 }
 
@@ -40,10 +49,26 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Through exp2 and a reciprocal: some 1e-7 of absolute error, where tanh.approx has 5e-4.
+// 1 / x to the last bit but one, for all x whose reciprocal is finite, and without the call that a division may make.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// fmaxf, but NaN stays NaN.
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
+// Through exp2 and a reciprocal, and the Taylor series where their difference would cancel: some 1e-6 of relative
+// error, where tanh.approx has 5e-4.
 __device__ __forceinline__ float tanh_accurate(float x) {
-  float e = exp2_approx(2.f * kLog2e * x);
-  return 1.f - __fdividef(2.f, e + 1.f);
+  const float e = exp2_approx(2.f * kLog2e * x), x2 = x * x;
+  const float series = fmaf(fmaf(fmaf(-17.f / 315.f, x2, 2.f / 15.f), x2, -1.f / 3.f) * x2, x, x);
+  return fabsf(x) < 0.1f ? series : 1.f - __fdividef(2.f, e + 1.f);
 }
 
 // Over the four lanes that share a row of an mma accumulator.

@@ -1,6 +1,7 @@
 // Softcap, bias and ALiBi on a tile of scores, and the derivative of softcap. Compiled into featured kernels only.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 #include <type_traits>
 
@@ -87,11 +88,12 @@ class ScoreFeatures {
   __device__ void softcap(Scores& scores, OnTanh&& on_tanh) const {
     for_each_element(scores, [&](int, int, float& s) { s *= score_.softmax_scale; });
     branch_if(score_.softcap > 0.f, [&] {
-      const float inverse = __fdividef(1.f, score_.softcap);
+      // Below the normal numbers the reciprocal may be infinite; there tanh is ±1 and the score next to 0 anyway.
+      const float softcap = fmaxf(score_.softcap, FLT_MIN), inverse = reciprocal(softcap);
       for_each_element(scores, [&](int i, int j, float& s) {
         const float tanh = tanh_accurate(s * inverse);
         on_tanh(i, j, tanh);
-        s = score_.softcap * tanh;
+        s = softcap * tanh;
       });
     });
   }
@@ -121,6 +123,11 @@ class ScoreFeatures {
     });
   }
 
+  // −inf hides the key whatever its score is, NaN too; a finite bias never does: the sum stays finite.
+  static __device__ float biased(float s, float bias) {
+    return bias == -INFINITY ? -INFINITY : max_or_nan(s + bias, -FLT_MAX);
+  }
+
   // 16 bits are either of the two types: one loop for both keeps the code small.
   template <bool kTransposed, class T, class Scores, class Coordinates>
   __device__ void add_bias(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at) const {
@@ -135,9 +142,10 @@ class ScoreFeatures {
         if constexpr (std::is_same_v<T, bool>) {
           s = value ? s : -INFINITY;
         } else if constexpr (std::is_same_v<T, float>) {
-          s += value;
+          s = biased(s, value);
         } else {
-          s += half ? __half2float(__ushort_as_half(value)) : __uint_as_float(static_cast<std::uint32_t>(value) << 16);
+          s = biased(s, half ? __half2float(__ushort_as_half(value))
+                             : __uint_as_float(static_cast<std::uint32_t>(value) << 16));
         }
       }
     });

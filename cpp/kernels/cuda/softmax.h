@@ -1,15 +1,23 @@
 // The online softmax of FlashAttention over accumulator fragments whose rows are shared by four lanes.
 #pragma once
 
+#include <cfloat>
+
 #include <cute/tensor.hpp>
 
 #include "cuda/math.h"
 
 namespace flashsdk::cuda {
 
+// Whether the softmax may multiply by the scale inside the exponential. The running maximum needs a positive one, and
+// scale·log2(e) must be finite; any other multiplies the scores first.
+__device__ __forceinline__ bool scales_exponents(float scale) { return scale > 0.f && scale < kScaleLimit; }
+
 template <int kRows>
 class OnlineSoftmax {
   static constexpr float kSlack = 8.f;
+  // Up to this |scale·max| its rounding adds less than 1e-4 to the relative error of a probability.
+  static constexpr float kMaxRounded = 1024.f;
 
  public:
   // scale: from the scores' unit to that of log2; positive.
@@ -51,7 +59,7 @@ class OnlineSoftmax {
   __device__ bool exceeds(const float (&tile_max)[kRows]) const {
     bool grows = false;
     CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) grows |= scale_ * tile_max[i] > scale_ * max_[i] + kSlack;
+    for (int i = 0; i < kRows; ++i) grows |= scale_ * (tile_max[i] - max_[i]) > kSlack;
     return __any_sync(0xffffffffu, grows) != 0;
   }
   // For other rows, whose first tile this is.
@@ -80,12 +88,25 @@ class OnlineSoftmax {
       for (int j = 0; j < cute::size<1>(out); ++j) out(i, j) *= factor[i];
     }
   }
-  // Scores become exp2(scale·(score − max)) and are added to the row sums.
+  // Scores become exp2(scale·(score − max)) and are added to the row sums. One FMA is exact enough while scale·max is
+  // small. Beyond, its rounding would be apart from that of scale·score by more than any exponent can be: there the
+  // difference comes first, which is exactly 0 at the maximum.
   template <class Scores>
   __device__ void exponentiate(Scores& scores) {
+    bool large = false;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) large |= fabsf(scale_ * finite(max_[i])) > kMaxRounded;
+    large = __any_sync(0xffffffffu, large) != 0;
+    branch_if(large, [&] {
+      CUTE_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        CUTE_UNROLL
+        for (int j = 0; j < cute::size<1>(scores); ++j) scores(i, j) -= finite(max_[i]);
+      }
+    });
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      float offset = scale_ * finite(max_[i]);
+      const float offset = large ? 0.f : scale_ * finite(max_[i]);
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(scores); ++j) {
         scores(i, j) = exp2_approx(fmaf(scores(i, j), scale_, -offset));
@@ -100,7 +121,13 @@ class OnlineSoftmax {
     for (int i = 0; i < kRows; ++i) sum_[i] = quad_sum(sum_[i]);
   }
   __device__ float inverse_sum(int i) const { return sum_[i] == 0.f ? 0.f : 1.f / sum_[i]; }
-  __device__ float lse(int i) const { return sum_[i] == 0.f ? -INFINITY : (scale_ * max_[i]) * kLn2 + logf(sum_[i]); }
+  // unit: from the scores' unit to that of the natural logarithm. An lse beyond float stays at its end, as −inf says that
+  // no key was seen.
+  __device__ float lse(int i, float unit) const {
+    if (sum_[i] == 0.f) return -INFINITY;
+    const float lse = fmaf(max_[i], unit, logf(sum_[i]));
+    return fabsf(lse) > FLT_MAX ? copysignf(FLT_MAX, lse) : lse;  // NaN stays
+  }
 
  private:
   static __device__ float finite(float m) { return m == -INFINITY ? 0.f : m; }

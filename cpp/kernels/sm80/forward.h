@@ -29,10 +29,9 @@ class ForwardScores {
         features_(p.score, seq, work.batch, work.head),
         rng_(p.score.dropout, work.batch * p.num_heads + work.head),
         m0_(work.block * Traits::kBlockM),
-        // The running maximum needs a positive scale; any other is applied to the scores first, as for features.
         scale_first_((cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(p.score)) ||
-                     !(p.score.softmax_scale > 0.f)),
-        softmax_((scale_first_ ? 1.f : p.score.softmax_scale) * cuda::kLog2e) {}
+                     !cuda::scales_exponents(p.score.softmax_scale)),
+        softmax_(unit() * cuda::kLog2e) {}
 
   __device__ TileWalk walk(int m_block) const {
     return policy_.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, m_block);
@@ -86,11 +85,14 @@ class ForwardScores {
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(out); ++j) out(i, j) *= factor;
       int row = m0_ + cute::get<0>(coordinates(i, 0));
-      if (threadIdx.x % 4 == 0 && row < seq_.seqlen_q) lse[row * p_.lse.row] = softmax_.lse(i);
+      if (threadIdx.x % 4 == 0 && row < seq_.seqlen_q) lse[row * p_.lse.row] = softmax_.lse(i, unit());
     }
   }
 
  private:
+  // From the scores that the softmax sees to natural logarithms.
+  __device__ float unit() const { return scale_first_ ? 1.f : p_.score.softmax_scale; }
+
   const ForwardParams& p_;
   const SeqlenInfo& seq_;
   Policy policy_;

@@ -38,9 +38,9 @@ class ForwardScores {
   __device__ ForwardScores(const ForwardParams& p, int warpgroup)
       : p_(p),
         first_row_(warpgroup * kWarpgroupRows),
-        // The running maximum needs a positive scale; any other is applied to the scores first, as softcap does.
-        scale_first_((cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) || !(p.score.softmax_scale > 0.f)),
-        softmax_((scale_first_ ? 1.f : p.score.softmax_scale) * cuda::kLog2e) {}
+        scale_first_((cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) ||
+                     !cuda::scales_exponents(p.score.softmax_scale)),
+        softmax_(unit() * cuda::kLog2e) {}
 
   // Scores become probabilities, not yet divided by their sum. `previous` has the queries of the tile before this one.
   template <class Accumulator>
@@ -87,7 +87,7 @@ class ForwardScores {
     for (int i = 0; i < kRows; ++i) {
       factors.row[i] = softmax_.inverse_sum(i) * dropout_scale;
       const int row = cute::get<0>(coordinates(i, 0));
-      if (threadIdx.x % 4 == 0 && row < rows) lse[row * p_.lse.row] = softmax_.lse(i);
+      if (threadIdx.x % 4 == 0 && row < rows) lse[row * p_.lse.row] = softmax_.lse(i, unit());
     }
     return factors;
   }
@@ -136,6 +136,8 @@ class ForwardScores {
     });
   }
 
+  // From the scores that the softmax sees to natural logarithms.
+  __device__ float unit() const { return scale_first_ ? 1.f : p_.score.softmax_scale; }
   __device__ int m0(const QueryTile& of) const { return of.m_block * Traits::kBlockM + first_row_; }
 
   const ForwardParams& p_;
