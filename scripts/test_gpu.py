@@ -183,7 +183,7 @@ def verify(m: Machine) -> Part:
             ]
             done = [job.result() for job in jobs]
         texts = [text for _, text, _ in done]
-        part["problems"][backend] = sum(count(r"^(\d+) problems in", text) for text in texts)
+        part["problems"][backend] = sum(count(r"^(\d+) problems? in", text) for text in texts)
         part["refused"][backend] = sum(count(r"^(\d+) not run: ", text) for text in texts)
         part["seeds"][backend] = [count(r"from seed (\d+) on", text) for text in texts]
         part["seconds"] += max(seconds for _, _, seconds in done)

@@ -3,7 +3,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <new>
@@ -305,8 +304,10 @@ nb::dict describe_build() {
 }
 
 void set_threads(nb::handle n) {
-  const auto threads = to_integer<std::int64_t>("n", n, "a positive integer");
-  set_num_threads(static_cast<int>(std::clamp<std::int64_t>(threads, INT32_MIN, INT32_MAX)));
+  const char* allowed = "1 to 4096";
+  const auto threads = to_integer<std::int64_t>("n", n, allowed);
+  if (nb::isinstance<nb::bool_>(n) || static_cast<int>(threads) != threads) fail("n", n, allowed);
+  set_num_threads(static_cast<int>(threads));
 }
 
 double peak_of_machine(const std::string& kind, double seconds) {

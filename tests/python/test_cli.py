@@ -163,7 +163,7 @@ def test_verify_ends_cleanly_on_ctrl_c():
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, out + err
-    assert "problems in" in out and "stopped by Ctrl-C; no failure" in out
+    assert "problem" in out and "stopped by Ctrl-C; no failure" in out
     assert "Traceback" not in err
 
 
@@ -184,6 +184,17 @@ def test_verify_reports_an_exception_as_a_failure(monkeypatch, capsys):
     monkeypatch.setattr(verify, "check", refuse)
     assert verify.run(seconds=None, count=1, seed=None, backend="cpu", framework=None) == 1
     assert "Error: q: no; yes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [{"count": 2}, {"seed": 3}])
+def test_verify_that_ran_nothing_verifies_nothing(monkeypatch, given):
+    def missing(*_):
+        raise ModuleNotFoundError(name="ml_dtypes")
+
+    monkeypatch.setattr(verify, "check", missing)
+    given = {"seconds": None, "count": None, "seed": None} | given
+    with pytest.raises(fs.Error, match="run"):
+        verify.run(**given, backend="cpu", framework=None)
 
 
 # ---- demo

@@ -354,7 +354,7 @@ def test_columns_that_are_not_the_transpose_of_the_rows():
     refused("mha_bwd", batched() | {"mask": mask}, "mask.col_full.indices")
 
 
-@pytest.mark.parametrize("n", [0, -1, 1.5, "two"])
+@pytest.mark.parametrize("n", [0, -1, 1.5, "two", True, 4097, 10**10, -(2**40), 10**30])
 def test_number_of_threads(n):
     before = fs.get_num_threads()
     with pytest.raises(fs.Error) as caught:

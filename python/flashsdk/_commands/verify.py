@@ -37,7 +37,10 @@ class Tally:
     def describe(self, seconds: float) -> str:
         count = sum(self.problems.values())
         dtypes = ", ".join(f"{n} {dtype}" for dtype, n in sorted(self.problems.items()))
-        lines = [f"{count} problems in {seconds:.0f} s" + (f": {dtypes}" if dtypes else "")]
+        lines = [
+            f"{count} problem{'s' * (count != 1)} in {seconds:.0f} s"
+            + (f": {dtypes}" if dtypes else "")
+        ]
         if self.closest:
             parts = [f"{name} {part:.0%}" for name, (part, _) in self.closest.items()]
             lines.append(f"largest error as a part of what is allowed: {', '.join(parts)}")
@@ -54,7 +57,7 @@ def run(
     backend: str,
     framework: str | None,
 ) -> int:
-    """0 when nothing was found, 1 at the first failure, 130 after Ctrl-C."""
+    """0 when nothing was found, 1 at the first failure, 2 if none ran, 130 after Ctrl-C."""
     check_backend(backend, framework)
     if seed is not None:
         for option, value in (("count", count), ("seconds", seconds), ("first-seed", first_seed)):
@@ -86,8 +89,13 @@ def run(
     if failure is not None:
         print(f"FAILED: {failure}")
         return 1
-    print("stopped by Ctrl-C; no failure until then" if interrupted else "no failure")
-    return INTERRUPTED if interrupted else 0
+    if interrupted:
+        print("stopped by Ctrl-C; no failure until then")
+        return INTERRUPTED
+    if not tally.problems:
+        raise Error("problems: none was run; at least one, to verify anything", "unsupported")
+    print("no failure")
+    return 0
 
 
 def check_backend(backend: str, framework: str | None) -> None:
@@ -108,7 +116,9 @@ def repeat(seed: int, backend: str, framework: str | None) -> int:
     print(report)
     for name, (error, limit) in report.errors.items():
         print(f"  {name}: largest error {error:.2e}, allowed {limit:.2e}")
-    print(f"not run: {report.refused}" if report.refused else "passed" if report.ok else "FAILED")
+    if report.refused:
+        raise Error(f"--seed: {seed}, not run as {report.refused}; one that can be run", "unsupported")
+    print("passed" if report.ok else "FAILED")
     return 0 if report.ok else 1
 
 
@@ -118,6 +128,7 @@ def attempt(seed: int, backend: str, framework: str | None) -> Report:
     try:
         return check(problem, backend, framework)
     except ModuleNotFoundError as e:
-        return Report(problem, backend, [], {}, refused=f"{e.name} is not installed")
+        why = f"{e.name} is not installed (pip install {e.name})"
+        return Report(problem, backend, [], {}, refused=why)
     except Exception as e:
         return Report(problem, backend, [f"{type(e).__name__}: {e}"], {})
