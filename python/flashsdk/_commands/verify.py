@@ -117,7 +117,9 @@ def repeat(seed: int, backend: str, framework: str | None) -> int:
     for name, (error, limit) in report.errors.items():
         print(f"  {name}: largest error {error:.2e}, allowed {limit:.2e}")
     if report.refused:
-        raise Error(f"--seed: {seed}, not run as {report.refused}; one that can be run", "unsupported")
+        raise Error(
+            f"--seed: {seed}, not run as {report.refused}; one that can be run", "unsupported"
+        )
     print("passed" if report.ok else "FAILED")
     return 0 if report.ok else 1
 
