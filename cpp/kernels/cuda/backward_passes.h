@@ -12,18 +12,23 @@ namespace flashsdk::cuda {
 // take, a block does several. Never empty, as a launch may not be: rows of packed tensors need no sequence.
 inline dim3 query_tile_grid(const ForwardParams& p, int tile_rows) {
   constexpr int kMost = 65535;
-  auto extent = [](int count, int most) { return static_cast<unsigned>(max_of(1, min_of(count, most))); };
-  return dim3(extent(ceil_div(p.seqlen_q, tile_rows), INT32_MAX), extent(p.num_heads, kMost), extent(p.batch, kMost));
+  return dim3(static_cast<unsigned>(max_of(1, ceil_div(p.seqlen_q, tile_rows))),
+              static_cast<unsigned>(max_of(1, min_of(p.num_heads * p.batch, kMost))));  // no third: see branch_if()
 }
 template <class Body>
 __device__ void for_each_query_tile(const ForwardParams& p, Body&& body) {
-  for (int batch = blockIdx.z; batch < p.batch; batch += gridDim.z)
-    for (int head = blockIdx.y; head < p.num_heads; head += gridDim.y) body(static_cast<int>(blockIdx.x), head, batch);
+  for (int i = blockIdx.y; i < p.num_heads * p.batch; i += gridDim.y)
+    body(static_cast<int>(blockIdx.x), i % p.num_heads, i / p.num_heads);
 }
 
+// P = exp(score − lse) takes over the rounding of the lse, up to here less than 1e-4 of P. Beyond, the row's sum is taken
+// anew: at 1e9 the lse no longer tells one key from twenty.
+inline constexpr float kMaxTrustedLse = 1024.f;
+__device__ __forceinline__ bool trusted(float lse) { return !(fabsf(lse) > kMaxTrustedLse) || lse == -INFINITY; }
+
 // delta = rowsum(dout∘out) − dlse and lse in units of log2, for one tile of queries; clears its part of dq_accum.
-// Eight lanes a row.
-template <class Element, int kThreads>
+// Eight lanes a row. RowSums: see cuda/row_sums.h.
+template <class Element, int kThreads, class RowSums>
 __device__ void prepare_tile(const BackwardParams& p, const BackwardWorkspace& ws, int m_block, int head, int batch) {
   constexpr int kLanesPerRow = 8, kVector = kVectorElements;
   const SeqlenInfo seq(p, batch);
@@ -36,6 +41,9 @@ __device__ void prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
   const float* lse = seq.rows(p.lse, batch, head);
   const bool vectors = vector_rows(out, p.out.row, p.head_dim_v) && vector_rows(dout, p.dout.row, p.head_dim_v);
   const int lane = threadIdx.x % kLanesPerRow;
+  float* lse_log2 = ws.lse_of(tile);
+  const bool huge_scale = fabsf(p.score.softmax_scale) >= kScaleLimit;
+  bool blind = false, untrusted = false;
   for (int r = threadIdx.x / kLanesPerRow; r < ws.tile_rows; r += kThreads / kLanesPerRow) {
     const int row = m0 + r;
     const bool valid = row < seq.seqlen_q;
@@ -60,11 +68,14 @@ __device__ void prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
 #pragma unroll
     for (int step = kLanesPerRow / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     if (lane == 0) {
-      float row_lse = valid ? lse[row * p.lse.row] : -INFINITY;
-      // A row that sees nothing has lse −inf; +inf makes its probabilities zero.
-      ws.lse_log2[tile * ws.tile_rows + r] = row_lse == -INFINITY ? INFINITY : row_lse * kLog2e;
-      if (valid && p.dlse.ptr != nullptr) sum -= seq.rows(p.dlse, batch, head)[row * p.dlse.row];
-      ws.minus_delta[tile * ws.tile_rows + r] = -sum;
+      const float row_lse = valid ? lse[row * p.lse.row] : -INFINITY;
+      // A row that sees nothing has lse −inf; +inf makes its probabilities zero. Its out and dout may hold anything.
+      const bool sees = row_lse != -INFINITY;
+      lse_log2[r] = sees ? row_lse * kLog2e : INFINITY;
+      if (sees && p.dlse.ptr != nullptr) sum -= seq.rows(p.dlse, batch, head)[row * p.dlse.row];
+      ws.minus_delta[tile * ws.tile_rows + r] = sees ? -sum : 0.f;
+      blind |= !sees && (valid || p.cu_seqlens_q != nullptr);  // packed: rows behind the end are another sequence's
+      untrusted |= !trusted(row_lse);
     }
   }
 
@@ -72,15 +83,23 @@ __device__ void prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
   float4* accum = reinterpret_cast<float4*>(ws.dq_accum + tile * tile_size);
   for (int i = threadIdx.x; i < tile_size / 4; i += kThreads) accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   if (threadIdx.x < ws.parts) ws.turn[tile * ws.parts + threadIdx.x] = 0;
+
+  const bool marked = __syncthreads_or(blind || untrusted || huge_scale) != 0;
+  float* top = ws.top + tile * ws.tile_rows;
+  if (threadIdx.x == 0) mark_of(lse_log2, ws.tile_rows) = marked ? top : nullptr;
+  if (!marked) return;
+  for (int r = threadIdx.x; r < ws.tile_rows; r += kThreads) top[r] = lse_log2[r] == INFINITY ? INFINITY : 0.f;
+  if (__syncthreads_or(untrusted)) RowSums::template take<kThreads>(p, seq, m_block, head, batch, top, lse_log2);
 }
 
 // Grid: query_tile_grid().
-template <class Element, int kThreads>
-__global__ void __launch_bounds__(kThreads)
+template <class Element, int kThreads, class RowSums>
+__global__ void __launch_bounds__(kThreads, 5)  // what row sums need beyond these registers, others need not pay for
     backward_prepare_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace ws) {
-  if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) *ws.next_work = 0;
-  for_each_query_tile(
-      p, [&](int m_block, int head, int batch) { prepare_tile<Element, kThreads>(p, ws, m_block, head, batch); });
+  if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) *ws.next_work = 0;
+  for_each_query_tile(p, [&](int m_block, int head, int batch) {
+    prepare_tile<Element, kThreads, RowSums>(p, ws, m_block, head, batch);
+  });
 }
 
 // Where accumulator register e of a thread lies in its tile of dq_accum: neighbouring threads, neighbouring addresses.

@@ -27,11 +27,23 @@ class BackwardScores {
         n0_(work.block * kBlockN),
         keys_end_here_(n0_ + kBlockN > seq.seqlen_k),
         modified_(modifies_scores(kFeatures) && ScoreFeatures::any(p.score)),
-        scale_((modified_ ? 1.f : p.score.softmax_scale) * kLog2e) {}
+        scale_((modified_  ? 1.f
+                : halved() ? 0.5f * p.score.softmax_scale
+                           : p.score.softmax_scale) *
+               kLog2e) {}
+
+  // Of a marked tile (cuda/backward_workspace.h), else null. A reference to where it is in shared memory: read where it
+  // is asked for, it takes no registers in between.
+  using TopOfTile = const float* const&;
 
   // Scores become probabilities, kept ones or not.
   template <class Scores, class Coordinates, class Rows>
-  __device__ void probabilities(Scores&& s, const Coordinates& at, int head, TileRef tile, const Rows& lse_log2) const {
+  __device__ void probabilities(Scores&& s, const Coordinates& at, int head, TileRef tile, const Rows& lse_log2,
+                                TopOfTile top) const {
+    branch_if(top != nullptr, [&] {
+      const float unit = unit_of_scores();
+      for_each_loaded(s, at, top, [&](float& x, float row_top) { x = lowered(x, row_top, unit); });
+    });
     for_each_pair(s, lse_log2, [&](int, int, float& x, float row_lse) { x = exp2_approx(fmaf(x, scale_, -row_lse)); });
     branch_if(tile.partial || keys_end_here_, [&] {
       Policy policy(p_.mask, seq_, batch_, head);
@@ -48,12 +60,12 @@ class BackwardScores {
   // Both steps, with the features. Returns what dropout keeps, to be applied to the P that weighs dO.
   template <class Scores, class Gradients, class Coordinates, class LseRows, class DeltaRows>
   __device__ auto featured(Scores&& s, Gradients&& dp, const Coordinates& at, int head, TileRef tile,
-                           const LseRows& lse_log2, const DeltaRows& minus_delta) const {
+                           const LseRows& lse_log2, const DeltaRows& minus_delta, TopOfTile top) const {
     const auto kept = drop(dp, at, head, tile);
     const float dropout_scale = p_.score.dropout.scale();
     for_each_pair(dp, minus_delta, [&](int, int, float& x, float row) { x = fmaf(x, dropout_scale, row); });
-    modify(s, dp, at, head, tile);
-    probabilities(s, at, head, tile, lse_log2);
+    modify(s, dp, at, head, tile, top);
+    probabilities(s, at, head, tile, lse_log2, top);
     for_each_element(dp, [&](int i, int j, float& x) { x *= s(i, j); });
     return kept;
   }
@@ -62,11 +74,11 @@ class BackwardScores {
   // Returns what dropout keeps.
   template <class Scores, class Factor, class Coordinates, class Rows>
   __device__ auto featured_probabilities(Scores&& s, Factor&& factor, const Coordinates& at, int head, TileRef tile,
-                                         const Rows& lse_log2) const {
+                                         const Rows& lse_log2, TopOfTile top) const {
     const auto kept = drop(factor, at, head, tile);
     for_each_element(factor, [](int, int, float& x) { x = 1.f; });
-    modify(s, factor, at, head, tile);
-    probabilities(s, at, head, tile, lse_log2);
+    modify(s, factor, at, head, tile, top);
+    probabilities(s, at, head, tile, lse_log2, top);
     return kept;
   }
   // Where dP is: p holds the probabilities times that factor, negative where they are dropped.
@@ -79,7 +91,31 @@ class BackwardScores {
     });
   }
 
+  // For sums over a row: final scores, whose exponents they are apart by a positive factor; hidden ones are −inf. `top`
+  // is their maximum times sign().
+  template <class Scores, class Coordinates>
+  __device__ void finish_scores(Scores& s, const Coordinates& at, int head, TileRef tile) const {
+    auto unused = cute::make_tensor_like(s);
+    modify(s, unused, at, head, tile, nullptr);
+    for_each_element(s, [&](int, int, float& x) { x *= sign(); });
+    const Policy policy(p_.mask, seq_, batch_, head);
+    mask_tile<true>(s, at, policy, tile.partial, tile.index * kBlockM, n0_, seq_.seqlen_k, -INFINITY);
+  }
+  __device__ float sign() const { return scale_ < 0.f ? -1.f : 1.f; }
+  // Of two finished scores the difference in units of log2.
+  __device__ float exponent(float score, float top) const {
+    return lowered(score, top, unit_of_scores()) * fabsf(scale_);
+  }
+
  private:
+  // A scale beyond the limit is halved: all tiles are marked then, and scores doubled.
+  __device__ bool halved() const { return !modified_ && fabsf(p_.score.softmax_scale) >= kScaleLimit; }
+  __device__ float unit_of_scores() const { return halved() ? 2.f : 1.f; }
+  static __device__ float lowered(float score, float top, float unit) {
+    const float difference = unit * (score - top);
+    return top == INFINITY ? 0.f : difference;
+  }
+
   // Zeroes the gradients of what is dropped, and tells what is kept.
   template <class Gradients, class Coordinates>
   __device__ auto drop(Gradients& dp, const Coordinates& at, int head, TileRef tile) const {
@@ -93,9 +129,12 @@ class BackwardScores {
   }
   // Softcap, bias and ALiBi, and the derivative.
   template <class Scores, class Gradients, class Coordinates>
-  __device__ void modify(Scores& s, Gradients& dp, const Coordinates& at, int head, TileRef tile) const {
+  __device__ void modify(Scores& s, Gradients& dp, const Coordinates& at, int head, TileRef tile, TopOfTile top) const {
     if constexpr (modifies_scores(kFeatures)) {
       branch_if(modified_, [&] {
+        if (top != nullptr) {  // a NaN that does not count would get into the derivative
+          for_each_loaded(s, at, top, [](float& x, float row_top) { x = row_top == INFINITY ? 0.f : x; });
+        }
         ScoreFeatures features(p_.score, seq_, batch_, head);
         if constexpr (has_bias(kFeatures))
           features.apply(s, dp, TileCoordinates<true, Coordinates>{at, tile.index * kBlockM, n0_});
@@ -116,6 +155,30 @@ class BackwardScores {
         f(i, j, matrix(i, j), pair.x);
         f(i, j + 1, matrix(i, j + 1), pair.y);
       }
+    }
+  }
+
+  // f(element, value of its query) with values in device memory. Few at a time: each piece's own branch, and loads that
+  // stay in it, keep them from piling up in registers that all tiles would then lack.
+  template <class Matrix, class Coordinates, class F>
+  static __device__ void for_each_loaded(Matrix& matrix, const Coordinates& at, const float* rows, F&& f) {
+    constexpr int kAtOnce = 4;
+    CUTE_UNROLL
+    for (int first = 0; first < cute::size<1>(matrix); first += kAtOnce) {
+      branch_if(rows != nullptr, [&] {
+        CUTE_UNROLL
+        for (int j = first; j < min_of(first + kAtOnce, static_cast<int>(cute::size<1>(matrix))); j += 2) {
+          float2 pair;
+          asm volatile("ld.global.v2.f32 {%0, %1}, [%2];"
+                       : "=f"(pair.x), "=f"(pair.y)
+                       : "l"(rows + cute::get<1>(at(0, j))));
+          CUTE_UNROLL
+          for (int i = 0; i < cute::size<0>(matrix); ++i) {
+            f(matrix(i, j), pair.x);
+            f(matrix(i, j + 1), pair.y);
+          }
+        }
+      });
     }
   }
 

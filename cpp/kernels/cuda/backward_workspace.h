@@ -1,7 +1,11 @@
 // What the three backward kernels hand each other, and where it lies in the caller's workspace.
 //
 // Rows are padded to whole query tiles, so that the main kernel reads and adds without asking whether a row exists:
-// a missing row has lse +inf, and so probability 0 everywhere.
+// a missing row, and one that sees no key, has lse +inf, and so probability 0 everywhere.
+//
+// P = exp(score − lse) takes over the rounding of the lse, and 0·NaN is NaN. Where the one would show, or a row that
+// counts as zeros may hold the other, a tile is marked: its scores are first reduced by `top`, and lse_log2 is relative
+// to that; rows of lse +inf, whose top is +inf too, are cleared.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +16,21 @@
 
 namespace flashsdk::cuda {
 
+// Behind a tile's lse_log2, in the workspace and in shared memory: where its top is, null where it is not marked.
+inline constexpr int kMarkWords = 4;  // keeps 16 bytes aligned
+#if defined(__CUDACC__)
+__device__ __forceinline__ const float*& mark_of(float* lse_log2, int tile_rows) {
+  return *reinterpret_cast<const float**>(lse_log2 + tile_rows);
+}
+#endif
+
 struct BackwardWorkspace {
   std::int64_t tiles_per_head = 0;  // query tiles of all sequences
   int tile_rows = 0, head_dim = 0, parts = 1;
   float* dq_accum = nullptr;     // (num_heads, tiles_per_head, tile_rows · head_dim), each tile in fragment order
-  float* lse_log2 = nullptr;     // (num_heads, tiles_per_head, tile_rows): lse in units of log2
+  float* lse_log2 = nullptr;     // (num_heads, tiles_per_head, tile_rows + kMarkWords): lse in units of log2, mark
   float* minus_delta = nullptr;  // (num_heads, tiles_per_head, tile_rows): dlse − rowsum(dout∘out)
+  float* top = nullptr;          // (num_heads, tiles_per_head, tile_rows): of marked tiles
   int* turn = nullptr;       // (num_heads, tiles_per_head, parts): key tiles added to dq_accum so far (deterministic)
   int* next_work = nullptr;  // key tiles that thread blocks have taken off the schedule, beside their first
 
@@ -30,12 +43,15 @@ struct BackwardWorkspace {
     const std::int64_t tiles = tiles_per_head * p.num_heads;
     dq_accum = static_cast<float*>(base);
     lse_log2 = dq_accum + tiles * tile_rows * head_dim;
-    minus_delta = lse_log2 + tiles * tile_rows;
-    turn = reinterpret_cast<int*>(minus_delta + tiles * tile_rows);
+    minus_delta = lse_log2 + tiles * (tile_rows + kMarkWords);
+    top = minus_delta + tiles * tile_rows;
+    turn = reinterpret_cast<int*>(top + tiles * tile_rows);
     next_work = turn + tiles * parts;
-    size = static_cast<std::size_t>(tiles * tile_rows * (head_dim + 2) + tiles * parts + 1) * sizeof(float);
+    size = static_cast<std::size_t>(tiles * (tile_rows * (head_dim + 3) + kMarkWords + parts) + 1) * sizeof(float);
   }
   std::size_t size = 0;  // bytes
+
+  FLASHSDK_HD float* lse_of(std::int64_t tile) const { return lse_log2 + tile * (tile_rows + kMarkWords); }
 
   // Index of a query tile over all heads and sequences.
   FLASHSDK_HD std::int64_t tile(const ForwardParams& p, const SeqlenInfo& seq, int batch, int head, int m_block) const {

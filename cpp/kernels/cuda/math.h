@@ -22,17 +22,9 @@ __device__ __forceinline__ std::int64_t opaque(std::int64_t x) {
   asm volatile("" : "+l"(x));
   return x;
 }
-__device__ __forceinline__ int opaque(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-__device__ __forceinline__ float opaque(float x) {
-  asm volatile("" : "+f"(x));
-  return x;
-}
 
 // if (condition) body(), where the condition is the same for the whole warp. Written as a loop whose end no compiler
-// knows (grids have one dimension), so that it stays a branch: as predicated instructions, which ptxas makes even of
+// knows (grids have no third dimension), so that it stays a branch: as predicated instructions, which ptxas makes even of
 // large bodies, what is skipped would still take its issue slots.
 template <class Body>
 __device__ __forceinline__ void branch_if(bool condition, Body&& body) {

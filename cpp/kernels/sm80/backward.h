@@ -50,6 +50,16 @@ __device__ void accumulate_dq(const Accumulator& acc, const ForwardParams& p, co
   }
 }
 
+// In a marked tile, queries that see no key: whatever q and dO hold there counts as zeros.
+template <class Traits, class SmemTensor>
+__device__ void clear_blind_queries(const SmemTensor& q, const SmemTensor& dout, const float* lse_log2) {
+  for (int i = threadIdx.x; i < Traits::kBlockM * Traits::kHeadDim; i += Traits::kThreads) {
+    const int row = i / Traits::kHeadDim, column = i % Traits::kHeadDim;
+    if (lse_log2[row] == INFINITY) q(row, column) = dout(row, column) = typename Traits::Element(0.f);
+  }
+  __syncthreads();
+}
+
 template <class Traits, class Policy, cuda::Features kFeatures>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ cuda::BackwardWorkspace ws,
@@ -60,6 +70,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   using SmemScores = typename Traits::SmemScores;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages;
+  constexpr int kLseWords = kBlockM + cuda::kMarkWords;
   using QIo = TileIo<Element, kBlockM, kHeadDim, kThreads, Traits::kAnyAlignment>;
   using KvIo = TileIo<Element, kBlockN, kHeadDim, kThreads, Traits::kAnyAlignment>;
 
@@ -76,8 +87,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   Element* smem_do = smem_q + kStages * SmemQ::kElements;  // kStages
   Element* smem_ds = smem_do + kStages * SmemQ::kElements;
   Element* smem_p = smem_ds + SmemScores::kElements;  // unless P stays in registers
-  float* smem_rows =
-      reinterpret_cast<float*>(smem_ds + Traits::kScoreBuffers * SmemScores::kElements);  // kStages x (lse, -delta)
+  float* smem_rows = reinterpret_cast<float*>(smem_ds + Traits::kScoreBuffers *
+                                                            SmemScores::kElements);  // kStages x (lse, mark, -delta)
   auto row_major = [](Element* ptr, auto layout) {
     return cute::make_tensor(cute::make_smem_ptr(ptr), typename decltype(layout)::RowMajor{});
   };
@@ -95,11 +106,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     QIo(thread, p.head_dim_v)
         .load(row_major(smem_do + stage * SmemQ::kElements, SmemQ{}),
               seq.head_q<const Element>(p.dout, work.batch, item.head) + m0 * p.dout.row, p.dout.row, rows);
-    constexpr int kVectors = kBlockM / 4;  // 16 bytes of lse, then of -delta
-    if (thread < 2 * kVectors) {
-      const std::int64_t first = ws.tile(p, seq, work.batch, item.head, item.tile.index) * kBlockM;
-      const float* from = (thread < kVectors ? ws.lse_log2 : ws.minus_delta) + first + thread % kVectors * 4;
-      float* to = smem_rows + stage * 2 * kBlockM + thread * 4;
+    constexpr int kLseVectors = kLseWords / 4, kVectors = Traits::kRowWords / 4;  // 16 bytes of lse, then of -delta
+    static_assert(kVectors <= kThreads);
+    if (thread < kVectors) {
+      const std::int64_t tile = ws.tile(p, seq, work.batch, item.head, item.tile.index);
+      const float* from = thread < kLseVectors ? ws.lse_of(tile) + thread * 4
+                                               : ws.minus_delta + tile * kBlockM + (thread - kLseVectors) * 4;
+      float* to = smem_rows + stage * Traits::kRowWords + thread * 4;
       cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
                                                              *reinterpret_cast<cute::uint128_t*>(to));
     }
@@ -137,8 +150,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     Element* q = smem_q + stage * SmemQ::kElements;
     Element* dout = smem_do + stage * SmemQ::kElements;
     const auto at = matrix_coordinates<kBlockN, kBlockM>(mma_scores);  // (key, query)
-    const auto lse_log2 = cuda::rows_of_queries(smem_rows + stage * 2 * kBlockM, at);
-    const auto minus_delta = cuda::rows_of_queries(smem_rows + (stage * 2 + 1) * kBlockM, at);
+    float* rows = smem_rows + stage * Traits::kRowWords;
+    const auto lse_log2 = cuda::rows_of_queries(rows, at);
+    const auto minus_delta = cuda::rows_of_queries(rows + kLseWords, at);
+    const float* const& top = cuda::mark_of(rows, kBlockM);
+    cuda::branch_if(top != nullptr,
+                    [&] { clear_blind_queries<Traits>(row_major(q, SmemQ{}), row_major(dout, SmemQ{}), rows); });
 
     auto acc_s = cute::partition_fragment_C(mma_scores, Shape<Int<kBlockN>, Int<kBlockM>>{});
     auto acc_dp = cute::partition_fragment_C(mma_scores, Shape<Int<kBlockN>, Int<kBlockM>>{});
@@ -147,13 +164,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     gemm(mma_scores, acc_s, operand_a(mma_scores, row_major(smem_k, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(q, SmemQ{}), SumContiguous{}));
     if constexpr (!cuda::has_dropout(kFeatures))
-      scores.probabilities(as_matrix(acc_s), at, item.head, item.tile, lse_log2);
+      scores.probabilities(as_matrix(acc_s), at, item.head, item.tile, lse_log2, top);
     gemm(mma_scores, acc_dp, operand_a(mma_scores, row_major(smem_v, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(dout, SmemQ{}), SumContiguous{}));
     if constexpr (!cuda::has_dropout(kFeatures)) scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta);
     auto kept = [&] {
       if constexpr (cuda::has_dropout(kFeatures))
-        return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, lse_log2, minus_delta);
+        return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, lse_log2, minus_delta,
+                               top);
       else
         return 0;
     }();

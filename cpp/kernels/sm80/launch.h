@@ -12,6 +12,7 @@
 #include "cuda/packed_tail.h"
 #include "sm80/backward.h"
 #include "sm80/forward.h"
+#include "sm80/row_scores.h"
 
 namespace flashsdk::sm80 {
 
@@ -105,10 +106,11 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
   const dim3 query_tiles = cuda::query_tile_grid(p, Traits::kBlockM);
   const bool has_queries = p.seqlen_q != 0 && p.batch != 0;
   constexpr int kPrepareThreads = 256;
+  using Sums = cuda::RowSums<RowScores<typename Traits::Element>, Traits::kBlockM, Traits::kBlockN, Policy, kFeatures>;
   if (has_queries) {
     cuda::launch("launching the backward's first pass",
-                 cuda::backward_prepare_kernel<typename Traits::Element, kPrepareThreads>, query_tiles, kPrepareThreads,
-                 0, stream, p, ws);
+                 cuda::backward_prepare_kernel<typename Traits::Element, kPrepareThreads, Sums>, query_tiles,
+                 kPrepareThreads, 0, stream, p, ws);
   }
   const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(typename Traits::Element));
   if (schedule.size() != 0) {

@@ -5,6 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/tile_walk.h"
+#include "cuda/backward_workspace.h"
 
 namespace flashsdk::sm80 {
 
@@ -100,10 +101,11 @@ struct BackwardTraits {
   using SmemScores = SmemTile<kBlockN, kBlockM>;  // dSᵀ, Pᵀ
   using SmemOut = SmemTile<kBlockM, kHeadDim>;    // dQ on its way out
   static constexpr int kScoreBuffers = kRegisterOperands ? 1 : 2;
+  static constexpr int kRowWords = 2 * kBlockM + cuda::kMarkWords;  // of a tile's lse and delta
   static constexpr int kSmemBytes =
       static_cast<int>(sizeof(Element)) *
           (2 * SmemKV::kElements + 2 * kStages * SmemQ::kElements + kScoreBuffers * SmemScores::kElements) +
-      2 * kStages * kBlockM * static_cast<int>(sizeof(float));
+      kStages * kRowWords * static_cast<int>(sizeof(float));
 };
 
 }  // namespace flashsdk::sm80

@@ -51,14 +51,14 @@ __device__ __forceinline__ void publish(const Ring<kStages>& ring, const RingSta
   if (thread % 32 == 0) ring.arrive_full(use);
 }
 
-// Packed: a tile's last rows belong to another sequence, whose values, if they are not finite, would not vanish when
-// multiplied by zero. By one warpgroup.
-template <class Tile, class Element>
-__device__ __forceinline__ void clear_rows(Element* tile, int begin, int end) {
+// Rows that do not count: their values, if they are not finite, would not vanish when multiplied by zero. By one
+// warpgroup.
+template <class Tile, class Element, class Counts>
+__device__ __forceinline__ void clear_rows(Element* tile, Counts&& counts) {
   constexpr int kVectors = Tile::kSlabColumns / 8;  // in a row of a slab
-  const int vectors = (end - begin) * kVectors;
-  for (int i = threadIdx.x % kWarpgroup; i < vectors * Tile::kSlabs; i += kWarpgroup)
-    reinterpret_cast<uint4*>(tile)[i / vectors * Tile::kRows * kVectors + begin * kVectors + i % vectors] = uint4{};
+#pragma unroll 1
+  for (int i = threadIdx.x % kWarpgroup; i < Tile::kSlabs * Tile::kRows * kVectors; i += kWarpgroup)
+    if (!counts(i / kVectors % Tile::kRows)) reinterpret_cast<uint4*>(tile)[i] = uint4{};
 }
 // All computing warpgroups, once rows are cleared.
 template <class Traits>
@@ -67,13 +67,32 @@ __device__ __forceinline__ void meet() {
   barrier_sync(named_barrier::kBackwardClear, Traits::kWarpgroups * kWarpgroup);
 }
 
-// Sets rows of K and V, or of Q and dO, to zero from `begin` on; one warpgroup each.
-template <class Traits, class First, class Second, class Element>
-__device__ __forceinline__ void clear_tails(Element* first, Element* second, int begin, int warpgroup) {
+// The same of K and V, or of Q and dO; one warpgroup each.
+template <class Traits, class First, class Second, class Element, class Counts>
+__device__ __forceinline__ void clear_both(Element* first, Element* second, int warpgroup, Counts&& counts) {
   static_assert(First::kRows == Second::kRows);
-  if (warpgroup == 0) clear_rows<First>(first, max_of(0, begin), First::kRows);
-  if (warpgroup == 1) clear_rows<Second>(second, max_of(0, begin), Second::kRows);
+  if (warpgroup == 0) clear_rows<First>(first, counts);
+  if (warpgroup == 1) clear_rows<Second>(second, counts);
   meet<Traits>();
+}
+
+// Packed: a tile's last keys belong to another sequence.
+template <class Traits>
+__device__ __forceinline__ void clear_key_tail(typename Traits::Smem& smem, int buffer, int keys, int warpgroup) {
+  using SmemK = typename Traits::SmemK;
+  using SmemV = typename Traits::SmemV;
+  clear_both<Traits, SmemK, SmemV>(smem.k + buffer * SmemK::kElements, smem.v + buffer * SmemV::kElements, warpgroup,
+                                   [&](int row) { return row < keys; });
+}
+
+// In a marked tile, queries that see no key or belong to another sequence: Q and dO, which must have arrived.
+template <class Traits>
+__device__ __forceinline__ void clear_blind_queries(typename Traits::Smem& smem, int stage, int warpgroup) {
+  using SmemQ = typename Traits::SmemQ;
+  using SmemDo = typename Traits::SmemDo;
+  const float* lse_log2 = smem.lse_log2[stage];
+  clear_both<Traits, SmemQ, SmemDo>(smem.q + stage * SmemQ::kElements, smem.dout + stage * SmemDo::kElements, warpgroup,
+                                    [&](int row) { return lse_log2[row] != INFINITY; });
 }
 
 // dK or dV of a warpgroup's 64 keys, from row `first` of the sequence on.

@@ -6,6 +6,7 @@
 #include "cuda/packed_tail.h"
 #include "sm90/backward.h"
 #include "sm90/launch.h"
+#include "sm90/row_scores.h"
 
 namespace flashsdk::sm90 {
 
@@ -50,7 +51,9 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
 
   const dim3 query_tiles = cuda::query_tile_grid(p, Traits::kBlockM);
   constexpr int kPrepareThreads = 256;
-  cuda::launch("launching the backward's first pass", cuda::backward_prepare_kernel<Element, kPrepareThreads>,
+  using Product = RowScores<Element, Traits::kHeadDim, kPrepareThreads / kWarpgroup>;
+  using Sums = cuda::RowSums<Product, Traits::kBlockM, Traits::kBlockN, cuda::BuiltinPolicy, kFeatures>;
+  cuda::launch("launching the backward's first pass", cuda::backward_prepare_kernel<Element, kPrepareThreads, Sums>,
                query_tiles, kPrepareThreads, 0, stream, p, ws);
 
   const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element));

@@ -58,11 +58,11 @@ class BackwardWalk {
 };
 
 // One thread: Q and lse, or dO and delta, of the next step. The barrier is told of their bytes.
-template <class Tile, class Traits>
+template <class Tile, class Element, int kRows>
 __device__ __forceinline__ void load_queries(const CUtensorMap& map, cutlass::arch::ClusterTransactionBarrier& barrier,
-                                             typename Traits::Element* smem, TileOrigin at, const float* rows,
-                                             float* smem_rows) {
-  constexpr int kRowBytes = Traits::kBlockM * static_cast<int>(sizeof(float));
+                                             Element* smem, TileOrigin at, const float* rows,
+                                             float (&smem_rows)[kRows]) {
+  constexpr int kRowBytes = kRows * static_cast<int>(sizeof(float));
   barrier.arrive_and_expect_tx(Tile::kBytes + kRowBytes);
   load_tile<Tile>(map, barrier, smem, at);
   cute::SM90_BULK_COPY_G2S::copy(rows, reinterpret_cast<std::uint64_t*>(&barrier), smem_rows, kRowBytes);
@@ -106,11 +106,9 @@ __device__ void load_q_and_k(const BackwardParams& p, const BackwardMaps& maps, 
       more = walk.next(next);
       const auto use = RingState<Traits::kStages>::after(steps++);
       smem.full_q.wait_empty(use);
-      const bool cut = p.cu_seqlens_q != nullptr && (item.tile.index + 1) * Traits::kBlockM > seq.seqlen_q;
-      smem.step[use.stage] = {item.head, item.tile.index, item.tile.partial, cut, !more};
-      load_queries<Tile, Traits>(maps.q, smem.full_q.full[use.stage], smem.q + use.stage * Tile::kElements,
-                                 walk.origin(item), ws.lse_log2 + walk.tile(item) * Traits::kBlockM,
-                                 smem.lse_log2[use.stage]);
+      smem.step[use.stage] = {item.head, item.tile.index, item.tile.partial, !more};
+      load_queries<Tile>(maps.q, smem.full_q.full[use.stage], smem.q + use.stage * Tile::kElements, walk.origin(item),
+                         ws.lse_of(walk.tile(item)), smem.lse_log2[use.stage]);
       if (first) load_keys<typename Traits::SmemK, Traits>(p, maps.k, smem.full_k, key_tiles++, smem.k, work, seq);
       item = next;
     }
@@ -132,9 +130,9 @@ __device__ void load_dout_and_v(const BackwardParams& p, const BackwardMaps& map
       for (typename BackwardWalk<Traits, Policy>::Item item; walk.next(item);) {
         const auto use = RingState<Traits::kStages>::after(steps++);
         smem.full_do.wait_empty(use);
-        load_queries<Tile, Traits>(maps.dout, smem.full_do.full[use.stage], smem.dout + use.stage * Tile::kElements,
-                                   walk.origin(item), ws.minus_delta + walk.tile(item) * Traits::kBlockM,
-                                   smem.minus_delta[use.stage]);
+        load_queries<Tile>(maps.dout, smem.full_do.full[use.stage], smem.dout + use.stage * Tile::kElements,
+                           walk.origin(item), ws.minus_delta + walk.tile(item) * Traits::kBlockM,
+                           smem.minus_delta[use.stage]);
       }
     }
     __syncwarp();

@@ -5,6 +5,7 @@
 // dK += dSᵀ·Q; dS goes through shared memory, because dQᵀ = Kᵀ·dSᵀ sums over the keys of all warpgroups.
 #pragma once
 
+#include "cuda/backward_workspace.h"
 #include "cuda/tile_scheduler.h"
 #include "sm90/pipeline.h"
 #include "sm90/traits.h"
@@ -15,7 +16,6 @@ namespace flashsdk::sm90 {
 struct BackwardStep {
   int head, m_block;
   bool partial;
-  bool cut;  // the tile's last rows belong to the next packed sequence
   bool last;
 };
 // The next tile of keys.
@@ -69,7 +69,7 @@ struct NarrowBackwardTraits {
     alignas(1024) Element v[kKeyBuffers * SmemV::kElements];
     alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
     alignas(128) float dq[kWarpgroups][kDqElements];
-    alignas(128) float lse_log2[kStages][kBlockM];
+    alignas(128) float lse_log2[kStages][kBlockM + cuda::kMarkWords];
     alignas(128) float minus_delta[kStages][kBlockM];
     BackwardStep step[kStages];
     BackwardWork work[2];
@@ -135,7 +135,7 @@ struct WideBackwardTraits {
     alignas(1024) Element v[kKeyBuffers * SmemV::kElements];
     alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
     alignas(128) Element p[kScoreBuffers][kScoreElements];  // in the order of accumulator registers
-    alignas(128) float lse_log2[kStages][kBlockM];
+    alignas(128) float lse_log2[kStages][kBlockM + cuda::kMarkWords];
     alignas(128) float minus_delta[kStages][kBlockM];
     BackwardStep step[kStages];
     BackwardWork work[2];

@@ -46,13 +46,10 @@ class BackwardWarpgroup {
       smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
       smem_.full_v.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
       const int keys = seq.seqlen_k - work.tile.block * kBlockN;
-      if (p_.cu_seqlens_k != nullptr && keys < kBlockN)
-        clear_tails<Traits, typename Traits::SmemK, typename Traits::SmemV>(
-            smem_.k + key_buffer() * Traits::SmemK::kElements, smem_.v + key_buffer() * Traits::SmemV::kElements, keys,
-            warpgroup_);
+      if (p_.cu_seqlens_k != nullptr && keys < kBlockN) clear_key_tail<Traits>(smem_, key_buffer(), keys, warpgroup_);
       const Scores scores(p_, seq, work.tile);
-      bool last = step<true>(scores, seq, acc_dk, acc_dv);
-      while (!last) last = step<false>(scores, seq, acc_dk, acc_dv);
+      bool last = step<true>(scores, acc_dk, acc_dv);
+      while (!last) last = step<false>(scores, acc_dk, acc_dv);
       smem_.full_v.release(RingState<Traits::kKeyBuffers>::after(key_tiles_), thread_);
       auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
       start_dq(acc_dq);
@@ -69,11 +66,10 @@ class BackwardWarpgroup {
 
   // One tile of queries; dQ of the tile before. Returns whether it was the last.
   template <bool kFirst, class AccDk, class AccDv>
-  __device__ __forceinline__ bool step(const Scores& scores, const SeqlenInfo& seq, AccDk& acc_dk, AccDv& acc_dv) {
+  __device__ __forceinline__ bool step(const Scores& scores, AccDk& acc_dk, AccDv& acc_dv) {
     const auto use = RingState<kStages>::after(steps_);
     const int stage = use.stage;
     smem_.full_q.wait_full(use);
-    if (p_.cu_seqlens_q != nullptr && smem_.step[stage].cut) clear_query_tail(use, seq);
 
     auto k = cute::local_tile(smem_tensor<RowMajor<typename Traits::SmemK>>(smem_.k)(cute::_, cute::_, key_buffer()),
                               Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimQ>>{}, cute::make_coord(warpgroup_, 0));
@@ -93,17 +89,20 @@ class BackwardWarpgroup {
     const auto lse_log2 = cuda::rows_of_queries(smem_.lse_log2[stage], at);
     const auto minus_delta = cuda::rows_of_queries(smem_.minus_delta[stage], at);
     smem_.full_do.wait_full(use);
+    const float* const& top = cuda::mark_of(smem_.lse_log2[stage], kBlockM);
+    // The scores of these rows, which are being computed, do not count.
+    if (top != nullptr) clear_blind_queries<Traits>(smem_, stage, warpgroup_);
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
 
     cute::warpgroup_wait<1>();
     finished(acc_s);
-    if constexpr (!kFeatured) scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2);
+    if constexpr (!kFeatured) scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top);
     cute::warpgroup_wait<0>();
     finished(acc_dp);
     if constexpr (!kFeatured) scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta);
     const auto kept = [&] {
       if constexpr (kFeatured)
-        return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, step.head, tile, lse_log2, minus_delta);
+        return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, step.head, tile, lse_log2, minus_delta, top);
       else
         return 0;
     }();
@@ -171,13 +170,6 @@ class BackwardWarpgroup {
   }
   __device__ __forceinline__ void publish_dq() {
     publish(smem_.full_dq[warpgroup_], RingState<1>::after(dq_tiles_++), thread_);
-  }
-
-  __device__ __forceinline__ void clear_query_tail(const RingState<kStages>& use, const SeqlenInfo& seq) {
-    smem_.full_do.wait_full(use);
-    clear_tails<Traits, typename Traits::SmemQ, typename Traits::SmemDo>(
-        smem_.q + use.stage * Traits::SmemQ::kElements, smem_.dout + use.stage * Traits::SmemDo::kElements,
-        seq.seqlen_q - smem_.step[use.stage].m_block * kBlockM, warpgroup_);
   }
 
   __device__ int key_buffer() const { return key_tiles_ % Traits::kKeyBuffers; }

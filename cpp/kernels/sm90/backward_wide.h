@@ -53,25 +53,25 @@ class WideBackwardWarpgroup {
     smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
     smem_.full_v.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
     const int keys = seq.seqlen_k - work.tile.block * kBlockN;
-    if (p_.cu_seqlens_k != nullptr && keys < kBlockN)
-      clear_tails<Traits, SmemK, SmemV>(smem_.k, smem_.v, keys, warpgroup_);
+    if (p_.cu_seqlens_k != nullptr && keys < kBlockN) clear_key_tail<Traits>(smem_, 0, keys, warpgroup_);
   }
   __device__ void release_keys() {
     const auto use = RingState<Traits::kKeyBuffers>::after(key_tiles_++);
     smem_.full_k.release(use, thread_);
     smem_.full_v.release(use, thread_);
   }
-  // Q of a step; a tile cut by the end of a packed sequence is cleared by both warpgroups.
-  __device__ __forceinline__ BackwardStep wait_queries(const Use& use, const SeqlenInfo& seq) {
+  // Q of a step; marked tiles are cleared by both warpgroups.
+  __device__ __forceinline__ BackwardStep wait_queries(const Use& use) {
     smem_.full_q.wait_full(use);
     const BackwardStep step = smem_.step[use.stage];
-    if (step.cut) {
+    if (top_of(use) != nullptr) {
       smem_.full_do.wait_full(use);
-      clear_tails<Traits, SmemQ, SmemDo>(smem_.q + use.stage * SmemQ::kElements,
-                                         smem_.dout + use.stage * SmemDo::kElements,
-                                         seq.seqlen_q - step.m_block * kBlockM, warpgroup_);
+      clear_blind_queries<Traits>(smem_, use.stage, warpgroup_);
     }
     return step;
+  }
+  __device__ __forceinline__ const float* const& top_of(const Use& use) {
+    return cuda::mark_of(smem_.lse_log2[use.stage], kBlockM);
   }
 
   // The first warpgroup: P, dV, and its pieces of dQ of the step before, when the second has surely come to its dS.
@@ -97,7 +97,7 @@ class WideBackwardWarpgroup {
   __device__ __forceinline__ BackwardStep step_dv(const Scores& scores, const BackwardWork& work, const SeqlenInfo& seq,
                                                   const BackwardStep& before, Accumulator& acc_dv) {
     const Use use = RingState<kStages>::after(steps_);
-    const BackwardStep step = wait_queries(use, seq);
+    const BackwardStep step = wait_queries(use);
     auto acc_s = accumulator<MmaScores, kBlockM>();
     auto k = smem_tensor<typename SmemK::RowMajor>(smem_.k)(cute::_, cute::_, 0);
     auto q = smem_tensor<typename SmemQ::RowMajor>(smem_.q)(cute::_, cute::_, use.stage);
@@ -131,8 +131,8 @@ class WideBackwardWarpgroup {
     smem_.full_p.wait_empty(buffer);
     if constexpr (kFeatured) {
       auto factor = accumulator<MmaScores, kBlockM>();
-      const auto kept =
-          scores.featured_probabilities(as_matrix(acc_s), as_matrix(factor), at, step.head, tile, lse_log2);
+      const auto kept = scores.featured_probabilities(as_matrix(acc_s), as_matrix(factor), at, step.head, tile,
+                                                      lse_log2, top_of(use));
       CUTE_UNROLL
       for (int i = 0; i < cute::size(factor); ++i) factor(i) *= acc_s(i);
       auto weights = convert<Element>(factor), probabilities = convert<Element>(acc_s);
@@ -144,7 +144,7 @@ class WideBackwardWarpgroup {
       hand_over(weights, buffer);
       return probabilities;
     } else {
-      scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2);
+      scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top_of(use));
       auto probabilities = convert<Element>(acc_s);
       hand_over(probabilities, buffer);
       return probabilities;
@@ -180,7 +180,7 @@ class WideBackwardWarpgroup {
                                           Accumulator& acc_dk) {
     const Use use = RingState<kStages>::after(steps_);
     const ScoreUse buffer = RingState<Traits::kScoreBuffers>::after(steps_);
-    const BackwardStep step = wait_queries(use, seq);
+    const BackwardStep step = wait_queries(use);
     smem_.full_do.wait_full(use);
     auto acc_dp = accumulator<MmaScores, kBlockM>();
     auto v = smem_tensor<typename SmemV::RowMajor>(smem_.v)(cute::_, cute::_, 0);
