@@ -20,10 +20,11 @@ def about(record: Record) -> str:
     )
 
 
-def bench_section(record: Record) -> str:
+def bench_section(name: str, record: Record) -> str:
     parts = [
         f"## {record['device']}: `make bench-gpu`",
         about(record),
+        f"![{name}](images/{name}.png)",
         "bf16, batch × seqlen = 16384, heads × head_dim = 2048, TFLOP/s. cuDNN and FA2 are "
         "PyTorch's scaled_dot_product_attention, timed in turns with ours.",
     ]
@@ -67,6 +68,34 @@ def dense_table(rows: list[Record], op: str) -> str:
             logs = [math.log(r) for r in found]
             mean.append(f"{math.exp(sum(logs) / len(logs)):.2f}" if logs else "–")
     return markdown_table(header, [*table, mean], 3)
+
+
+def headline(record: Record) -> str:
+    """The fastest of our backends in each cell: TFLOP/s, and over cuDNN's."""
+    rate = {(r["op"], r["head_dim"], r["causal"], r["seqlen"], r["name"]): r["tflops"]
+            for r in record["dense"]}  # fmt: skip
+    lines = list(dict.fromkeys(key[:3] for key in rate))
+    seqlens = sorted({key[3] for key in rate})
+    table = []
+    for line in sorted(lines, key=lambda line: line[0], reverse=True):
+        op, dim, causal = line
+        cells = [
+            {"fwd": "forward", "bwd": "backward"}[op],
+            str(dim),
+            "causal" if causal else "none",
+        ]
+        for seqlen in seqlens:
+            ours = max(x for (*key, name), x in rate.items()
+                       if tuple(key) == (*line, seqlen) and name not in PEERS)  # fmt: skip
+            theirs = rate.get((*line, seqlen, "cudnn"))
+            cells.append(f"{ours:.0f}" + (f" ({ours / theirs:.2f}×)" if theirs else ""))
+        table.append(cells)
+    header = ["", "head_dim", "mask", *map(length, seqlens)]
+    text = (
+        f"{record['device']}, bf16, batch × seqlen = 16384, heads × head_dim = 2048: TFLOP/s, and "
+        "how many times cuDNN's:"
+    )
+    return f"{text}\n\n{markdown_table(header, table, 3)}"
 
 
 def sparse_table(rows: list[Record]) -> str:

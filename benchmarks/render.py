@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_figure
 import gpu_tables
 from flashsdk._commands import bench, demo, figures
 from flashsdk._commands.table import markdown_table
@@ -77,7 +78,7 @@ def fenced(text: str) -> str:
 SECTIONS = {
     "demo": demo_section,
     "bench": bench_section,
-    "gpu_bench": lambda _, record: gpu_tables.bench_section(record),
+    "gpu_bench": gpu_tables.bench_section,
     "gpu_tests": lambda _, record: gpu_tables.tests_section(record),
 }
 
@@ -95,6 +96,9 @@ def readme(text: str, found: dict[str, Record]) -> str:
         "demo": "\n\n".join(fenced(demo.describe(r)) for r in demos.values()),
         "picture": "\n\n".join(f"![{name}](docs/images/{name}.png)" for name in demos),
         "figures": "\n\n".join(map(headline, benches)),
+        "gpu": "\n\n".join(
+            gpu_tables.headline(r) for r in found.values() if r["kind"] == "gpu_bench"
+        ),
     }
     for name, block in blocks.items():
         marks = (f"<!-- {name}:begin -->", f"<!-- {name}:end -->")
@@ -114,11 +118,15 @@ def headline(record: Record) -> str:
 def draw(found: dict[str, Record]) -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     for name, record in found.items():
-        if record["kind"] not in ("demo", "bench"):
-            continue
-        drawing = (
-            figures.demo if record["kind"] == "demo" else bench.SUITES[record["backend"]].figure
-        )
+        match record["kind"]:
+            case "demo":
+                drawing = figures.demo
+            case "bench":
+                drawing = bench.SUITES[record["backend"]].figure
+            case "gpu_bench":
+                drawing = gpu_figure.dense
+            case _:
+                continue
         print(figures.save(drawing, record, IMAGES / f"{name}.png"))
 
 
