@@ -4,7 +4,8 @@ The kernels compute in float32 and round to the storage dtype where they must: P
 enter a matrix product, and each output once. Every bound below is the sum of those roundings as
 they reach one element. Errors that all terms of a sum share (that of a row's LSE, of its delta)
 count as such; independent ones add up as a random walk, of which five standard deviations are
-allowed. Nothing here is fitted to a kernel.
+allowed. Equal numbers round alike: where scores are equal, so are the errors of P, and they add up
+as the numbers themselves do. Nothing here is fitted to a kernel.
 """
 
 from __future__ import annotations
@@ -60,14 +61,16 @@ def _walk_error(total: Float64, squares: Float64, absolute: Float64, terms: int)
 
 
 def _reach(error: Float64, x: Float64) -> Float64:
-    """What independent errors (m, n) of the left factor do to its product with x (n, d)."""
-    reached: Float64 = np.minimum(error @ np.abs(x), 5 * np.sqrt(error**2 @ x**2))
+    """What errors (m, n) of the left factor, alike or not, do to its product with x (n, d)."""
+    walk = np.abs(error @ x) + 5 * np.sqrt(error**2 @ x**2)
+    reached: Float64 = np.minimum(np.abs(error) @ np.abs(x), walk)
     return reached
 
 
 def _reach_row(error: Float64) -> Float64:
-    """What independent errors (m, n) do to the sum of a row."""
-    reached: Float64 = np.minimum(error.sum(1), 5 * np.sqrt((error**2).sum(1)))
+    """What errors (m, n), alike or not, do to the sum of a row."""
+    walk = np.abs(error.sum(1)) + 5 * np.sqrt((error**2).sum(1))
+    reached: Float64 = np.minimum(np.abs(error).sum(1), walk)
     return reached
 
 
@@ -130,8 +133,8 @@ def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
     dp, mean = m.drop * d_dropped, (dout * out).sum(1)
     delta = mean - head.dlse
     terms = dout * out
-    e_delta = _reach_row(e_p * np.abs(dp - mean[:, None])) + e_sum * np.abs(mean)
-    e_delta += _reach_row(e_rounded * np.abs(d_dropped)) + _reach_row(e_stored * np.abs(dout))
+    e_delta = _reach_row(e_p * (dp - mean[:, None])) + e_sum * np.abs(mean)
+    e_delta += _reach_row(e_rounded * d_dropped) + _reach_row(e_stored * dout)
     e_delta += 4 * U32 * np.abs(delta)
     e_delta += _walk_error(mean, (terms**2).sum(1), np.abs(terms).sum(1), v.shape[1])
     gap = dp - delta[:, None]
@@ -145,10 +148,10 @@ def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
         e_ds += m.p * np.abs(gap) * 2 * tanh * (e_score / head.f.softcap + 4 * U32)
     dq = ds @ k
     e_dq = (u + e_scores + e_row) * np.abs(dq) + e_delta[:, None] * np.abs(p @ k)
-    e_dq += _reach(e_ds + m.p * e_score * np.abs(ds), k)
+    e_dq += _reach(np.copysign(e_ds + m.p * e_score * np.abs(ds), ds), k)
     e_dq += _sum_error(seqlen_k) * (np.abs(ds) @ np.abs(k))
     e_ds += e_others * np.abs(ds) + e_delta[:, None] * p
-    e_dk = _reach(e_ds.T, q) + _sum_error(seqlen_q) * (np.abs(ds).T @ np.abs(q))
+    e_dk = _reach(np.copysign(e_ds, ds).T, q) + _sum_error(seqlen_q) * (np.abs(ds).T @ np.abs(q))
     # The scale comes last: a sum below the normal numbers, which may become 0, is multiplied by it.
     seen = np.asarray(m.p > 0)
     e_dq += FLOAT32_NORMAL * seen.any(axis=1, keepdims=True)

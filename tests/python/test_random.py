@@ -9,7 +9,11 @@ SEEDS = 240
 CANCELLED = (733809567, 1538945808, 1006070809)
 
 
-@pytest.mark.parametrize("seed", (*range(SEEDS), *CANCELLED))
+# Equal scores, so that all of a row's P round alike: of the problems for GPUs.
+ALIKE = (1840125146, 1634766893)
+
+
+@pytest.mark.parametrize("seed", (*range(SEEDS), *CANCELLED, *ALIKE))
 def test_random_problem(runner, seed):
     runner.check(generate(seed, runner.backend))
 
