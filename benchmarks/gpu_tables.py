@@ -9,6 +9,7 @@ from flashsdk._commands.table import markdown_table
 
 Record = dict[str, Any]
 PEERS = ("cudnn", "fa2")
+STEPS = ("build", "ctest", "pytest", "verify", "sanitizer", "overhead")  # of make test-gpu
 NAMES = {"cudnn": "cuDNN", "fa2": "FA2", "sm80": "sm80", "sm90": "sm90"}
 
 
@@ -170,13 +171,16 @@ def tests_section(record: Record) -> str:
     row("compute-sanitizer", "sanitizer", text)
     times = of("overhead").get("microseconds", {})
     row("host time of a call, µs", "overhead", ", ".join(f"{n} {t}" for n, t in times.items()))
-    return "\n\n".join(
-        [
-            f"## {record['device']}: `make test-gpu`",
-            about(record),
-            markdown_table(["step", "result", ""], table, 3),
-        ]
-    )
+    parts = [
+        f"## {record['device']}: `make test-gpu`",
+        about(record),
+        markdown_table(["step", "result", ""], table, 3),
+    ]
+    missing = [name for name in STEPS if name not in steps]
+    if missing:
+        parts.append(f"Not in this record: {', '.join(missing)}.")
+    parts += [f"```text\n{step['why'].strip()}\n```" for step in steps.values() if "why" in step]
+    return "\n\n".join(parts)
 
 
 def number(x: float | None) -> str:

@@ -113,6 +113,14 @@ class Tensors {
     return {t.data, packed_ ? 0 : stride_of(t, 0), stride_of(t, row), stride_of(t, row + 1)};
   }
 
+  // Of a query about a call whose outputs are not there yet: row-major, as most callers make them.
+  TensorParam row_major(Side side, Width width) const {
+    const bool q = side == Side::kQuery;
+    const std::int64_t head = width == Width::kQk ? p_.head_dim : p_.head_dim_v;
+    const std::int64_t row = head * (q ? p_.num_heads : p_.num_heads_kv);
+    return {nullptr, packed_ ? 0 : row * (q ? p_.seqlen_q : p_.seqlen_k), row, head};
+  }
+
   // float32 (batch, num_heads, seqlen_q), packed (num_heads, total_q).
   RowParam per_query(const char* name, const TensorView& t, MemoryMap::Access access) {
     if (packed_) {
@@ -271,7 +279,8 @@ ForwardParams validate(const ForwardArgs& args, Completeness completeness) {
     check_given("out", args.out);
     check_given("lse", args.lse);
   }
-  if (args.out.given()) p.out = tensors.rows("out", args.out, Side::kQuery, Width::kV, kWrite);
+  p.out = args.out.given() ? tensors.rows("out", args.out, Side::kQuery, Width::kV, kWrite)
+                           : tensors.row_major(Side::kQuery, Width::kV);
   if (args.lse.given()) p.lse = tensors.per_query("lse", args.lse, kWrite);
   memory.check_overlap();
   check_packed_values(p);
@@ -286,7 +295,7 @@ BackwardParams validate(const BackwardArgs& args, Completeness completeness) {
   Tensors tensors(p, packed, memory);
   auto rows = [&](const char* name, const TensorView& t, Side side, Width width, MemoryMap::Access access) {
     if (launch) check_given(name, t);
-    return t.given() ? tensors.rows(name, t, side, width, access) : TensorParam{};
+    return t.given() ? tensors.rows(name, t, side, width, access) : tensors.row_major(side, width);
   };
   p.dout = rows("dout", args.dout, Side::kQuery, Width::kV, kRead);
   p.out = rows("out", args.out, Side::kQuery, Width::kV, kRead);

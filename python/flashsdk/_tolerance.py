@@ -134,14 +134,16 @@ def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
     delta = mean - head.dlse
     terms = dout * out
     e_delta = _reach_row(e_p * (dp - mean[:, None])) + e_sum * np.abs(mean)
-    e_delta += _reach_row(e_rounded * d_dropped) + _reach_row(e_stored * dout)
+    e_delta += _reach_row(e_rounded * d_dropped)
+    e_delta += _reach_row(np.copysign(e_stored, out) * dout)
     e_delta += 4 * U32 * np.abs(delta)
     e_delta += _walk_error(mean, (terms**2).sum(1), np.abs(terms).sum(1), v.shape[1])
     gap = dp - delta[:, None]
     p = m.p * m.slope
     ds = p * gap
     e_ds = p * (e_own * np.abs(gap) + m.drop * _dot_error(dout, v))
-    e_ds += (u + 8 * U32) * np.abs(ds) + underflow * (m.p > 0) * (1 + m.slope * np.abs(gap))
+    # dS is rounded, and may be made of the P that was: where another warpgroup takes it from.
+    e_ds += (2 * u + 8 * U32) * np.abs(ds) + underflow * (m.p > 0) * (1 + m.slope * np.abs(gap))
     if head.f.softcap > 0:
         # The derivative 1 - tanh² moves with the score.
         tanh = np.sqrt(np.maximum(1 - m.slope, 0))

@@ -12,6 +12,7 @@
 #include "flashsdk/flashsdk.h"
 #include "kernel_registry.h"
 #include "problem.h"
+#include "validate.h"
 
 namespace flashsdk::testing {
 namespace {
@@ -187,6 +188,22 @@ TEST(Registry, ExplainNamesTheKernelOfACall) {
     EXPECT_EQ(info->mask, "band");
     EXPECT_FALSE(info->score_features);
     EXPECT_GE(info->head_dim, 40);
+  }
+}
+
+TEST(Registry, AQuestionTakesOutputsThatAreNotThereYetForRowMajor) {
+  const Problem p(
+      {.batch = 2, .seqlen_q = 10, .seqlen_k = 12, .num_heads = 2, .num_heads_kv = 2, .head_dim = 40, .head_dim_v = 48},
+      DType::kBFloat16);
+  BackwardArgs given = p.backward_args(), asked = given;
+  asked.out = asked.dout = asked.dq = asked.dk = asked.dv = TensorView();
+  const BackwardParams a = validate(given, Completeness::kLaunch), b = validate(asked, Completeness::kQuery);
+  using Rows = TensorParam BackwardParams::*;
+  for (const Rows tensor : {Rows(&BackwardParams::out), &BackwardParams::dout, &BackwardParams::dq, &BackwardParams::dk,
+                            &BackwardParams::dv}) {
+    EXPECT_EQ((a.*tensor).batch, (b.*tensor).batch);
+    EXPECT_EQ((a.*tensor).row, (b.*tensor).row);
+    EXPECT_EQ((a.*tensor).head, (b.*tensor).head);
   }
 }
 

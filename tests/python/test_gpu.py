@@ -236,6 +236,13 @@ def test_any_alignment_and_head_dimension(backend, start, width):
     assert any("multiple" in reason for _, reason in why.refused)
 
 
+@pytest.mark.parametrize("op", ["fwd", "bwd"])
+def test_explain_needs_no_outputs(backend, op):
+    """Those that are not there yet are taken to be made as the call makes them."""
+    q, k, v, _ = qkv()
+    assert backend in fs.explain(q, k, v, op=op, backend=backend).kernel
+
+
 def test_strides_beyond_two_to_the_31(backend):
     """Rows, heads and batches 2^31 elements and more apart."""
     step = 2**31 + 64
