@@ -32,12 +32,13 @@ def random(*shape, dtype, aligned=True):
     return wide[..., : shape[-1]]
 
 
-def problem(entry, features, block, aligned, packed, long):
+def problem(entry, features, block, aligned, packed, long, narrow_v):
     _, code, head_dim, mask, _, tile_m, tile_n = entry
     dtype = next(dtype for dtype, c in DTYPES.items() if c == code)
     # Large tiles are for long sequences only.
     rows, keys = (2 * tile_m + 5, 2 * tile_n + 7) if not long else (2 * tile_m + 2048, 8199)
     batch, heads, dim = 2, 2, head_dim if aligned else head_dim - 3
+    dim_v = dim - 64 if narrow_v else dim
     lead_q, lead_k = ((rows,), (keys,)) if packed else ((batch, rows), (batch, keys))
     m = Mask(KINDS[mask])
     if m.kind == "band":
@@ -50,7 +51,7 @@ def problem(entry, features, block, aligned, packed, long):
     p = Problem(
         random(*lead_q, heads, dim, dtype=dtype, aligned=aligned),
         random(*lead_k, 1, dim, dtype=dtype, aligned=aligned),
-        random(*lead_k, 1, dim, dtype=dtype, aligned=aligned),
+        random(*lead_k, 1, dim_v, dtype=dtype, aligned=aligned),
         m,
         softcap=5.0 if "softcap" in features else 0.0,
         threshold=40 if "dropout" in features else 0,
@@ -76,13 +77,16 @@ def touch(harness, index, aligned, packed, deterministic):
     tile = entry[5], entry[6]
     blocks = ((128, 128), tile) if KINDS[entry[3]] == "block_sparse" else ((0, 0),)
     all_features = FEATURES if entry[4] else ((),)
-    for features, block, long in itertools.product(all_features, blocks, (False, True)):
-        p = problem(entry, features, block, aligned, packed, long)
+    widths = (False, True) if entry[2] == 192 else (False,)  # 192 x 128 has kernels of its own
+    for features, block, long, narrow_v in itertools.product(
+        all_features, blocks, (False, True), widths
+    ):
+        p = problem(entry, features, block, aligned, packed, long, narrow_v)
         p.deterministic = deterministic
-        out = torch.randn(*p.q.shape).to(p.q.dtype).cuda()
+        out = torch.randn(*p.q.shape[:-1], p.v.shape[-1]).to(p.q.dtype).cuda()
         rows = (2, p.q.shape[0]) if packed else (2, 2, p.q.shape[1])
         lse = torch.randn(*rows).cuda() + 8
-        dout = torch.randn(*p.q.shape).to(p.q.dtype).cuda()
+        dout = torch.randn(*out.shape).to(p.q.dtype).cuda()
         grads = [torch.randn(*t.shape).to(t.dtype).cuda() for t in (p.q, p.k, p.v)]
         words = harness.words(p, out, lse, dout, *grads)
         if not takes(harness, index, p, words):
