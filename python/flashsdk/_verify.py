@@ -18,6 +18,7 @@ from ._reference import Array
 
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 FEW = 512  # elements whose bound is the largest, or more with less
+FEW_ROWS = 32  # and rows: one rounding, that of an lse, reaches whole rows of a gradient
 ORDERS = 3  # of summation and rounding, in which the errors of plain attention are measured
 
 
@@ -58,7 +59,8 @@ class Expected:
         # Few as well where few elements can err as the worst does: among huge logits those of the
         # rows in which more than one key counts.
         largest = _largest(self.bound[name])
-        few = self.bound[name].sum() < FEW * largest
+        rows = self.bound[name].max(axis=-1, initial=0)
+        few = self.bound[name].sum() < FEW * largest or rows.sum() < FEW_ROWS * largest
         return max(limit, largest) if few else limit
 
 

@@ -7,13 +7,13 @@ from flashsdk._verify import check
 SEEDS = 240
 # One key, in whose dS all cancels: what is left is rounding, and which is a matter of luck.
 CANCELLED = (733809567, 1538945808, 1006070809)
-
-
+# One rounding of an lse decides the largest error of dv.
+ONE_ROUNDING = (2089958439,)
 # Equal scores, so that all of a row's P round alike: of the problems for GPUs.
 ALIKE = (1840125146, 1634766893)
 
 
-@pytest.mark.parametrize("seed", (*range(SEEDS), *CANCELLED, *ALIKE))
+@pytest.mark.parametrize("seed", (*range(SEEDS), *CANCELLED, *ONE_ROUNDING, *ALIKE))
 def test_random_problem(runner, seed):
     runner.check(generate(seed, runner.backend))
 
