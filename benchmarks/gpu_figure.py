@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashsdk._commands import table
 from flashsdk._commands.figures import OURS, OURS_LIGHT, STANDARD, STANDARD_LIGHT
+from gpu_tables import DIRECTIONS, rates
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,27 +26,24 @@ def dense(figure: Figure, record: Record) -> None:
     dims = sorted({r["head_dim"] for r in rows})
     seqlens = sorted({r["seqlen"] for r in rows})
     names = [name for name in LINES if any(r["name"] == name for r in rows)]
-    rate = {
-        (r["op"], r["causal"], r["head_dim"], r["seqlen"], r["name"]): r["tflops"] for r in rows
-    }
+    rate = rates(rows)
     figure.set_size_inches(4.2 * len(dims), 9)
     figure.suptitle(
         f"Attention on an {record['device']}, bf16, TFLOP/s: flashsdk {record['flashsdk']} and "
         f"PyTorch {record['versions'].get('torch', '')}'s",
         fontsize=10, x=0.01, ha="left",
     )  # fmt: skip
-    panels = [(op, causal) for op in ("fwd", "bwd") for causal in (False, True)]
+    panels = [(op, causal) for op in DIRECTIONS for causal in (False, True)]
     all_axes = figure.subplots(len(panels), len(dims), sharey="row", squeeze=False)
     width = 0.8 / len(names)
     for line, (op, causal) in zip(all_axes, panels, strict=True):
         for axes, dim in zip(line, dims, strict=True):
             for i, name in enumerate(names):
                 label, colour = LINES[name]
-                heights = [rate.get((op, causal, dim, s, name), 0.0) for s in seqlens]
+                heights = [rate.get((op, dim, causal, s, name), 0.0) for s in seqlens]
                 at = [x + (i - (len(names) - 1) / 2) * width for x in range(len(seqlens))]
                 axes.bar(at, heights, width, color=colour, label=label)
-            direction = {"fwd": "forward", "bwd": "backward"}[op]
-            axes.set_title(f"{direction}, head_dim {dim}{', causal' if causal else ''}")
+            axes.set_title(f"{DIRECTIONS[op]}, head_dim {dim}{', causal' if causal else ''}")
             axes.set_xticks(range(len(seqlens)), [table.length(s) for s in seqlens])
             axes.tick_params(axis="x", length=0)
     all_axes[0][0].legend(frameon=False, fontsize=8, loc="upper left", ncols=2)

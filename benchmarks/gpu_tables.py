@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from flashsdk._commands.table import markdown_table
+from flashsdk._commands.table import length, markdown_table
 
 Record = dict[str, Any]
 PEERS = ("cudnn", "fa2")
-STEPS = ("build", "ctest", "pytest", "verify", "sanitizer", "overhead")  # of make test-gpu
 NAMES = {"cudnn": "cuDNN", "fa2": "FA2", "sm80": "sm80", "sm90": "sm90"}
+DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 
 def about(record: Record) -> str:
@@ -29,20 +29,23 @@ def bench_section(name: str, record: Record) -> str:
         "bf16, batch × seqlen = 16384, heads × head_dim = 2048, TFLOP/s. cuDNN and FA2 are "
         "PyTorch's scaled_dot_product_attention, timed in turns with ours.",
     ]
-    for op, title in (("fwd", "Forward"), ("bwd", "Backward")):
-        parts += [f"### {title}", dense_table(record["dense"], op)]
+    for op, title in DIRECTIONS.items():
+        parts += [f"### {title.capitalize()}", dense_table(record["dense"], op)]
     parts += ["### Block-sparse, blocks of 128 × 128", sparse_table(record["sparse"])]
     parts += ["### The attention of GPT-2 medium", gpt2_table(record["gpt2_medium"])]
     parts += ["### Features compiled in, all off", features_table(record["features_off"])]
     return "\n\n".join(parts)
 
 
-def dense_table(rows: list[Record], op: str) -> str:
-    rate = {
-        (r["head_dim"], r["causal"], r["seqlen"], r["name"]): r["tflops"]
-        for r in rows
-        if r["op"] == op
+def rates(rows: list[Record]) -> dict[tuple[Any, ...], float]:
+    """TFLOP/s by (op, head_dim, causal, seqlen, name)."""
+    return {
+        (r["op"], r["head_dim"], r["causal"], r["seqlen"], r["name"]): r["tflops"] for r in rows
     }
+
+
+def dense_table(rows: list[Record], op: str) -> str:
+    rate = {key[1:]: x for key, x in rates(rows).items() if key[0] == op}
     ours = sorted({name for *_, name in rate} - set(PEERS))
     cells = list(dict.fromkeys(key[:3] for key in rate))
     header = ["head_dim", "mask", "seqlen", *(NAMES[n] for n in (*PEERS, *ours))]
@@ -73,21 +76,16 @@ def dense_table(rows: list[Record], op: str) -> str:
 
 def headline(record: Record) -> str:
     """The fastest of our backends in each cell: TFLOP/s, and over cuDNN's."""
-    rate = {(r["op"], r["head_dim"], r["causal"], r["seqlen"], r["name"]): r["tflops"]
-            for r in record["dense"]}  # fmt: skip
+    rate = rates(record["dense"])
+    backends = {key[-1] for key in rate} - set(PEERS)
     lines = list(dict.fromkeys(key[:3] for key in rate))
     seqlens = sorted({key[3] for key in rate})
     table = []
     for line in sorted(lines, key=lambda line: line[0], reverse=True):
         op, dim, causal = line
-        cells = [
-            {"fwd": "forward", "bwd": "backward"}[op],
-            str(dim),
-            "causal" if causal else "none",
-        ]
+        cells = [DIRECTIONS[op], str(dim), "causal" if causal else "none"]
         for seqlen in seqlens:
-            ours = max(x for (*key, name), x in rate.items()
-                       if tuple(key) == (*line, seqlen) and name not in PEERS)  # fmt: skip
+            ours = max(rate.get((*line, seqlen, name), 0.0) for name in backends)
             theirs = rate.get((*line, seqlen, "cudnn"))
             cells.append(f"{ours:.0f}" + (f" ({ours / theirs:.2f}×)" if theirs else ""))
         table.append(cells)
@@ -134,13 +132,15 @@ def features_table(rows: list[Record]) -> str:
 
 def tests_section(record: Record) -> str:
     steps = record["steps"]
-    table = []
+    table, missing = [], []
 
     def row(name: str, key: str, text: str) -> None:
-        if key in steps:
-            step = steps[key]
-            outcome = step.get("skipped") if isinstance(step.get("skipped"), str) else None
-            table.append([name, outcome or text, "passed" if step["ok"] else "FAILED"])
+        if key not in steps:
+            missing.append(key)
+            return
+        step = steps[key]
+        outcome = step.get("skipped") if isinstance(step.get("skipped"), str) else None
+        table.append([name, outcome or text, "passed" if step["ok"] else "FAILED"])
 
     for backend, kernels in record["built"].items():
         dims = ", ".join(map(str, kernels["head_dims"]))
@@ -176,7 +176,6 @@ def tests_section(record: Record) -> str:
         about(record),
         markdown_table(["step", "result", ""], table, 3),
     ]
-    missing = [name for name in STEPS if name not in steps]
     if missing:
         parts.append(f"Not in this record: {', '.join(missing)}.")
     parts += [f"```text\n{step['why'].strip()}\n```" for step in steps.values() if "why" in step]
@@ -185,7 +184,3 @@ def tests_section(record: Record) -> str:
 
 def number(x: float | None) -> str:
     return "–" if x is None else f"{x:.0f}"
-
-
-def length(n: int) -> str:
-    return f"{n // 1024}K" if n % 1024 == 0 else str(n)

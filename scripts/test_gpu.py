@@ -26,6 +26,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -269,16 +270,21 @@ def has_module(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def header(m: Machine) -> Part:
-    """Written before the steps: the kernels as they are now."""
+def records() -> ModuleType:
+    """Only where the extension is built."""
     sys.path.insert(0, str(ROOT / "python"))
     from flashsdk._commands import gpu_record
 
+    return gpu_record
+
+
+def header(m: Machine) -> Part:
+    """Written before the steps: the kernels as they are now."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     _, text, _ = m.run("nvcc", [nvcc, "--version"], limit=60)
     found = re.search(r"release ([\d.]+)", text)
     return {
-        **gpu_record.header("gpu_tests", m.device),
+        **records().header("gpu_tests", m.device),
         "nvcc": found[1] if found else None,
         "built": built(m),
     }
@@ -286,11 +292,8 @@ def header(m: Machine) -> Part:
 
 def resumed(out: Path) -> Part:
     """The record there, if it is of the kernels as they are now; its build is still in place."""
-    sys.path.insert(0, str(ROOT / "python"))
-    from flashsdk._commands import gpu_record
-
     record: Part = json.loads(out.read_text())
-    if record["kernel_sources"] != gpu_record.sources_hash():
+    if record["kernel_sources"] != records().sources_hash():
         sys.exit(f"test_gpu: {out} is of other kernels than these; run the build step again")
     return record
 

@@ -96,8 +96,10 @@ class Tensors {
  public:
   Tensors(const ForwardParams& p, bool packed, MemoryMap& memory) : p_(p), packed_(packed), memory_(memory) {}
 
-  // (batch, rows, heads, dim), packed (rows, heads, dim), of q's dtype.
+  // (batch, rows, heads, dim), packed (rows, heads, dim), of q's dtype. One that is not given, which only a question
+  // about a call may leave out, is row-major, as most callers make them.
   TensorParam rows(const char* name, const TensorView& t, Side side, Width width, MemoryMap::Access access) {
+    if (!t.given()) return row_major(side, width);
     const bool q = side == Side::kQuery;
     const Dim heads = q ? Dim{"num_heads", p_.num_heads} : Dim{"num_heads_kv", p_.num_heads_kv};
     const Dim dim = width == Width::kQk ? Dim{"head_dim", p_.head_dim} : Dim{"head_dim_v", p_.head_dim_v};
@@ -111,14 +113,6 @@ class Tensors {
     finish(name, t, access);
     const int row = packed_ ? 0 : 1;
     return {t.data, packed_ ? 0 : stride_of(t, 0), stride_of(t, row), stride_of(t, row + 1)};
-  }
-
-  // Of a query about a call whose outputs are not there yet: row-major, as most callers make them.
-  TensorParam row_major(Side side, Width width) const {
-    const bool q = side == Side::kQuery;
-    const std::int64_t head = width == Width::kQk ? p_.head_dim : p_.head_dim_v;
-    const std::int64_t row = head * (q ? p_.num_heads : p_.num_heads_kv);
-    return {nullptr, packed_ ? 0 : row * (q ? p_.seqlen_q : p_.seqlen_k), row, head};
   }
 
   // float32 (batch, num_heads, seqlen_q), packed (num_heads, total_q).
@@ -166,6 +160,13 @@ class Tensors {
   }
 
  private:
+  TensorParam row_major(Side side, Width width) const {
+    const bool q = side == Side::kQuery;
+    const std::int64_t head = width == Width::kQk ? p_.head_dim : p_.head_dim_v;
+    const std::int64_t row = head * (q ? p_.num_heads : p_.num_heads_kv);
+    return {nullptr, packed_ ? 0 : row * (q ? p_.seqlen_q : p_.seqlen_k), row, head};
+  }
+
   void finish(const char* name, const TensorView& t, MemoryMap::Access access) {
     check_device(name, t, p_.device, kWhereQ);
     check_last_dim_contiguous(name, t);
@@ -279,8 +280,7 @@ ForwardParams validate(const ForwardArgs& args, Completeness completeness) {
     check_given("out", args.out);
     check_given("lse", args.lse);
   }
-  p.out = args.out.given() ? tensors.rows("out", args.out, Side::kQuery, Width::kV, kWrite)
-                           : tensors.row_major(Side::kQuery, Width::kV);
+  p.out = tensors.rows("out", args.out, Side::kQuery, Width::kV, kWrite);
   if (args.lse.given()) p.lse = tensors.per_query("lse", args.lse, kWrite);
   memory.check_overlap();
   check_packed_values(p);
@@ -295,7 +295,7 @@ BackwardParams validate(const BackwardArgs& args, Completeness completeness) {
   Tensors tensors(p, packed, memory);
   auto rows = [&](const char* name, const TensorView& t, Side side, Width width, MemoryMap::Access access) {
     if (launch) check_given(name, t);
-    return t.given() ? tensors.rows(name, t, side, width, access) : tensors.row_major(side, width);
+    return tensors.rows(name, t, side, width, access);
   };
   p.dout = rows("dout", args.dout, Side::kQuery, Width::kV, kRead);
   p.out = rows("out", args.out, Side::kQuery, Width::kV, kRead);

@@ -130,9 +130,9 @@ def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
     e_dv = _reach(e_dropped.T, dout) + _sum_error(seqlen_q) * (dropped.T @ np.abs(dout))
 
     d_dropped = dout @ v.T
-    dp, mean = m.drop * d_dropped, (dout * out).sum(1)
-    delta = mean - head.dlse
     terms = dout * out
+    dp, mean = m.drop * d_dropped, terms.sum(1)
+    delta = mean - head.dlse
     e_delta = _reach_row(e_p * (dp - mean[:, None])) + e_sum * np.abs(mean)
     e_delta += _reach_row(e_rounded * d_dropped)
     e_delta += _reach_row(np.copysign(e_stored, out) * dout)
