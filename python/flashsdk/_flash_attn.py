@@ -11,9 +11,9 @@ from typing import Literal, TypeAlias, overload
 from torch import Tensor
 
 from ._errors import Error, integer, shown
-from ._torch_checks import flag, number, renamed, shape_of, tensor
+from ._torch_checks import number, renamed, shape_of, switch, tensor
 from ._torch_ops import attend
-from .masks import Band
+from .masks import Band, Causal
 
 # What attend calls the arguments of each function, where that is not their name.
 _OWN: Mapping[str, str] = {}
@@ -469,14 +469,15 @@ def _flash_attn(
     names: Mapping[str, str] = _OWN,
 ) -> Outputs:
     dropout_p = number("dropout_p", dropout_p)
-    if flag("return_attn_probs", return_attn_probs) and dropout_p > 0:
+    if switch("return_attn_probs", return_attn_probs) and dropout_p > 0:
         raise Error(
             f"return_attn_probs: True with dropout_p = {dropout_p}; False, as P is never stored",
             "unsupported",
         )
     left, right = _window(window_size)
-    if flag("causal", causal):
-        right = 0
+    mask = None if left is None and right is None else Band(left, right)
+    if switch("causal", causal):
+        mask = Causal() if left is None else Band(left, 0)
     q, k, v = qkv
     try:
         out, lse = attend(
@@ -484,12 +485,12 @@ def _flash_attn(
             k,
             v,
             packed,
-            mask=None if left is None and right is None else Band(left, right),
+            mask=mask,
             alibi_slopes=alibi_slopes,
             softmax_scale=softmax_scale,
             softcap=max(number("softcap", softcap), 0.0),
             dropout_p=dropout_p,
-            deterministic=flag("deterministic", deterministic) or None,
+            deterministic=switch("deterministic", deterministic) or None,
             copy=True,
         )
     except Error as e:

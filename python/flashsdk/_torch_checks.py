@@ -20,6 +20,11 @@ from ._errors import Error, integer, real, shown, truth
 flag = truth
 
 
+def switch(name: str, value: object) -> bool:
+    """``flag`` where the field takes 0 and 1 as well."""
+    return bool(value) if isinstance(value, int) and value in (0, 1) else truth(name, value)
+
+
 def renamed(error: Error, names: Mapping[str, str]) -> Error:
     """``error`` with the names that the arguments have for the caller."""
     argument, _, rest = str(error).partition(": ")

@@ -21,6 +21,7 @@ from . import ops
 from ._block_lists import INT32_MAX, LISTS, Csr
 from ._errors import Error, integer, shown
 from ._torch_checks import check_constant, check_rows, flag, no_tangent, number, tensor, whole
+from ._torch_eager import Keywords, Operation, detached, draw_seed, last_contiguous
 from .masks import Band, BlockMask, Dense, Mask
 
 Operator: TypeAlias = Callable[..., Any]
@@ -46,8 +47,8 @@ class Options(NamedTuple):
         """The keywords of ``flashsdk.ops``."""
         return {
             "mask": decode_mask(self.mask, self.blocks),
-            "bias": _detached(self.bias),
-            "alibi_slopes": _detached(self.alibi_slopes),
+            "bias": self.bias,
+            "alibi_slopes": self.alibi_slopes,
             "softmax_scale": self.softmax_scale,
             "softcap": self.softcap,
             "dropout_p": self.dropout_p,
@@ -67,7 +68,7 @@ _PACKED = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt
 # ---- masks as integers
 
 
-def encode_mask(mask: object, like: Tensor | None = None) -> tuple[list[int], Tensor | None]:
+def encode_mask(mask: Mask | None, like: Tensor | None = None) -> tuple[list[int], Tensor | None]:
     """A mask as (integers, block lists where ``like`` is); ``decode_mask`` is the inverse.
 
     Nothing for Dense; left, right, alignment for a Band, where INT32_MAX is unlimited; for a
@@ -78,9 +79,6 @@ def encode_mask(mask: object, like: Tensor | None = None) -> tuple[list[int], Te
         return [], None
     if isinstance(mask, Band):
         return _encode_band(mask), None
-    if not isinstance(mask, BlockMask):
-        allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
-        raise Error(f"mask: {shown(mask)}; {allowed}")
     code = _encode_band(mask.band or Band())
     code += [*mask.block_size, mask.seqlen_q, mask.seqlen_k]
     # Not the arrays themselves: torch.compile would make an input of each.
@@ -150,15 +148,15 @@ def _define(
     run_forward: Callable[..., Any],  # of flashsdk.ops
     run_backward: Callable[..., Any],
     packed: int,  # arguments of _PACKED between the tensors and the options: 0 or 4
-) -> Operator:
-    """Makes torch.ops.flashsdk.<name>_fwd and <name>_bwd, and returns the former, differentiable.
+) -> Operation:
+    """Makes torch.ops.flashsdk.<name>_fwd and <name>_bwd, and returns how to call them.
 
     Packed tensors have no batch dimension, lse is then (num_heads, total_q).
     """
     rest_schema = (_PACKED if packed else "") + _OPTIONS
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        tensors, options = map(_detached, (q, k, v)), Options(*rest[packed:])
+        tensors, options = map(detached, (q, k, v)), Options(*rest[packed:])
         out, lse = run_forward(*tensors, *rest[:packed], **options.keywords())
         return out, lse
 
@@ -169,8 +167,8 @@ def _define(
 
     def backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         # Autograd's gradients are often expanded or transposed: that of out.sum() has strides 0.
-        dlse = None if dlse is None else last_contiguous(dlse.detach())
-        tensors = map(_detached, (last_contiguous(dout), *rest[:5]))
+        dlse = None if dlse is None else last_contiguous(detached(dlse))
+        tensors = map(detached, (last_contiguous(dout), *rest[:5]))
         options = Options(*rest[5 + packed :]).keywords()
         dq, dk, dv = run_backward(*tensors, *rest[5 : 5 + packed], dlse=dlse, **options)
         return dq, dk, dv
@@ -205,12 +203,8 @@ def _define(
     schema += " -> (Tensor dq, Tensor dk, Tensor dv)"
     gradients = _operator(schema, backward, fake_backward, save_nothing, refuse)
     schema = f"{name}_fwd({qkv}{rest_schema}) -> (Tensor out, Tensor lse)"
-    return _operator(schema, forward, fake_forward, save, gradient)
-
-
-def _detached(x: Tensor | None) -> Tensor | None:
-    """Without autograd, whose tensors DLPack refuses."""
-    return None if x is None else x.detach()
+    differentiable = _operator(schema, forward, fake_forward, save, gradient)
+    return Operation(differentiable, gradients, run_forward, run_backward, _encoded)
 
 
 def _operator(
@@ -267,16 +261,7 @@ def _one_by_one(operator: Operator, info: Any, dims: Sequence[Any], *args: Any) 
     return stacked, (0,) * len(stacked)
 
 
-mha = _define("mha", ops.mha_fwd, ops.mha_bwd, 0)
-mha_varlen = _define("mha_varlen", ops.mha_varlen_fwd, ops.mha_varlen_bwd, 4)
-
-
 # ---- what the public functions share
-
-
-def last_contiguous(x: Tensor) -> Tensor:
-    """``x``, or a copy if its last dimension is not contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def attend(
@@ -312,19 +297,17 @@ def attend(
             whole("max_seqlen_q", max_seqlen_q),
             whole("max_seqlen_k", max_seqlen_k),
         )
-    options = _checked(
-        q, mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed, deterministic, backend
+    keywords = _checked(
+        mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed, deterministic, backend
     )
     if copy:
         q, k, v = map(last_contiguous, (q, k, v))
     q, k, v = _autocast(q, k, v)
-    out, lse = (mha if packed is None else mha_varlen)(q, k, v, *lengths, *options)
-    return out, lse
+    return (_mha if packed is None else _mha_varlen).attend(q, k, v, lengths, keywords)
 
 
 def _checked(
-    q: Tensor,
-    mask: Mask | None,
+    mask: object,
     bias: Tensor | None,
     alibi_slopes: Tensor | None,
     softmax_scale: float | None,
@@ -333,8 +316,11 @@ def _checked(
     seed: int | None,
     deterministic: bool | None,
     backend: str | None,
-) -> Options:
-    """The keywords of a call as an operator takes them, or an Error."""
+) -> Keywords:
+    """The keywords of a call as ``flashsdk.ops`` takes them, or an Error."""
+    if not (mask is None or isinstance(mask, Dense | Band | BlockMask)):
+        allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
+        raise Error(f"mask: {shown(mask)}; {allowed}")
     if bias is not None:
         check_constant("bias", tensor("bias", bias))
     if alibi_slopes is not None:
@@ -347,26 +333,31 @@ def _checked(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if backend is not None and not isinstance(backend, str):
         raise Error(f'backend: {shown(backend)}; "cpu", "sm80", "sm90" or None')
-    dropout_p = number("dropout_p", dropout_p)
-    code, blocks = encode_mask(mask, q)
-    return Options(
-        bias,
-        alibi_slopes,
-        _seed(seed) if dropout_p != 0 else None,
-        blocks,
-        code,
-        None if softmax_scale is None else number("softmax_scale", softmax_scale),
-        number("softcap", softcap),
-        dropout_p,
-        flag("deterministic", deterministic),
-        backend or "",
-    )
+    return {
+        "mask": mask,
+        "bias": bias,
+        "alibi_slopes": alibi_slopes,
+        "softmax_scale": None if softmax_scale is None else number("softmax_scale", softmax_scale),
+        "softcap": number("softcap", softcap),
+        "dropout_p": number("dropout_p", dropout_p),
+        "seed": seed,
+        "deterministic": flag("deterministic", deterministic),
+        "backend": backend,
+    }
+
+
+def _encoded(keywords: Keywords, like: Tensor) -> Options:
+    """Keywords of ``flashsdk.ops`` as an operator takes them."""
+    mask, blocks = encode_mask(keywords["mask"], like)
+    seed = _seed(keywords["seed"]) if keywords["dropout_p"] != 0 else None
+    backend = keywords["backend"] or ""
+    return Options(**{**keywords, "mask": mask, "blocks": blocks, "seed": seed, "backend": backend})
 
 
 def _seed(seed: int | None) -> Tensor:
     """int64, one element, on the CPU, so that reading it waits for no device."""
     if seed is None:
-        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
+        return draw_seed()
     return torch.full((1,), seed - _UINT64 * (seed >= 2**63), dtype=torch.int64, device="cpu")
 
 
@@ -379,3 +370,7 @@ def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
     dtype = torch.get_autocast_dtype(device)
     keep = (torch.float64,)
     return (x.to(dtype) if x.is_floating_point() and x.dtype not in keep else x for x in tensors)
+
+
+_mha = _define("mha", ops.mha_fwd, ops.mha_bwd, 0)
+_mha_varlen = _define("mha_varlen", ops.mha_varlen_fwd, ops.mha_varlen_bwd, 4)

@@ -161,7 +161,13 @@ def Causal(alignment: Alignment = "bottom_right") -> Band:
 
     FlexAttention's ``q_idx >= kv_idx`` and torch's ``is_causal`` are ``Causal("top_left")``.
     """
+    # Most calls ask for it anew, and to make and check one costs a tenth of a small call.
+    if isinstance(alignment, str) and alignment == "bottom_right":
+        return _CAUSAL
     return Band(None, 0, alignment)
+
+
+_CAUSAL = Band(None, 0)
 
 
 def SlidingWindow(

@@ -34,7 +34,8 @@ from ._flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 from ._torch_checks import check_constant, flag, renamed, shape_of, tensor
-from ._torch_ops import attend, last_contiguous
+from ._torch_eager import last_contiguous
+from ._torch_ops import attend
 from .masks import Band, Causal, Mask
 
 if TYPE_CHECKING:

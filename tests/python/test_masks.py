@@ -457,3 +457,10 @@ def test_plot_without_matplotlib_names_the_extra(monkeypatch):
     with pytest.raises(Error, match=r"pip install 'flashsdk\[plot\]'") as caught:
         from_dense().plot()
     assert caught.value.code == "unsupported"
+
+
+def test_causal_is_made_once():
+    """It is asked for at most calls, and making one would be a tenth of a small one."""
+    assert Causal() is Causal("bottom_right")
+    assert Causal() == Band(None, 0)
+    assert Causal("top_left") == Band(None, 0, "top_left")

@@ -3,14 +3,17 @@
 import copy
 import itertools
 import pickle
+from dataclasses import replace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
+from flashsdk import _torch_ops  # noqa: E402
 from flashsdk.torch import attention, varlen_attention  # noqa: E402
 from standard_attention import check, standard  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAUSAL = fs.Causal()
@@ -401,8 +404,96 @@ def test_deterministic_follows_torch():
     inputs = with_gradients(qkv())
     torch.use_deterministic_algorithms(True)
     try:
-        assert attention(*inputs).grad_fn.numbers[-2] is True
-        assert attention(*inputs, deterministic=False).grad_fn.numbers[-2] is False
+        assert attention(*inputs).grad_fn.keywords["deterministic"] is True
+        assert attention(*inputs, deterministic=False).grad_fn.keywords["deterministic"] is False
     finally:
         torch.use_deterministic_algorithms(False)
-    assert attention(*inputs).grad_fn.numbers[-2] is False
+    assert attention(*inputs).grad_fn.keywords["deterministic"] is False
+
+
+# ---- the way without the dispatcher
+
+
+def everything(q, k, v):
+    """out, lse, dq, dk, dv of attention with every feature whose arguments have to be kept."""
+    inputs = with_gradients((q, k, v))
+    slopes, bias = torch.linspace(0, 1, 4), torch.linspace(-1, 1, 70 * 70).view(1, 1, 70, 70)
+    options = {"bias": bias, "alibi_slopes": slopes, "dropout_p": 0.3, "softcap": 4.0}
+    out, lse = attention(*inputs, mask=block_mask(band=CAUSAL), **options, return_lse=True)
+    return out, lse, *torch.autograd.grad(out.square().sum() + lse[:, :, :32].sum(), inputs)
+
+
+def test_ordinary_calls_do_without_the_dispatcher(monkeypatch):
+    def dispatched(*_):
+        raise AssertionError("an operator was called")
+
+    monkeypatch.setattr(
+        _torch_ops, "_mha", replace(_torch_ops._mha, forward=dispatched, backward=dispatched)
+    )
+    q, k, v = qkv()
+    everything(q, k, v)
+    with torch.no_grad():
+        attention(*with_gradients((q, k, v)))
+    attention(torch.nn.Parameter(q), k, v).sum().backward()
+    with TorchDispatchMode(), pytest.raises(AssertionError, match="an operator"):
+        attention(q, k, v)
+
+
+class Operators(TorchDispatchMode):
+    """Their names, as those see them who look on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_both_ways_are_the_same_to_those_who_look_on():
+    inputs = qkv()
+    torch.manual_seed(7)
+    want = everything(*inputs)
+    torch.manual_seed(7)
+    with Operators() as operators:
+        seen = everything(*inputs)
+    assert {"flashsdk.mha_fwd.default", "flashsdk.mha_bwd.default"} <= set(operators.seen)
+    torch.manual_seed(7)
+    with torch.profiler.profile() as profiler:
+        profiled = everything(*inputs)
+    names = {event.key for event in profiler.key_averages()}
+    assert {"flashsdk::mha_fwd", "flashsdk::mha_bwd"} <= names
+    for results in (seen, profiled):
+        assert all(map(torch.equal, results, want))
+
+
+def test_packed_sequences_the_short_way_and_the_long_one():
+    q, k, v = with_gradients(x[0] for x in qkv())
+    offsets = torch.tensor([0, 30, 30, 70], dtype=torch.int32)
+
+    def gradients():
+        out = varlen_attention(q, k, v, offsets, offsets, 40, 40, mask=CAUSAL)
+        return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    want = gradients()
+    with Operators() as operators:
+        seen = gradients()
+    assert "flashsdk.mha_varlen_bwd.default" in operators.seen
+    assert all(map(torch.equal, seen, want))
+
+
+def test_saved_tensors_pass_their_hooks():
+    """As they do for offloading and activation checkpointing: all that backward reads."""
+    kept = []
+    q, k, v = with_gradients(qkv())
+    bias, slopes = torch.zeros(1, 1, 70, 70), torch.ones(4)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = attention(q, k, v, bias=bias, alibi_slopes=slopes)
+    given = {x.data_ptr() for x in (q, k, v, out, bias, slopes)}
+    assert given < {x.data_ptr() for x in kept}
+    assert len(kept) == 7  # lse
+    out = attention(q, k, v, bias=bias, alibi_slopes=slopes)
+    bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -169,3 +169,14 @@ def test_refusals():
     refused(match, adapter.flash_attn_qkvpacked_func, q)
     match = r"^kv: shape .*; \(seqlen, 2, num_heads, head_dim\)"
     refused(match, adapter.flash_attn_varlen_kvpacked_func, packed[0], packed[1], *lengths)
+
+
+def test_switches_may_be_0_and_1():
+    """As flash-attn's own are, which configurations hold as integers."""
+    q, k, v = qkv()
+    want = adapter.flash_attn_func(q, k, v, causal=True, deterministic=True)
+    assert torch.equal(adapter.flash_attn_func(q, k, v, causal=1, deterministic=1), want)
+    assert torch.equal(adapter.flash_attn_func(q, k, v, causal=0), adapter.attention(q, k, v))
+    for wrong in (2, -1, 0.0, 1.0, "1"):
+        with pytest.raises(fs.Error, match=r"^causal: .*; True or False$"):
+            adapter.flash_attn_func(q, k, v, causal=wrong)

@@ -1,0 +1,138 @@
+"""The short way from ``flashsdk.torch`` to the library: calls that nothing but autograd watches.
+
+torch.compile, functorch, tracers, modes, profilers and subclasses of Tensor have to see an
+operator, and torch's dispatcher needs longer for one that is written in Python than the library
+for a small call. Where none of them looks on, the operator's work is done without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.autograd import Function, forward_ad
+
+Keywords = dict[str, Any]  # of the functions of flashsdk.ops, but dlse and outputs
+Tensors = tuple[Tensor, ...]
+
+_ORDINARY = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Attention of batches, or of packed sequences, the long way and the short one.
+
+    Both take what ``lengths`` stands for, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    or nothing for batches.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]  # the operators, with ``encode``'s arguments
+    backward: Callable[..., Tensors]
+    run_forward: Callable[..., tuple[Tensor, Tensor]]  # of flashsdk.ops, with Keywords
+    run_backward: Callable[..., Tensors]
+    encode: Callable[[Keywords, Tensor], tuple[Any, ...]]  # Keywords, and a tensor they belong to
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Any, ...], keywords: Keywords
+    ) -> tuple[Tensor, Tensor]:
+        """out, lse."""
+        tensors = (q, k, v, *lengths[:2], keywords["bias"], keywords["alibi_slopes"])
+        if not _unwatched(tensors):
+            return self.forward(q, k, v, *lengths, *self.encode(keywords, q))
+        if keywords["dropout_p"] == 0:
+            keywords["seed"] = 0
+        elif keywords["seed"] is None:
+            keywords["seed"] = int(draw_seed())
+        if _recorded((q, k, v)):
+            out, lse = _Attention.apply(q, k, v, self, lengths, keywords)  # type: ignore[no-untyped-call]
+            return out, lse
+        q, k, v = map(detached, (q, k, v))
+        return self.run_forward(q, k, v, *lengths, **keywords)
+
+    def gradients(
+        self, dout: Tensor, dlse: Tensor | None, saved: Tensors, lengths: tuple[Any, ...],
+        keywords: Keywords,
+    ) -> Tensors:  # fmt: skip
+        """dq, dk, dv. ``saved`` are q, k, v, out, lse."""
+        tensors = (dout, dlse, *saved, *lengths[:2], keywords["bias"], keywords["alibi_slopes"])
+        # A gradient that is recorded itself: the operator's own refuses.
+        if not _unwatched(tensors) or _recorded((dout, *saved)):
+            return self.backward(dout, dlse, *saved, *lengths, *self.encode(keywords, saved[0]))
+        saved = tuple(map(detached, saved))
+        dout = last_contiguous(dout)
+        dlse = None if dlse is None else last_contiguous(dlse)
+        return self.run_backward(dout, *saved, *lengths, dlse=dlse, **keywords)
+
+
+class _Attention(Function):
+    """What autograd records of ``Operation.attend``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, operation: Operation, lengths: tuple[Any, ...],
+        keywords: Keywords,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.set_materialize_grads(False)  # no dlse for those who do not use lse
+        out, lse = operation.run_forward(*map(detached, (q, k, v)), *lengths, **keywords)
+        ctx.operation, ctx.bounds = operation, lengths[2:]
+        ctx.save_for_backward(
+            q, k, v, out, lse, keywords["bias"], keywords["alibi_slopes"], *lengths[:2]
+        )
+        ctx.keywords = {**keywords, "bias": None, "alibi_slopes": None}
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, bias, alibi_slopes, *offsets = ctx.saved_tensors
+        if dout is None:  # only lse is used
+            dout = torch.zeros_like(out)
+        lengths = (*offsets, *ctx.bounds)
+        keywords = {**ctx.keywords, "bias": bias, "alibi_slopes": alibi_slopes}
+        gradients = ctx.operation.gradients(dout, dlse, (q, k, v, out, lse), lengths, keywords)
+        return *gradients, None, None, None
+
+
+def _unwatched(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether nobody wants to see the operators that these tensors go through."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+    ):
+        return False
+    for x in tensors:  # all() of a generator takes twice as long
+        if x is not None and (type(x) not in _ORDINARY or x.is_meta):
+            return False
+    return True
+
+
+def _recorded(tensors: Tensors) -> bool:
+    """Whether autograd wants to know what becomes of these tensors."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x.requires_grad:
+                return True
+    return False
+
+
+def draw_seed() -> Tensor:
+    """int64, one element, on the CPU, so that reading it waits for no device."""
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
+
+
+def detached(x: Tensor) -> Tensor:
+    """Without autograd, whose tensors DLPack refuses."""
+    return x.detach() if x.requires_grad else x
+
+
+def last_contiguous(x: Tensor) -> Tensor:
+    """``x``, or a copy if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
