@@ -22,6 +22,10 @@ __device__ __forceinline__ std::int64_t opaque(std::int64_t x) {
   asm volatile("" : "+l"(x));
   return x;
 }
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // if (condition) body(), where the condition is the same for the whole warp. Written as a loop whose end no compiler
 // knows (grids have no third dimension), so that it stays a branch: as predicated instructions, which ptxas makes even of

@@ -50,12 +50,17 @@ __device__ void accumulate_dq(const Accumulator& acc, const ForwardParams& p, co
   }
 }
 
-// In a marked tile, queries that see no key: whatever q and dO hold there counts as zeros.
+// In a marked tile, queries that see no key: whatever q and dO hold there counts as zeros. Rare, so that it may take
+// time but no register: nothing of it is computed ahead of the loop over tiles.
 template <class Traits, class SmemTensor>
 __device__ void clear_blind_queries(const SmemTensor& q, const SmemTensor& dout, const float* lse_log2) {
-  for (int i = threadIdx.x; i < Traits::kBlockM * Traits::kHeadDim; i += Traits::kThreads) {
-    const int row = i / Traits::kHeadDim, column = i % Traits::kHeadDim;
-    if (lse_log2[row] == INFINITY) q(row, column) = dout(row, column) = typename Traits::Element(0.f);
+  constexpr int kVectors = Traits::kHeadDim / cuda::kVectorElements;
+#pragma unroll 1
+  for (int i = cuda::opaque(static_cast<int>(threadIdx.x)); i < Traits::kBlockM * kVectors; i += Traits::kThreads) {
+    const int row = i / kVectors, column = i % kVectors * cuda::kVectorElements;
+    if (lse_log2[row] == INFINITY) {
+      for (auto* to : {&q(row, column), &dout(row, column)}) *reinterpret_cast<uint4*>(to) = uint4{};
+    }
   }
   __syncthreads();
 }
