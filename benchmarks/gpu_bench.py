@@ -2,7 +2,8 @@
 
     python3 benchmarks/gpu_bench.py [--out benchmarks/results/gpu_bench] [--quick]
 
-`make bench-gpu` builds first. Writes OUT.json, the record that docs/benchmarks.md is made from, and
+`make bench-gpu` builds first, also the library of single kernels that `features_off` launches from.
+Writes OUT.json, the record that docs/benchmarks.md is made from, and
 OUT.csv, its cells. Everything a row compares is timed in turns in one process: medians of
 CUDA-event times, after warm-up. FLOPs: forward 4·batch·heads·seqlen²·head_dim, half of it when
 causal; backward 2.5 forwards. A backward's time holds all of its passes.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import json
 import statistics
 import sys
@@ -19,14 +21,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "cpp" / "gpu"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 
 import flashsdk as fs
 import numpy as np
 import torch
 from flashsdk._commands import gpu_record
+from harness import Harness, Problem
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+KERNELS = Path(__file__).resolve().parent.parent / "build" / "gpu" / "libflashsdk_gpu_harness.so"
 TOKENS, WIDTH = 16384, 2048  # batch · seqlen, heads · head_dim
 PEERS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 Runs = dict[Any, Callable[[], object]]
@@ -144,6 +149,15 @@ def over(rows: list[Row], base: str) -> list[tuple[str, float]]:
     ]
 
 
+def random_blocks(n: int, density: float) -> Any:
+    """n x n blocks: the diagonal, and as many others at random places as make exactly this part."""
+    blocks = np.eye(n, dtype=bool)
+    others = np.flatnonzero(~blocks)
+    more = round(density * n * n) - n
+    blocks.flat[np.random.default_rng(0).choice(others, more, replace=False)] = True
+    return blocks
+
+
 def sparse(seqlen: int, block: int = 128) -> list[Row]:
     """Random layouts with the diagonal, as parts of the time without a mask."""
     rows = []
@@ -151,11 +165,12 @@ def sparse(seqlen: int, block: int = 128) -> list[Row]:
     for dim in (64, 128):
         x = tensors(2, seqlen, WIDTH // dim, dim, torch.bfloat16)
         masks: dict[Any, Any] = {"dense": None}
-        for wanted in (0.0625, 0.125, 0.25, 0.5):
-            blocks = np.random.default_rng(0).random((1, 1, n, n)) < wanted
-            blocks |= np.eye(n, dtype=bool)
-            masks[float(blocks.mean())] = fs.BlockMask.from_dense(
-                blocks, (block, block), seqlen_q=seqlen, seqlen_k=seqlen
+        for density in (0.0625, 0.125, 0.25, 0.5):
+            masks[density] = fs.BlockMask.from_dense(
+                random_blocks(n, density)[None, None],
+                (block, block),
+                seqlen_q=seqlen,
+                seqlen_k=seqlen,
             )
         for backend in backends():
             runs: Runs = {}
@@ -194,8 +209,8 @@ def gpt2_medium() -> list[Row]:
     return rows
 
 
-def features_off() -> list[Row]:
-    """What it costs to have features compiled in that do nothing: ALiBi with slopes of 0."""
+def alibi() -> list[Row]:
+    """ALiBi at work, with slopes of 0: what it costs beside the plain kernel."""
     rows = []
     for dim in (64, 128):
         heads = WIDTH // dim
@@ -206,12 +221,52 @@ def features_off() -> list[Row]:
             if not plain or not with_slopes:
                 continue
             runs = {(op, "plain"): run for (op, _), run in plain.items()}
-            runs |= {(op, "featured"): run for (op, _), run in with_slopes.items()}
+            runs |= {(op, "alibi"): run for (op, _), run in with_slopes.items()}
             ms = median_ms(runs)
             for op in ("fwd", "bwd"):
-                part = ms[op, "featured"] / ms[op, "plain"]
+                part = ms[op, "alibi"] / ms[op, "plain"]
                 rows.append({"name": backend, "op": op, "head_dim": dim, "of_plain": part})
-                print(f"features off, {backend} {op} d{dim}: {part:.3f}", flush=True)
+                print(f"ALiBi, {backend} {op} d{dim}: {part:.3f}", flush=True)
+    return rows
+
+
+def features_off(library: Path) -> list[Row]:
+    """What it costs to have features compiled in of which a call asks for none.
+
+    No call takes such a kernel: each is found by a problem that needs it, and launched without.
+    """
+    harness = Harness(str(library))
+    rows = []
+    for dim in (64, 128):
+        q, k, v, dout = tensors(4, 4096, WIDTH // dim, dim, torch.bfloat16)
+        off = Problem(q, k, v)
+        dropout = dataclasses.replace(off, threshold=26)
+        everything = dataclasses.replace(dropout, softcap=30.0)
+        out, lse = harness.forward(off)
+        grads = [torch.empty_like(t) for t in (q, k, v)]
+
+        def words(problem: Any, results: Any = (out, lse, dout, *grads)) -> Any:
+            return harness.words(problem, *results)
+
+        def launch(index: int, off: Any = off, words: Any = words) -> Callable[[], object]:
+            call = words(off)
+            workspace = harness.workspace(index, off, call)
+            return lambda: harness.launch(index, off, call, workspace)
+
+        for backend in backends():
+            runs: Runs = {}
+            for kind, need in {"plain": off, "dropout": dropout, "all": everything}.items():
+                for op, name in enumerate(("fwd", "bwd")):
+                    fitting = harness.pick(op, need, words(need), all_fitting=True)
+                    of_backend = [i for i in fitting if harness.backend(i) == backend]
+                    if of_backend:
+                        runs[name, kind] = launch(of_backend[0])
+            for (op, kind), ms in (times := median_ms(runs)).items():
+                if kind != "plain":
+                    row = {"name": backend, "op": op, "head_dim": dim, "compiled_in": kind}
+                    part = ms / times[op, "plain"]
+                    rows.append({**row, "of_plain": part})
+                    print(f"{kind} compiled in, {backend} {op} d{dim}: {part:.3f}", flush=True)
     return rows
 
 
@@ -220,6 +275,12 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/results/gpu_bench", help="without an ending")
     parser.add_argument("--quick", action="store_true", help="few cells")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument(
+        "--kernels",
+        type=Path,
+        default=KERNELS,
+        help="the library of single kernels",
+    )
     args = parser.parse_args()
     torch.manual_seed(0)
     seqlens = [1024, 4096] if args.quick else [512, 1024, 2048, 4096, 8192, 16384]
@@ -227,7 +288,8 @@ def main() -> None:
     record["dense"] = dense(args.head_dims, seqlens)
     record["sparse"] = sparse(2048 if args.quick else 8192)
     record["gpt2_medium"] = gpt2_medium()
-    record["features_off"] = features_off()
+    record["alibi"] = alibi()
+    record["features_off"] = features_off(args.kernels)
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(_rounded(record), indent=1) + "\n")

@@ -33,7 +33,9 @@ def bench_section(name: str, record: Record) -> str:
         parts += [f"### {title.capitalize()}", dense_table(record["dense"], op)]
     parts += ["### Block-sparse, blocks of 128 × 128", sparse_table(record["sparse"])]
     parts += ["### The attention of GPT-2 medium", gpt2_table(record["gpt2_medium"])]
-    parts += ["### Features compiled in, all off", features_table(record["features_off"])]
+    parts += ["### ALiBi", alibi_table(record["alibi"])]
+    if "features_off" in record:  # not in records of before
+        parts += ["### Features compiled in, all off", features_table(record["features_off"])]
     return "\n\n".join(parts)
 
 
@@ -123,11 +125,21 @@ def gpt2_table(rows: list[Record]) -> str:
     return text + markdown_table(header, table, 1)
 
 
-def features_table(rows: list[Record]) -> str:
+def alibi_table(rows: list[Record]) -> str:
     header = ["backend", "op", "head_dim", "time / plain"]
     table = [[r["name"], r["op"], str(r["head_dim"]), f"{r['of_plain']:.2f}"] for r in rows]
-    text = "ALiBi with slopes of 0, against the same call without.\n\n"
+    text = "With slopes of 0, against the same call without.\n\n"
     return text + markdown_table(header, table, 3)
+
+
+def features_table(rows: list[Record]) -> str:
+    header = ["backend", "compiled in", "op", "head_dim", "time / plain"]
+    table = [
+        [r["name"], r["compiled_in"], r["op"], str(r["head_dim"]), f"{r['of_plain']:.2f}"]
+        for r in rows
+    ]
+    text = "Kernels that calls with features take, launched without any.\n\n"
+    return text + markdown_table(header, table, 4)
 
 
 def tests_section(record: Record) -> str:

@@ -126,6 +126,10 @@ __attribute__((visibility("default"))) void harness_describe(int index, int* out
   out[6] = e.tile.n;
 }
 
+__attribute__((visibility("default"))) const char* harness_architecture(int index) {
+  return flashsdk::entries()[index].key.arch;
+}
+
 __attribute__((visibility("default"))) const char* harness_refusal(int index, const std::int64_t* words, double scale,
                                                                    double softcap) {
   flashsdk::Words w(words);

@@ -114,6 +114,7 @@ class Harness:
     def __init__(self, path):
         self.lib = ctypes.CDLL(path)
         self.lib.harness_refusal.restype = ctypes.c_char_p
+        self.lib.harness_architecture.restype = ctypes.c_char_p
         self.lib.harness_launch.restype = ctypes.c_char_p
         self.lib.harness_workspace.restype = ctypes.c_int64
         self.entries = []
@@ -121,6 +122,10 @@ class Harness:
             out = (ctypes.c_int * 7)()
             self.lib.harness_describe(i, out)
             self.entries.append(tuple(out))
+
+    def backend(self, index):
+        """The library's name of what a kernel belongs to: "sm80" or "sm90"."""
+        return self.lib.harness_architecture(index).decode().rstrip("a").replace("_", "")
 
     def words(self, p: Problem, out, lse, dout=None, dq=None, dk=None, dv=None, dlse=None):
         p.mask.upload(p.q.device)
