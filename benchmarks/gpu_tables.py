@@ -177,6 +177,7 @@ def tests_section(record: Record) -> str:
     sanitizer = of("sanitizer")
     text = ", ".join(
         f"{tool} {part['kernels']} kernels {'clean' if part['clean'] else 'NOT clean'}"
+        + (f" ({part['left_out']}, left out)" if "left_out" in part else "")
         for tool, part in sanitizer.items()
         if isinstance(part, dict)
     )

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "common/kernel_entry.h"
+#include "cuda/device.h"
 #include "flashsdk/status.h"
 
 namespace flashsdk {
@@ -140,6 +141,12 @@ __attribute__((visibility("default"))) std::int64_t harness_workspace(int index,
   flashsdk::Words w(words);
   flashsdk::BackwardParams p = flashsdk::read_params(w, 1, 0);
   return static_cast<std::int64_t>(flashsdk::entries()[index].workspace_size(p, 1));
+}
+
+// As if the card had no more: persistent kernels then have several tiles a thread block in a small problem too.
+__attribute__((visibility("default"))) void harness_limit_multiprocessors(int device, int most) {
+  auto& limits = const_cast<flashsdk::cuda::DeviceLimits&>(flashsdk::cuda::device_limits(device));
+  if (limits.multiprocessors > most) limits.multiprocessors = most;
 }
 
 // Null, or what failed.

@@ -133,7 +133,7 @@ class Harness:
         words = [DTYPES[p.q.dtype], p.q.device.index or 0]
         heads, kv = p.q.shape[-2], p.k.shape[-2]
         if packed:
-            lengths_q, lengths_k = p.cu_q.diff(), p.cu_k.diff()
+            lengths_q, lengths_k = p.cu_q.cpu().diff(), p.cu_k.cpu().diff()
             batch = len(p.cu_q) - 1
             sizes = [int(lengths_q.max()), int(lengths_k.max()), p.q.shape[0], p.k.shape[0]]
         else:

@@ -1,13 +1,18 @@
-"""Launches every kernel family once on a small problem, for compute-sanitizer to watch.
+"""Launches every kernel family on a small problem, for compute-sanitizer to watch.
 
-compute-sanitizer --tool memcheck python touch_kernels.py HARNESS.so [--shard 0 --shards 4]
+compute-sanitizer --tool memcheck python touch_kernels.py HARNESS.so [--only REGEX]
 
-A family is all that kernels differ in but the dtype: where both are built, bfloat16 stands for
-both. One SM90 kernel serves all masks, and its tile may be no choice for some of them: a tile has
-to be taken for one mask at least. Sequences end inside tiles, layouts skip blocks, and each kernel
-gets the most features that it takes. Inputs are made on the CPU, so that few kernels other than
-ours run under the tool. Results only have to be numbers: check_kernels.py says whether they are
-right.
+A family is all that kernels differ in but the dtype and the mask: where both dtypes are built,
+bfloat16 stands for both. One SM90 kernel serves all masks, and its tile may be no choice for some
+of them: a tile has to be taken for one mask at least. Sequences end inside tiles, layouts skip
+blocks, packed tensors have rows behind the last sequence, and each kernel gets the most features
+that it takes. Persistent kernels are told that the card has two multiprocessors: small problems
+then take a thread block round all its rings. Inputs are made on the CPU, so that few kernels other
+than ours run under the tool. Results only have to be numbers: check_kernels.py says whether they
+are right.
+
+Processes share the list by --claims FOLDER: each takes the next family that none has, the dearest
+first. A family's name is printed before its first launch: an error that sticks is of the last one.
 """
 
 from __future__ import annotations
@@ -15,7 +20,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
+import os
+import re
 import sys
+import time
 
 import numpy as np
 import torch
@@ -24,19 +32,36 @@ from harness import DTYPES, Harness, Mask, Problem
 FORWARD, BACKWARD = 0, 1
 KINDS = ("dense", "band", "block_sparse")
 FEATURES = (("softcap", "bias", "alibi", "dropout"), ("softcap", "dropout"), ("dropout",), ())
+MULTIPROCESSORS = 2
+
+
+def empty(*shape, dtype, aligned=True):
+    """On the GPU; not aligned: rows that begin at any element."""
+    wide = torch.empty(*shape[:-1], shape[-1] + (0 if aligned else 3), dtype=dtype, device="cuda")
+    return wide[..., : shape[-1]]
 
 
 def random(*shape, dtype, aligned=True):
-    """On the GPU; not aligned: rows that begin at any element."""
     wide = torch.randn(*shape[:-1], shape[-1] + (0 if aligned else 3)).to(dtype).cuda()
     return wide[..., : shape[-1]]
 
 
-def problem(entry, features, block, aligned, packed, long, narrow_v):
+def lengths(tile_m, tile_n):
+    """Queries and keys: more tiles than a ring has places, then what large tiles are chosen for."""
+    rows, keys = 2 * tile_m + 5, 3 * tile_n + 7
+    return (
+        (rows, keys),
+        (2048 + tile_m + 5, keys),
+        (rows, 1024 + tile_n + 7),
+        (tile_m + 9, 8192 + tile_n + 7),
+    )
+
+
+def problem(entry, make, features, block, size, aligned, packed, narrow_v):
+    """Tensors by `make`: empty will do to ask whether a kernel takes it."""
     _, code, head_dim, mask, _, tile_m, tile_n = entry
     dtype = next(dtype for dtype, c in DTYPES.items() if c == code)
-    # Large tiles are for long sequences only.
-    rows, keys = (2 * tile_m + 5, 2 * tile_n + 7) if not long else (2 * tile_m + 2048, 8199)
+    rows, keys = size
     batch, heads, dim = 2, 2, head_dim if aligned else head_dim - 3
     dim_v = dim - 64 if narrow_v else dim
     lead_q, lead_k = ((rows,), (keys,)) if packed else ((batch, rows), (batch, keys))
@@ -49,24 +74,36 @@ def problem(entry, features, block, aligned, packed, long, narrow_v):
         m.blocks = np.random.default_rng(0).integers(0, 3, (1, heads, *grid))
         m.blocks[0, 0, 0, 0] = 2
     p = Problem(
-        random(*lead_q, heads, dim, dtype=dtype, aligned=aligned),
-        random(*lead_k, 1, dim, dtype=dtype, aligned=aligned),
-        random(*lead_k, 1, dim_v, dtype=dtype, aligned=aligned),
+        make(*lead_q, heads, dim, dtype=dtype, aligned=aligned),
+        make(*lead_k, 1, dim, dtype=dtype, aligned=aligned),
+        make(*lead_k, 1, dim_v, dtype=dtype, aligned=aligned),
         m,
         softcap=5.0 if "softcap" in features else 0.0,
         threshold=40 if "dropout" in features else 0,
     )
     if packed:
-        p.cu_q = torch.tensor([0, tile_m + 3, rows], dtype=torch.int32).cuda()
-        p.cu_k = torch.tensor([0, tile_n + 2, keys], dtype=torch.int32).cuda()
+        p.cu_q = torch.tensor([0, tile_m + 3, rows - 2], dtype=torch.int32).cuda()
+        p.cu_k = torch.tensor([0, tile_n + 2, keys - 2], dtype=torch.int32).cuda()
     if "bias" in features:
-        p.bias = torch.randn(1, heads, rows, keys).cuda()
+        p.bias = make(1, heads, rows, keys, dtype=torch.float32)
     if "alibi" in features:
         p.alibi = torch.rand(heads).cuda()
     return p
 
 
-def takes(harness, index, p, words):
+def arguments(harness, p, make):
+    """A call's words, and the tensors that they point to: out, lse, dout, gradients."""
+    dtype = p.q.dtype
+    rows = (2, p.q.shape[0]) if p.packed else (2, 2, p.q.shape[1])
+    out = make(*p.q.shape[:-1], p.v.shape[-1], dtype=dtype)
+    lse = make(*rows, dtype=torch.float32)
+    dout = make(*out.shape, dtype=dtype)
+    grads = [make(*t.shape, dtype=dtype) for t in (p.q, p.k, p.v)]
+    return harness.words(p, out, lse, dout, *grads), (out, lse, dout, grads)
+
+
+def takes(harness, index, p):
+    words, _ = arguments(harness, p, empty)
     scale, softcap = ctypes.c_double(p.scale), ctypes.c_double(p.softcap)
     return harness.lib.harness_refusal(index, words, scale, softcap) is None
 
@@ -78,19 +115,15 @@ def touch(harness, index, aligned, packed, deterministic):
     blocks = ((128, 128), tile) if KINDS[entry[3]] == "block_sparse" else ((0, 0),)
     all_features = FEATURES if entry[4] else ((),)
     widths = (False, True) if entry[2] == 192 else (False,)  # 192 x 128 has kernels of its own
-    for features, block, long, narrow_v in itertools.product(
-        all_features, blocks, (False, True), widths
+    for size, features, block, narrow_v in itertools.product(
+        lengths(*tile), all_features, blocks, widths
     ):
-        p = problem(entry, features, block, aligned, packed, long, narrow_v)
-        p.deterministic = deterministic
-        out = torch.randn(*p.q.shape[:-1], p.v.shape[-1]).to(p.q.dtype).cuda()
-        rows = (2, p.q.shape[0]) if packed else (2, 2, p.q.shape[1])
-        lse = torch.randn(*rows).cuda() + 8
-        dout = torch.randn(*out.shape).to(p.q.dtype).cuda()
-        grads = [torch.randn(*t.shape).to(t.dtype).cuda() for t in (p.q, p.k, p.v)]
-        words = harness.words(p, out, lse, dout, *grads)
-        if not takes(harness, index, p, words):
+        what = features, block, size, aligned, packed, narrow_v
+        if not takes(harness, index, problem(entry, empty, *what)):
             continue
+        p = problem(entry, random, *what)
+        p.deterministic = deterministic
+        words, (out, lse, _, grads) = arguments(harness, p, random)
         size = harness.lib.harness_workspace(index, words)
         workspace = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8).cuda()  # NaN
         harness.launch(index, p, words, workspace)
@@ -102,30 +135,62 @@ def touch(harness, index, aligned, packed, deterministic):
     return False
 
 
+def families(harness):
+    """Indices of kernels by the family's name."""
+    dtype = max(entry[1] for entry in harness.entries)
+    found = {}
+    for i, (op, of, head_dim, _, features, m, n) in enumerate(harness.entries):
+        if of == dtype:
+            way = "forward" if op == FORWARD else "backward"
+            kind = "featured" if features else "plain"
+            name = f"{harness.backend(i)}_{way}_d{head_dim}_{kind}_{m}x{n}"
+            found.setdefault(name, []).append(i)
+    return found
+
+
+def cost(name):
+    """What a family costs, in an order that was measured."""
+    return (name.startswith("sm90"), "backward" in name, int(re.search(r"_d(\d+)", name)[1]))
+
+
+def claimed(folder, name):
+    """Whether this process is the one to do it."""
+    if folder is None:
+        return True
+    try:
+        os.close(os.open(os.path.join(folder, name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("library")
-    parser.add_argument("--shard", type=int, default=0)
-    parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--list", action="store_true", help="the families, and launch nothing")
+    parser.add_argument("--only", default="", help="regular expression of family names")
+    parser.add_argument("--claims", help="folder that all processes of one list share")
     args = parser.parse_args()
     torch.manual_seed(0)
     harness = Harness(args.library)
-    dtype = max(entry[1] for entry in harness.entries)
-    of_tile = {}  # indices by (op, dtype, head_dim, features, tile)
-    for i, (op, of, head_dim, _, *rest) in enumerate(harness.entries):
-        if of == dtype:
-            of_tile.setdefault((op, of, head_dim, *rest), []).append(i)
+    of_name = families(harness)
+    if args.list:
+        print("\n".join(of_name))
+        return 0
+    harness.lib.harness_limit_multiprocessors(0, MULTIPROCESSORS)
     touched = 0
-    for n, (tile, indices) in enumerate(of_tile.items()):
-        if n % args.shards != args.shard:
+    for name in sorted(filter(re.compile(args.only).search, of_name), key=cost, reverse=True):
+        if not claimed(args.claims, name):
             continue
-        before = touched
-        for turn, index in enumerate(indices, n // args.shards):
+        print(f"family {name}", flush=True)
+        start, before = time.monotonic(), touched
+        for turn, index in enumerate(of_name[name], list(of_name).index(name)):
             touched += touch(harness, index, True, turn % 2 == 1, turn % 3 == 0)
             touch(harness, index, False, False, False)  # of those that take any alignment
         if touched == before:
-            print(f"{tile}: takes no problem of this list")
+            print(f"{name}: takes no problem of this list")
             return 1
+        print(f"done {name}: {time.monotonic() - start:.1f} s", flush=True)
     print(f"touched {touched} kernels")
     return 0
 
