@@ -14,10 +14,13 @@ DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 
 def about(record: Record) -> str:
+    """Of what a record of any kind is."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    sources = f", kernel sources {record['kernel_sources']}" if record["kernel_sources"] else ""
+    commit = f", commit {record['commit']}" if record["commit"] else ""
     return (
-        f"{record['date']}, flashsdk {record['flashsdk']}, kernel sources "
-        f"{record['kernel_sources']}; Python {record['python']}, {versions}."
+        f"{record['date']}, flashsdk {record['flashsdk']}{commit}{sources}; "
+        f"Python {record['python']}, {versions}."
     )
 
 

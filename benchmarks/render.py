@@ -19,6 +19,7 @@ import gpu_figure
 import gpu_tables
 from flashsdk._commands import bench, demo, figures
 from flashsdk._commands.table import markdown_table
+from gpu_tables import about
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -40,16 +41,6 @@ Compare figures of one run only: absolute ones move with clocks and load.
 def records() -> dict[str, Record]:
     """By file name without its ending."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-
-
-def about(record: Record) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    sources = f", kernel sources {record['kernel_sources']}" if record["kernel_sources"] else ""
-    commit = f", commit {record['commit']}" if record["commit"] else ""
-    return (
-        f"{record['date']}, flashsdk {record['flashsdk']}{commit}{sources}; "
-        f"Python {record['python']}, {versions}."
-    )
 
 
 def image(name: str) -> str:

@@ -190,6 +190,7 @@ def train_both(config: Config, text: Tensor, steps: int, seconds: float) -> dict
         pipes[kind], theirs = spawn.Pipe()
         workers.append(spawn.Process(target=train, args=(theirs, kind, config, text), daemon=True))
         workers[-1].start()
+    print("starting a process for each of the two", file=sys.stderr, flush=True)
     started = time.monotonic()
     for step in range(steps):
         for kind in KINDS if step % 2 else reversed(KINDS):
@@ -215,7 +216,7 @@ def show_progress(share: float, step: int, runs: dict[str, Run]) -> None:
     line = f"{'█' * filled}{'░' * (24 - filled)}  step {step}  loss: {losses}"
     if sys.stderr.isatty():
         print(f"\r\x1b[K{line}", end="\n" if share >= 1 else "", file=sys.stderr, flush=True)
-    elif step % 10 == 0 or share >= 1:
+    elif step <= 10 or step % 10 == 0 or share >= 1:
         print(line, file=sys.stderr, flush=True)
 
 

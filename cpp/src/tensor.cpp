@@ -55,17 +55,18 @@ int size_of(DType dtype) noexcept {
 
 namespace {
 
-// DLPack's type codes.
-enum : int { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBoolean = 6 };
+// DLPack's type codes. From the first to the last of the narrow ones they are formats of 8, 6 and 4 bits.
+enum : int { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBoolean = 6, kFloat8 = 7, kFloat4 = 17 };
 
 std::string name_of_dlpack_dtype(int code, int bits, int lanes) {
-  const char* kind = code == kInt       ? "int"
-                     : code == kUInt    ? "uint"
-                     : code == kFloat   ? "float"
-                     : code == kBfloat  ? "bfloat"
-                     : code == kComplex ? "complex"
-                     : code == kBoolean ? "bool"
-                                        : nullptr;
+  const char* kind = code == kInt                         ? "int"
+                     : code == kUInt                      ? "uint"
+                     : code == kFloat                     ? "float"
+                     : code == kBfloat                    ? "bfloat"
+                     : code == kComplex                   ? "complex"
+                     : code == kBoolean                   ? "bool"
+                     : code >= kFloat8 && code <= kFloat4 ? "float"
+                                                          : nullptr;
   std::string name = kind != nullptr ? kind : "DLPack type " + std::to_string(code) + " of bits ";
   name += std::to_string(bits);
   return lanes == 1 ? name : name + "x" + std::to_string(lanes);

@@ -80,6 +80,10 @@ TensorView view_of(ArrayImporter::Role role, const DlTensor& tensor) {
 
 [[noreturn]] void refuse(const char* name, nb::handle array, const nb::python_error& error) {
   if (!error.matches(PyExc_Exception)) throw error;  // Ctrl-C says nothing of the array
+  // What jax.jit, grad and vmap pass to a function: it is there to be asked for its shape.
+  const std::string type = class_name(array);
+  if (type.rfind("jax.", 0) == 0 && type.find("Tracer") != std::string::npos)
+    fail(name, "traced by jax.jit, jax.grad or jax.vmap; an array, as under jax.pure_callback or outside of them");
   fail(name, class_name(array) + " does not lend its memory (" + describe(error) + "); an array that holds data");
 }
 

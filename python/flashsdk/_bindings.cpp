@@ -15,6 +15,7 @@
 #include "flashsdk/flashsdk.h"
 #include "peak.h"
 #include "plan.h"
+#include "processors.h"
 
 namespace flashsdk::python {
 namespace {
@@ -23,7 +24,7 @@ using Access = ArrayImporter::Access;
 
 // ---- numbers
 
-[[noreturn]] void fail(const std::string& name, nb::handle given, const char* allowed) {
+[[noreturn]] void fail(const std::string& name, nb::handle given, const std::string& allowed) {
   const nb::object text = nb::module_::import_("flashsdk._errors").attr("shown")(given);
   throw Error(ErrorCode::kInvalidArgument, name + ": " + nb::cast<std::string>(text) + "; " + allowed);
 }
@@ -34,7 +35,9 @@ float to_float(const char* name, nb::handle value) {
     PyErr_Clear();
     fail(name, value, "a number");
   }
-  return static_cast<float>(x);
+  const auto result = static_cast<float>(x);
+  if (std::isinf(result) && std::isfinite(x)) fail(name, value, "a number that float32 can hold");
+  return result;
 }
 
 // dropout_p just below 1 must not round up to it.
@@ -44,7 +47,7 @@ float to_probability(const char* name, nb::handle value) {
 }
 
 template <class T>
-T to_integer(const char* name, nb::handle value, const char* allowed) {
+T to_integer(const char* name, nb::handle value, const std::string& allowed) {
   nb::object index = nb::steal(PyNumber_Index(value.ptr()));
   T result{};
   if (index.is_valid()) {
@@ -199,7 +202,11 @@ struct Call {
 #endif
   }
 
-  static nb::module_ frameworks() { return nb::module_::import_("flashsdk._frameworks"); }
+  // The module is looked up once: on a GPU most calls ask it, and an import costs more than the question.
+  static nb::handle frameworks() {
+    static PyObject* const module = nb::module_::import_("flashsdk._frameworks").release().ptr();
+    return module;
+  }
 
   nb::handle q_, given_stream_;
   bool stream_known_ = false;
@@ -304,7 +311,7 @@ nb::dict describe_build() {
 }
 
 void set_threads(nb::handle n) {
-  const char* allowed = "1 to 4096";
+  const std::string allowed = "1 to " + std::to_string(kMaxThreads);
   const auto threads = to_integer<std::int64_t>("n", n, allowed);
   if (nb::isinstance<nb::bool_>(n) || static_cast<int>(threads) != threads) fail("n", n, allowed);
   set_num_threads(static_cast<int>(threads));

@@ -264,6 +264,9 @@ def own(name: str, array: Any) -> Any:
     """An array of the caller's to write into; raises Error if its framework forbids that."""
     if not of(array).writable:
         raise Error(f"{name}: an immutable {type(array).__name__}; None for a new array")
+    # Autograd would go on with what was there before; torch's own out= refuses as well.
+    if getattr(array, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+        raise Error(f"{name}: a tensor that requires a gradient; one without, or torch.no_grad()")
     return array
 
 

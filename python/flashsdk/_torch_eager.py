@@ -108,8 +108,9 @@ def _unwatched(tensors: tuple[Tensor | None, ...]) -> bool:
         or torch._C._autograd._profiler_enabled()
     ):
         return False
-    for x in tensors:  # all() of a generator takes twice as long
-        if x is not None and (type(x) not in _ORDINARY or x.is_meta):
+    # all() of a generator takes twice as long. To negate a view is the dispatcher's work.
+    for x in tensors:
+        if x is not None and (type(x) not in _ORDINARY or x.is_meta or x.is_neg()):
             return False
     return True
 

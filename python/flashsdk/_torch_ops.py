@@ -236,10 +236,11 @@ def _operator(
         if not compiling and forward_ad._current_level >= 0:
             for argument, x in zip(names, inputs, strict=True):
                 no_tangent(argument, x)
-        # Eagerly, an autograd.Function does what the operator's own autograd does in half the
-        # time, and torch.func takes gradients through no other.
-        eager = torch.is_grad_enabled() and not compiling
-        return function.apply(*inputs) if eager else operator(*inputs)
+        # torch.func takes gradients through no other than an autograd.Function; the compiler and
+        # torch.jit.trace see nothing but operators.
+        traced = compiling or torch._C._get_tracing_state() is not None
+        recorded = torch.is_grad_enabled() and not traced
+        return function.apply(*inputs) if recorded else operator(*inputs)
 
     return call
 

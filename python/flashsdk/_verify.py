@@ -180,6 +180,23 @@ def _same_bits(a: Array, b: Array) -> bool:
     return bool(np.array_equal(a.view(np.uint8), b.view(np.uint8)))
 
 
+def to_torch(x: Array, device: str) -> Any:
+    """A copy as a tensor. torch cannot take bfloat16 from NumPy: the bits travel as integers."""
+    import torch
+
+    bits = torch.from_numpy(x.view(np.int16) if x.itemsize == 2 else x)
+    return bits.to(device, copy=True).view(getattr(torch, x.dtype.name))
+
+
+def from_torch(x: Any) -> Array:
+    """A copy of a tensor, by its bits as well."""
+    import torch
+
+    bits = (x.view(torch.int16) if x.itemsize == 2 else x).cpu().numpy()
+    array: Array = bits.view(numpy_dtype(str(x.dtype).removeprefix("torch."))).copy()
+    return array
+
+
 class _Given:
     """The arrays of one call as the framework sees them, and their memory afterwards."""
 
@@ -193,11 +210,7 @@ class _Given:
             return p.view
         import torch
 
-        # torch cannot take bfloat16 from NumPy: the bits travel as integers.
-        bits = p.buffer.view(np.int16) if p.buffer.dtype.itemsize == 2 else p.buffer
-        of = getattr(torch, "bool" if p.buffer.dtype == bool else p.buffer.dtype.name)
-        buffer = torch.from_numpy(bits).to(self.device, copy=True).view(of)
-        self.buffers[name] = buffer
+        buffer = self.buffers[name] = to_torch(p.buffer, self.device)
         size = p.buffer.itemsize
         start = (
             p.view.__array_interface__["data"][0] - p.buffer.__array_interface__["data"][0]

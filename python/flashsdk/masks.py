@@ -378,17 +378,27 @@ class BlockMask:
 
     @cached_property
     def density(self) -> float:
-        """Visited blocks / all blocks, the mean over batch and heads."""
+        """Visited blocks / all blocks, the mean over batch and heads.
+
+        A number, where that of a ``Band`` is a function of the lengths.
+        """
         rows, cols = self.row_full.offsets.shape[2] - 1, self.col_full.offsets.shape[2] - 1
         visited = self.row_full.indices.size + self.row_partial.indices.size
         return float(visited / (self.batch * self.num_heads * rows * cols))
 
-    def to_dense(self, *, block_level: bool = False) -> Bools:
+    def to_dense(
+        self,
+        seqlen_q: int | None = None,
+        seqlen_k: int | None = None,
+        *,
+        block_level: bool = False,
+    ) -> Bools:
         """The element matrix, bool (batch | 1, num_heads | 1, seqlen_q, seqlen_k).
 
         With ``block_level``, bool (batch | 1, num_heads | 1, rows, cols): True where a block is
-        visited.
+        visited. The lengths are those of the mask; they may be given, as to masks without any.
         """
+        self._check_lengths(seqlen_q, seqlen_k)
         partial, full = self.block_matrices()
         if block_level:
             return partial | full
@@ -405,6 +415,8 @@ class BlockMask:
 
     def plot(
         self,
+        seqlen_q: int | None = None,
+        seqlen_k: int | None = None,
         ax: Axes | None = None,
         path: str | os.PathLike[str] | None = None,
         *,
@@ -413,12 +425,14 @@ class BlockMask:
     ) -> Figure:
         """Draws the layout: full, partial and skipped blocks, the axes in tokens.
 
+        The lengths are those of the mask; they may be given, as to masks without any.
         A panel per head (the first 16), or ``head`` alone; on ``ax`` there is room for one head, 0
         unless told. ``path`` is where to save (.png, .svg, .pdf). Returns the figure. Raises
         Error if matplotlib is missing or there is no such batch or head.
         """
         from . import _plot
 
+        self._check_lengths(seqlen_q, seqlen_k)
         if not 0 <= integer("batch", batch) < self.batch:
             raise Error(f"batch: {batch}; 0 to {self.batch - 1}")
         if head is not None and not 0 <= integer("head", head) < self.num_heads:
@@ -431,6 +445,14 @@ class BlockMask:
         name = "head {}" if self.num_heads > 1 else ""
         panels = [_plot.Panel(name.format(h), partial[batch, h], full[batch, h]) for h in heads]
         return _plot.draw(panels, (self.seqlen_q, self.seqlen_k), self.block_size, ax, path)
+
+    def _check_lengths(self, seqlen_q: int | None, seqlen_k: int | None) -> None:
+        for name, given, own in (
+            ("seqlen_q", seqlen_q, self.seqlen_q),
+            ("seqlen_k", seqlen_k, self.seqlen_k),
+        ):
+            if given is not None and integer(name, given) != own:
+                raise Error(f"{name}: {given}; {own}, which the mask was made for, or None")
 
     # ---- identity
 

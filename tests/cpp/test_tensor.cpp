@@ -129,6 +129,19 @@ TYPED_TEST(DlpackTensor, OtherDtypesAndVectorLanesAreErrors) {
   }
 }
 
+TYPED_TEST(DlpackTensor, NarrowFloatsAreNamed) {
+  const std::pair<std::pair<int, int>, const char*> named[] = {
+      {{7, 8}, "dtype float8;"}, {{14, 8}, "dtype float8;"}, {{15, 6}, "dtype float6;"}, {{17, 4}, "dtype float4;"}};
+  for (const auto& [type, name] : named) {
+    try {
+      TensorView view(this->make(type.first, type.second));
+      ADD_FAILURE() << "accepted " << name;
+    } catch (const Error& e) {
+      EXPECT_NE(std::string(e.what()).find(name), std::string::npos) << e.what();
+    }
+  }
+}
+
 TYPED_TEST(DlpackTensor, Devices) {
   using DeviceType = typename DlpackTensor<TypeParam>::DeviceType;
   TypeParam t = this->make();

@@ -16,7 +16,7 @@ import flashsdk as fs
 import numpy as np
 import pytest
 from flashsdk import _verify
-from flashsdk._problems import DTYPES, Problem, inputs, numpy_dtype
+from flashsdk._problems import DTYPES, Problem, inputs
 
 
 @dataclass(frozen=True)
@@ -124,19 +124,9 @@ class Runner:
 
 
 def _on_gpu(backend: str, function: str, args: Any, keywords: Any) -> list[np.ndarray]:
-    import torch
-
-    # torch cannot take bfloat16 from NumPy, nor give it: the bits travel as integers.
     def give(x: Any) -> Any:
-        if not isinstance(x, np.ndarray):
-            return x
-        x = np.ascontiguousarray(x)
-        bits = torch.from_numpy(x.view(np.int16) if x.itemsize == 2 else x)
-        return bits.cuda().view(getattr(torch, x.dtype.name))
-
-    def take(x: Any) -> np.ndarray:
-        bits = (x.view(torch.int16) if x.itemsize == 2 else x).cpu().numpy()
-        return bits.view(numpy_dtype(str(x.dtype).removeprefix("torch.")))
+        given = isinstance(x, np.ndarray)
+        return _verify.to_torch(np.ascontiguousarray(x), "cuda") if given else x
 
     try:
         answer = getattr(fs, function)(
@@ -146,7 +136,7 @@ def _on_gpu(backend: str, function: str, args: Any, keywords: Any) -> list[np.nd
         if e.code != "unsupported":
             raise
         pytest.skip(f"{backend}: {e}")
-    return [take(x) for x in answer]
+    return [_verify.from_torch(x) for x in answer]
 
 
 @functools.lru_cache(maxsize=4)

@@ -228,6 +228,48 @@ def test_jax_arrays_are_not_written():
         fs.mha_bwd(dout, q, k, v, out, lse, dq=jnp.zeros_like(q))
 
 
+def test_jax_says_what_traces_an_array():
+    jax = pytest.importorskip("jax")
+    q, k, v, _ = map(jax.numpy.asarray, qkv())
+
+    def function(q):
+        return fs.mha_fwd(q, k, v)[0].sum()
+
+    for traced in (jax.jit(function), jax.grad(function), jax.vmap(lambda q: function(q[None]))):
+        with pytest.raises(fs.Error, match=r"^q: traced by jax\.jit, .*; an array, as under ") as e:
+            traced(q)
+        assert len(str(e.value)) < 120
+    out = jax.jit(
+        lambda q: jax.pure_callback(
+            lambda q: fs.mha_fwd(q, k, v)[0], jax.ShapeDtypeStruct(q.shape, q.dtype), q
+        )
+    )(q)
+    assert np.array_equal(out, fs.mha_fwd(q, k, v)[0])
+
+
+def test_torch_outputs_that_record_gradients():
+    torch = pytest.importorskip("torch")
+    q, k, v, dout = map(torch.from_numpy, qkv())
+    out, lse = fs.mha_fwd(q, k, v)
+    kept = torch.zeros_like(out).requires_grad_()
+    for call in (
+        lambda: fs.mha_fwd(q, k, v, out=kept),
+        lambda: fs.mha_bwd(dout, q, k, v, out, lse, dq=kept),
+    ):
+        with pytest.raises(fs.Error, match=r"^(out|dq): a tensor that requires a gradient; "):
+            call()
+    assert not kept.any()
+    with torch.no_grad():
+        assert torch.equal(fs.mha_fwd(q, k, v, out=kept)[0], out)
+
+
+def test_torch_dtypes_of_8_bits_are_named():
+    torch = pytest.importorskip("torch")
+    q, k, v, _ = (torch.from_numpy(x).to(torch.float8_e4m3fn) for x in qkv())
+    with pytest.raises(fs.Error, match=r"^q: dtype float8; float32, float16 or bfloat16$"):
+        fs.mha_fwd(q, k, v)
+
+
 def test_frameworks_mixed():
     """Results are what q is; the other arrays may come from elsewhere on the same device."""
     torch = pytest.importorskip("torch")

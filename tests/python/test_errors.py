@@ -118,6 +118,8 @@ BATCHED = {
         {"v": f32(2, 30, 24, 2).swapaxes(2, 3)}, "v", "contiguous"),
     # numbers
     "NaN scale": ({"softmax_scale": float("nan")}, "softmax_scale", "nan", "finite"),
+    "scale beyond float32": ({"softmax_scale": 1e39}, "softmax_scale", "1e+39", "float32"),
+    "softcap beyond float32": ({"softcap": 1e39}, "softcap", "1e+39", "float32"),
     "infinite scale": ({"softmax_scale": float("inf")}, "softmax_scale", "inf", "finite"),
     "negative softcap": ({"softcap": -1.0}, "softcap", "-1", ">= 0"),
     "NaN softcap": ({"softcap": float("nan")}, "softcap", "nan"),

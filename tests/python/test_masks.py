@@ -410,6 +410,9 @@ def from_dense(blocks=np.ones((2, 3), bool), size=16, **kw):  # noqa: B008 - nev
         (lambda: from_csr([0, 1], [0], seqlen_q=17), "seqlen_q: 17; 1 to 16, which 1 blocks of"),
         (lambda: from_dense().plot(head=1), "head: 1; 0 to 0"),
         (lambda: from_dense().plot(batch=-1), "batch: -1; 0 to 0"),
+        (lambda: from_dense().plot(31), "seqlen_q: 31; 32, which the mask was made for, or None"),
+        (lambda: from_dense().to_dense(32, 16), "seqlen_k: 16; 48, which the mask was made for"),
+        (lambda: from_dense().to_dense("a"), "seqlen_q: 'a'; an integer"),
     ],
 )
 def test_bad_input_is_one_line(call, line):
@@ -434,6 +437,10 @@ def test_plots_are_written(tmp_path):
         "band": lambda path: Causal().plot(1000, 700, path=path),
         "dense": lambda path: Dense().plot(3, 900, path=path),
     }
+    # The same call for a mask of any kind.
+    for kind in (Dense(), Causal(), from_dense()):
+        draws[type(kind).__name__] = lambda path, mask=kind: mask.plot(32, 48, None, path)
+        assert kind.to_dense(32, 48).shape[-2:] == (32, 48)
     for name, draw in draws.items():
         path = tmp_path / f"{name}.png"
         figure = draw(path)
@@ -446,7 +453,7 @@ def test_plot_shows_the_kinds_of_blocks():
     ax = matplotlib.Figure().subplots()
     blocks = np.array([[True, True, False], [False, True, True]])
     mask = BlockMask.from_dense(blocks, (16, 32), seqlen_q=30, seqlen_k=90, band=Causal("top_left"))
-    assert mask.plot(ax) is ax.figure
+    assert mask.plot(ax=ax) is ax.figure
     assert ax.images[0].get_array().tolist() == [[1, 0, 0], [0, 0, 0]]
     assert (ax.get_xlim(), ax.get_ylim()) == ((0, 90), (30, 0))
 

@@ -236,3 +236,22 @@ def test_export(mask):
     block, x = Block(mask), torch.randn(2, 48, 64)
     exported = torch.export.export(block, (x,), strict=False).module()  # newer defaults
     torch.testing.assert_close(exported(x), block(x))
+
+
+# ---- torch.jit.trace
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_jit_trace(requires_grad):
+    def function(q, k, v):
+        return adapter.attention(q, k, v, mask=CAUSAL) + heads_first(q, k, v).transpose(1, 2)
+
+    traced = torch.jit.trace(function, qkv(requires_grad=requires_grad))
+    inputs = qkv(requires_grad=requires_grad)
+    want = function(*inputs)
+    assert torch.equal(traced(*inputs), want)
+    if requires_grad:
+        gradients = (torch.autograd.grad(f(*inputs).sum(), inputs) for f in (function, traced))
+        assert all(map(torch.equal, *gradients))
