@@ -28,13 +28,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if (threadIdx.x == 0) load_q_and_k<Traits, Policy>(p, maps, ws, schedule, smem);
     } else if (warp == 1) {
       load_dout_and_v<Traits, Policy>(p, maps, ws, smem);
-    } else if constexpr (!Traits::kWide) {
+    } else {
       add_dq<Traits, Policy>(p, ws, smem, warp - 2);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kComputeRegisters>();
     if constexpr (Traits::kWide)
-      WideBackwardWarpgroup<Traits, Policy, kFeatures>(p, ws, smem, warp / 4 - 1).run();
+      WideBackwardWarpgroup<Traits, Policy, kFeatures>(p, smem, warp / 4 - 1).run();
     else
       BackwardWarpgroup<Traits, Policy, kFeatures>(p, smem, warp / 4 - 1).run();
   }

@@ -51,6 +51,17 @@ __device__ __forceinline__ void publish(const Ring<kStages>& ring, const RingSta
   if (thread % 32 == 0) ring.arrive_full(use);
 }
 
+// A warpgroup's piece of dQ, in the order of the accumulator's registers, for the warp that adds it; publish() it then.
+template <class Accumulator>
+__device__ __forceinline__ void store_dq(float* smem, const Ring<1>& ring, const RingState<1>& use,
+                                         const Accumulator& acc, int thread) {
+  ring.wait_empty(use);
+  float4* target = reinterpret_cast<float4*>(smem) + thread;
+  CUTE_UNROLL
+  for (int e = 0; e < cute::size(acc); e += 4)
+    target[e / 4 * kWarpgroup] = make_float4(acc(e), acc(e + 1), acc(e + 2), acc(e + 3));
+}
+
 // Rows that do not count: their values, if they are not finite, would not vanish when multiplied by zero. By one
 // warpgroup.
 template <class Tile, class Element, class Counts>
@@ -87,12 +98,13 @@ __device__ __forceinline__ void clear_key_tail(typename Traits::Smem& smem, int 
 
 // In a marked tile, queries that see no key or belong to another sequence: Q and dO, which must have arrived.
 template <class Traits>
-__device__ __forceinline__ void clear_blind_queries(typename Traits::Smem& smem, int stage, int warpgroup) {
+__device__ __forceinline__ void clear_blind_queries(typename Traits::Smem& smem, int q_stage, int dout_stage,
+                                                    int warpgroup) {
   using SmemQ = typename Traits::SmemQ;
   using SmemDo = typename Traits::SmemDo;
-  const float* lse_log2 = smem.lse_log2[stage];
-  clear_both<Traits, SmemQ, SmemDo>(smem.q + stage * SmemQ::kElements, smem.dout + stage * SmemDo::kElements, warpgroup,
-                                    [&](int row) { return lse_log2[row] != INFINITY; });
+  const float* lse_log2 = smem.lse_log2[q_stage];
+  clear_both<Traits, SmemQ, SmemDo>(smem.q + q_stage * SmemQ::kElements, smem.dout + dout_stage * SmemDo::kElements,
+                                    warpgroup, [&](int row) { return lse_log2[row] != INFINITY; });
 }
 
 // dK or dV of a warpgroup's 64 keys, from row `first` of the sequence on.

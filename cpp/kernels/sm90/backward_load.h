@@ -104,7 +104,7 @@ __device__ void load_q_and_k(const BackwardParams& p, const BackwardMaps& maps, 
     tell({work, more, false});
     for (bool first = true; more; first = false) {
       more = walk.next(next);
-      const auto use = RingState<Traits::kStages>::after(steps++);
+      const auto use = RingState<Traits::kQueryStages>::after(steps++);
       smem.full_q.wait_empty(use);
       smem.step[use.stage] = {item.head, item.tile.index, item.tile.partial, !more};
       load_queries<Tile>(maps.q, smem.full_q.full[use.stage], smem.q + use.stage * Tile::kElements, walk.origin(item),
@@ -152,33 +152,40 @@ __device__ __forceinline__ void bulk_add(float* global, const float* shared, int
 template <class Traits, class Policy>
 __device__ void add_dq(const BackwardParams& p, const cuda::BackwardWorkspace& ws, typename Traits::Smem& smem,
                        int warpgroup) {
-  unsigned steps = 0;
+  constexpr int kPieces = Traits::kDqPieces / Traits::kWarpgroups;  // of a step
+  constexpr int kBytes = Traits::kDqElements * static_cast<int>(sizeof(float));
+  unsigned pieces = 0;
   auto& ring = smem.full_dq[warpgroup];
   for_each_work<Traits>(smem, [&](const BackwardWork& work) {
     if (threadIdx.x % 32 == 0 && work.visited) {
       const SeqlenInfo seq(p, work.tile.batch);
       BackwardWalk<Traits, Policy> walk(p, ws, seq, work.tile);
       for (typename BackwardWalk<Traits, Policy>::Item item; walk.next(item);) {
-        const std::int64_t piece = walk.tile(item) * Traits::kDqPieces + warpgroup;
-        volatile int* turn = ws.turn + piece;
+        int rank = 0;
         if (p.deterministic) {
           Policy policy(p.mask, seq, work.tile.batch, item.head);
-          const int rank = policy.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, item.tile.index)
-                               .rank_of(work.tile.block);
-          while (*turn != rank) {
-          }
-          __threadfence();
-          asm volatile("fence.proxy.async;" ::: "memory");  // from here on also for the copy engine
+          rank = policy.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, item.tile.index)
+                     .rank_of(work.tile.block);
         }
-        const auto use = RingState<1>::after(steps++);
-        ring.wait_full(use);
-        bulk_add(ws.dq_accum + piece * Traits::kDqElements, smem.dq[warpgroup], Traits::kDqElements * sizeof(float));
-        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-        ring.release(use);
-        if (p.deterministic) {
-          asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-          __threadfence();
-          *turn = *turn + 1;
+        const std::int64_t first = walk.tile(item) * Traits::kDqPieces + warpgroup * kPieces;
+        for (std::int64_t piece = first; piece < first + kPieces; ++piece) {
+          volatile int* turn = ws.turn + piece;
+          if (p.deterministic) {
+            while (*turn != rank) {
+            }
+            __threadfence();
+            asm volatile("fence.proxy.async;" ::: "memory");  // from here on also for the copy engine
+          }
+          const auto use = RingState<1>::after(pieces++);
+          ring.wait_full(use);
+          bulk_add(ws.dq_accum + piece * Traits::kDqElements, smem.dq[warpgroup], kBytes);
+          asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+          ring.release(use);
+          if (p.deterministic) {
+            asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+            __threadfence();
+            *turn = *turn + 1;
+          }
         }
       }
     }

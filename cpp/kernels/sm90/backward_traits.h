@@ -25,8 +25,8 @@ struct BackwardWork {
   bool stop;     // there is no more work
 };
 
-// For head dimensions up to 128. kStages: buffers of Q and dO; kKeyBuffers: of K and V, the next ones load under these;
-// kStaggered: see cuda::QueryStream.
+// For head dimensions up to 128. kStages: buffers of dO, and of Q; kKeyBuffers: of K and V, the next ones load under
+// these; kStaggered: see cuda::QueryStream.
 template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_,
           bool kStaggered_>
 struct NarrowBackwardTraits {
@@ -38,12 +38,12 @@ struct NarrowBackwardTraits {
   static_assert(kWarpgroups <= 2, "two warps load, and one for each of these writes");
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
-  static constexpr int kStages = kStages_, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
+  static constexpr int kStages = kStages_, kQueryStages = kStages, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
   static constexpr bool kStaggered = kStaggered_;
 
   // Kᵀ is operand A of dQ, 64 rows at a time.
   static constexpr int kHeadDimQ = round_up(kHeadDim, kWarpgroupRows);
-  using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kStages>;
+  using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kQueryStages>;
   using SmemDo = SmemTile<Element, kBlockM, kHeadDimV, kStages>;
   using SmemK = SmemTile<Element, kBlockN, kHeadDimQ, kKeyBuffers>;
   using SmemV = SmemTile<Element, kBlockN, kHeadDimV, kKeyBuffers>;
@@ -63,17 +63,18 @@ struct NarrowBackwardTraits {
   using MmaDq = SmemMma<Element, kDqColumns, kBlockN, kSumStrided, kSumContiguous>;
 
   struct Smem {
-    alignas(1024) Element q[kStages * SmemQ::kElements];
+    alignas(1024) Element q[kQueryStages * SmemQ::kElements];
     alignas(1024) Element dout[kStages * SmemDo::kElements];
     alignas(1024) Element k[kKeyBuffers * SmemK::kElements];
     alignas(1024) Element v[kKeyBuffers * SmemV::kElements];
     alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
     alignas(128) float dq[kWarpgroups][kDqElements];
-    alignas(128) float lse_log2[kStages][kBlockM + cuda::kMarkWords];
+    alignas(128) float lse_log2[kQueryStages][kBlockM + cuda::kMarkWords];
     alignas(128) float minus_delta[kStages][kBlockM];
-    BackwardStep step[kStages];
+    BackwardStep step[kQueryStages];
     BackwardWork work[2];
-    Ring<kStages> full_q, full_do;  // with lse_log2 and step, with delta
+    Ring<kQueryStages> full_q;  // with lse_log2 and step
+    Ring<kStages> full_do;      // with delta
     Ring<kKeyBuffers> full_k, full_v;
     Ring<kScoreBuffers> full_ds;  // from and to the computing warps
     Ring<1> full_dq[kWarpgroups];
@@ -95,7 +96,8 @@ struct NarrowBackwardTraits {
 };
 
 // For larger head dimensions, where dK and dV of 64 keys fill the registers of a warpgroup each: one warpgroup computes
-// Pᵀ and dV, the other dSᵀ and dK, and dQ is shared out in pieces. Both own the same 64 keys.
+// Pᵀ and dV, the other dSᵀ and dK, and dQ is shared out in pieces. Both own the same 64 keys. kStages: buffers of dO, and
+// Q has one more, as dK needs it last.
 template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_,
           bool kStaggered_>
 struct WideBackwardTraits {
@@ -107,10 +109,10 @@ struct WideBackwardTraits {
   static constexpr int kWarpgroups = 2;
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
-  static constexpr int kStages = kStages_, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
+  static constexpr int kStages = kStages_, kQueryStages = kStages + 1, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
   static constexpr bool kStaggered = kStaggered_;
 
-  using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kStages>;
+  using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kQueryStages>;
   using SmemDo = SmemTile<Element, kBlockM, kHeadDimV, kStages>;
   using SmemK = SmemTile<Element, kBlockN, kHeadDim>;
   using SmemV = SmemTile<Element, kBlockN, kHeadDimV>;
@@ -129,19 +131,22 @@ struct WideBackwardTraits {
 
   static constexpr int kScoreElements = kBlockM * kBlockN;
   struct Smem {
-    alignas(1024) Element q[kStages * SmemQ::kElements];
+    alignas(1024) Element q[kQueryStages * SmemQ::kElements];
     alignas(1024) Element dout[kStages * SmemDo::kElements];
     alignas(1024) Element k[kKeyBuffers * SmemK::kElements];
     alignas(1024) Element v[kKeyBuffers * SmemV::kElements];
     alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
     alignas(128) Element p[kScoreBuffers][kScoreElements];  // in the order of accumulator registers
-    alignas(128) float lse_log2[kStages][kBlockM + cuda::kMarkWords];
+    alignas(128) float dq[kWarpgroups][kDqElements];
+    alignas(128) float lse_log2[kQueryStages][kBlockM + cuda::kMarkWords];
     alignas(128) float minus_delta[kStages][kBlockM];
-    BackwardStep step[kStages];
+    BackwardStep step[kQueryStages];
     BackwardWork work[2];
-    Ring<kStages> full_q, full_do;
+    Ring<kQueryStages> full_q;
+    Ring<kStages> full_do;
     Ring<kKeyBuffers> full_k, full_v;
     Ring<kScoreBuffers> full_p, full_ds;  // from the one warpgroup to the other, and to both
+    Ring<1> full_dq[kWarpgroups];
     Ring<2> full_work;
 
     __device__ void init() {
@@ -152,7 +157,8 @@ struct WideBackwardTraits {
       full_v.init(1, kWarps);
       full_p.init(4, 4);
       full_ds.init(4, kWarps);
-      full_work.init(1, kWarps + 1);
+      for (auto& ring : full_dq) ring.init(4, 1);
+      full_work.init(1, kWarps + 1 + kWarpgroups);
     }
   };
   static constexpr int kSmemBytes = sizeof(Smem);

@@ -91,7 +91,7 @@ class BackwardWarpgroup {
     smem_.full_do.wait_full(use);
     const float* const& top = cuda::mark_of(smem_.lse_log2[stage], kBlockM);
     // The scores of these rows, which are being computed, do not count.
-    if (top != nullptr) clear_blind_queries<Traits>(smem_, stage, warpgroup_);
+    if (top != nullptr) clear_blind_queries<Traits>(smem_, stage, stage, warpgroup_);
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
 
     cute::warpgroup_wait<1>();
@@ -162,11 +162,7 @@ class BackwardWarpgroup {
   __device__ __forceinline__ void store_dq(Accumulator& acc_dq) {
     finished(acc_dq);
     smem_.full_ds.release(RingState<Traits::kScoreBuffers>::after(steps_ - 1), thread_);
-    smem_.full_dq[warpgroup_].wait_empty(RingState<1>::after(dq_tiles_));
-    float4* target = reinterpret_cast<float4*>(smem_.dq[warpgroup_]) + thread_;
-    CUTE_UNROLL
-    for (int e = 0; e < cute::size(acc_dq); e += 4)
-      target[e / 4 * kWarpgroup] = make_float4(acc_dq(e), acc_dq(e + 1), acc_dq(e + 2), acc_dq(e + 3));
+    sm90::store_dq(smem_.dq[warpgroup_], smem_.full_dq[warpgroup_], RingState<1>::after(dq_tiles_), acc_dq, thread_);
   }
   __device__ __forceinline__ void publish_dq() {
     publish(smem_.full_dq[warpgroup_], RingState<1>::after(dq_tiles_++), thread_);

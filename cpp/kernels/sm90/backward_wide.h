@@ -2,11 +2,9 @@
 //
 // dK and dV of 64 keys fill the accumulators of one warpgroup each, so the work is divided by product and not by keys:
 // the first computes Sᵀ, Pᵀ and dV += Pᵀ·dO, the second dPᵀ, dSᵀ = Pᵀ∘(dPᵀ − δ) and dK += dSᵀ·Q, both with register
-// operands. P goes from the first to the second in the order of its registers, dS to both for their pieces of dQ, which
-// go to device memory from registers.
+// operands. P goes from the first to the second in the order of its registers, dS to both for their pieces of dQ.
 #pragma once
 
-#include "cuda/backward_passes.h"
 #include "cuda/backward_scores.h"
 #include "sm90/backward_fragments.h"
 #include "sm90/backward_load.h"
@@ -32,9 +30,8 @@ class WideBackwardWarpgroup {
   static constexpr bool kFeatured = cuda::has_dropout(kFeatures);
 
  public:
-  __device__ WideBackwardWarpgroup(const BackwardParams& p, const cuda::BackwardWorkspace& ws, Smem& smem,
-                                   int warpgroup)
-      : p_(p), ws_(ws), smem_(smem), warpgroup_(warpgroup), thread_(kept_thread()) {}
+  __device__ WideBackwardWarpgroup(const BackwardParams& p, Smem& smem, int warpgroup)
+      : p_(p), smem_(smem), warpgroup_(warpgroup), thread_(kept_thread()) {}
 
   __device__ void run() {
     for_each_work<Traits>(smem_, [&](const BackwardWork& work) {
@@ -46,7 +43,14 @@ class WideBackwardWarpgroup {
   }
 
  private:
-  using Use = RingState<kStages>;
+  // Of a step: its Q, and its dO.
+  struct Use {
+    RingState<Traits::kQueryStages> q;
+    RingState<kStages> dout;
+    static __device__ __forceinline__ Use after(unsigned steps) {
+      return {RingState<Traits::kQueryStages>::after(steps), RingState<kStages>::after(steps)};
+    }
+  };
   using ScoreUse = RingState<Traits::kScoreBuffers>;
 
   __device__ void wait_keys(const BackwardWork& work, const SeqlenInfo& seq) {
@@ -62,16 +66,16 @@ class WideBackwardWarpgroup {
   }
   // Q of a step; marked tiles are cleared by both warpgroups.
   __device__ __forceinline__ BackwardStep wait_queries(const Use& use) {
-    smem_.full_q.wait_full(use);
-    const BackwardStep step = smem_.step[use.stage];
+    smem_.full_q.wait_full(use.q);
+    const BackwardStep step = smem_.step[use.q.stage];
     if (top_of(use) != nullptr) {
-      smem_.full_do.wait_full(use);
-      clear_blind_queries<Traits>(smem_, use.stage, warpgroup_);
+      smem_.full_do.wait_full(use.dout);
+      clear_blind_queries<Traits>(smem_, use.q.stage, use.dout.stage, warpgroup_);
     }
     return step;
   }
   __device__ __forceinline__ const float* const& top_of(const Use& use) {
-    return cuda::mark_of(smem_.lse_log2[use.stage], kBlockM);
+    return cuda::mark_of(smem_.lse_log2[use.q.stage], kBlockM);
   }
 
   // The first warpgroup: P, dV, and its pieces of dQ of the step before, when the second has surely come to its dS.
@@ -82,11 +86,11 @@ class WideBackwardWarpgroup {
     if (work.visited) {
       wait_keys(work, seq);
       const Scores scores(p_, seq, work.tile);
-      BackwardStep last = step_dv<true>(scores, work, seq, {}, acc_dv);
-      while (!last.last) last = step_dv<false>(scores, work, seq, last, acc_dv);
+      bool last = step_dv<true>(scores, acc_dv);
+      while (!last) last = step_dv<false>(scores, acc_dv);
       DqPieces acc_dq;
       start_dq(acc_dq, steps_ - 1);
-      finish_dq(acc_dq, steps_ - 1, work, seq, last);
+      finish_dq(acc_dq, steps_ - 1);
       release_keys();
     }
     const float dv_scale = kFeatured ? p_.score.dropout.scale() : 1.f;
@@ -94,30 +98,29 @@ class WideBackwardWarpgroup {
   }
 
   template <bool kFirst, class Accumulator>
-  __device__ __forceinline__ BackwardStep step_dv(const Scores& scores, const BackwardWork& work, const SeqlenInfo& seq,
-                                                  const BackwardStep& before, Accumulator& acc_dv) {
-    const Use use = RingState<kStages>::after(steps_);
+  __device__ __forceinline__ bool step_dv(const Scores& scores, Accumulator& acc_dv) {
+    const Use use = Use::after(steps_);
     const BackwardStep step = wait_queries(use);
     auto acc_s = accumulator<MmaScores, kBlockM>();
     auto k = smem_tensor<typename SmemK::RowMajor>(smem_.k)(cute::_, cute::_, 0);
-    auto q = smem_tensor<typename SmemQ::RowMajor>(smem_.q)(cute::_, cute::_, use.stage);
+    auto q = smem_tensor<typename SmemQ::RowMajor>(smem_.q)(cute::_, cute::_, use.q.stage);
     start_gemm<MmaScores>(operand_a<MmaScores>(k), operand_b<MmaScores>(q), acc_s, false);
     cute::warpgroup_wait<0>();
     finished(acc_s);
 
     auto probabilities = compute_probabilities(scores, step, use, acc_s);
-    smem_.full_q.release(use, thread_);  // and lse
-    auto dout = smem_tensor<typename SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, use.stage);
-    smem_.full_do.wait_full(use);
+    smem_.full_q.release(use.q, thread_);  // and lse
+    auto dout = smem_tensor<typename SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, use.dout.stage);
+    smem_.full_do.wait_full(use.dout);
     start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout), acc_dv, true);
     DqPieces acc_dq;
     if constexpr (!kFirst) start_dq(acc_dq, steps_ - 1);
     cute::warpgroup_wait<kFirst ? 0 : kPieces>();
     finished(acc_dv);
-    smem_.full_do.release(use, thread_);
-    if constexpr (!kFirst) finish_dq(acc_dq, steps_ - 1, work, seq, before);
+    smem_.full_do.release(use.dout, thread_);
+    if constexpr (!kFirst) finish_dq(acc_dq, steps_ - 1);
     ++steps_;
-    return step;
+    return step.last;
   }
 
   // P in 16 bits, also handed to the second warpgroup.
@@ -126,7 +129,7 @@ class WideBackwardWarpgroup {
                                                         Accumulator& acc_s) {
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
     const TileRef tile{step.m_block, step.partial};
-    const auto lse_log2 = cuda::rows_of_queries(smem_.lse_log2[use.stage], at);
+    const auto lse_log2 = cuda::rows_of_queries(smem_.lse_log2[use.q.stage], at);
     const ScoreUse buffer = RingState<Traits::kScoreBuffers>::after(steps_);
     smem_.full_p.wait_empty(buffer);
     if constexpr (kFeatured) {
@@ -167,7 +170,7 @@ class WideBackwardWarpgroup {
     if (work.visited) {
       wait_keys(work, seq);
       const Scores scores(p_, seq, work.tile);
-      while (!step_dk(scores, work, seq, acc_dk)) {
+      while (!step_dk(scores, acc_dk)) {
       }
       release_keys();
     }
@@ -176,15 +179,14 @@ class WideBackwardWarpgroup {
   }
 
   template <class Accumulator>
-  __device__ __forceinline__ bool step_dk(const Scores& scores, const BackwardWork& work, const SeqlenInfo& seq,
-                                          Accumulator& acc_dk) {
-    const Use use = RingState<kStages>::after(steps_);
+  __device__ __forceinline__ bool step_dk(const Scores& scores, Accumulator& acc_dk) {
+    const Use use = Use::after(steps_);
     const ScoreUse buffer = RingState<Traits::kScoreBuffers>::after(steps_);
     const BackwardStep step = wait_queries(use);
-    smem_.full_do.wait_full(use);
+    smem_.full_do.wait_full(use.dout);
     auto acc_dp = accumulator<MmaScores, kBlockM>();
     auto v = smem_tensor<typename SmemV::RowMajor>(smem_.v)(cute::_, cute::_, 0);
-    auto dout = smem_tensor<typename SmemDo::RowMajor>(smem_.dout)(cute::_, cute::_, use.stage);
+    auto dout = smem_tensor<typename SmemDo::RowMajor>(smem_.dout)(cute::_, cute::_, use.dout.stage);
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
     smem_.full_p.wait_full(buffer);
     auto p = cute::make_tensor<Element>(acc_dp.layout());
@@ -195,7 +197,7 @@ class WideBackwardWarpgroup {
     finished(acc_dp);
     smem_.full_p.release(buffer, thread_);
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
-    const auto minus_delta = cuda::rows_of_queries(smem_.minus_delta[use.stage], at);
+    const auto minus_delta = cuda::rows_of_queries(smem_.minus_delta[use.dout.stage], at);
     if constexpr (kFeatured)
       scores.featured_gradients(as_matrix(p), as_matrix(acc_dp), minus_delta);
     else
@@ -204,16 +206,16 @@ class WideBackwardWarpgroup {
     smem_.full_ds.wait_empty(buffer);
     store_transposed(ds, smem_.ds + buffer.stage * SmemScores::kElements, thread_);
     publish(smem_.full_ds, buffer, thread_);
-    smem_.full_do.release(use, thread_);  // and delta
+    smem_.full_do.release(use.dout, thread_);  // and delta
 
-    auto q = smem_tensor<typename SmemQ::Transposed>(smem_.q)(cute::_, cute::_, use.stage);
+    auto q = smem_tensor<typename SmemQ::Transposed>(smem_.q)(cute::_, cute::_, use.q.stage);
     start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q), acc_dk, true);
     DqPieces acc_dq;
     start_dq(acc_dq, steps_);
     cute::warpgroup_wait<kPieces>();
     finished(acc_dk);
-    smem_.full_q.release(use, thread_);
-    finish_dq(acc_dq, steps_, work, seq, step);
+    smem_.full_q.release(use.q, thread_);
+    finish_dq(acc_dq, steps_);
     ++steps_;
     return step.last;
   }
@@ -223,7 +225,7 @@ class WideBackwardWarpgroup {
     decltype(accumulator<MmaDq, Traits::kDqColumns>()) acc[kPieces];
   };
   __device__ __forceinline__ void start_dq(DqPieces& pieces, unsigned step) {
-    const ScoreUse use = RingState<Traits::kScoreBuffers>::after(step);
+    const ScoreUse use = ScoreUse::after(step);
     smem_.full_ds.wait_full(use);
     auto all_k = smem_tensor<typename SmemK::Transposed>(smem_.k)(cute::_, cute::_, 0);
     auto all_ds = smem_tensor<typename SmemScores::RowMajor>(smem_.ds)(cute::_, cute::_, use.stage);
@@ -237,53 +239,23 @@ class WideBackwardWarpgroup {
       start_gemm<MmaDq>(operand_a<MmaDq>(k), operand_b<MmaDq>(ds), pieces.acc[i], false);
     }
   }
-  // Adds each to device memory, from registers, while the next ones are computed.
-  __device__ __forceinline__ void finish_dq(DqPieces& pieces, unsigned step, const BackwardWork& work,
-                                            const SeqlenInfo& seq, const BackwardStep& at) {
-    const std::int64_t first_piece =
-        ws_.tile(p_, seq, work.tile.batch, at.head, at.m_block) * Traits::kDqPieces + warpgroup_ * kPieces;
-    if (p_.deterministic) wait_turn(work, seq, at, first_piece);
-    finish_piece<0>(pieces, first_piece);
-    smem_.full_ds.release(RingState<Traits::kScoreBuffers>::after(step), thread_);
-    if (p_.deterministic) pass_turn(first_piece);
-  }
-  template <int kPiece>
-  __device__ __forceinline__ void finish_piece(DqPieces& pieces, std::int64_t first_piece) {
-    if constexpr (kPiece < kPieces) {
-      auto& acc = pieces.acc[kPiece];
-      cute::warpgroup_wait<kPieces - 1 - kPiece>();
-      finished(acc);
-      constexpr int kElements = Traits::kDqElements / kWarpgroup;
-      cuda::add_to_dq_accum<kWarpgroup, kElements>(ws_.dq_accum + (first_piece + kPiece) * Traits::kDqElements,
-                                                   acc.data(), thread_);
-      finish_piece<kPiece + 1>(pieces, first_piece);
-    }
-  }
-
-  // Deterministic: key tiles add to a tile of dq_accum in ascending order.
-  __device__ void wait_turn(const BackwardWork& work, const SeqlenInfo& seq, const BackwardStep& step,
-                            std::int64_t piece) {
-    if (thread_ == 0) {
-      Policy policy(p_.mask, seq, work.tile.batch, step.head);
-      const int rank = policy.row_walk(flashsdk::Tile{kBlockM, kBlockN}, step.m_block).rank_of(work.tile.block);
-      volatile int* turn = ws_.turn + piece;
-      while (*turn != rank) {
-      }
-      __threadfence();
-    }
-    barrier_sync(named_barrier::kBackwardTurn + warpgroup_, kWarpgroup);
-  }
-  __device__ void pass_turn(std::int64_t piece) {
-    __threadfence();
-    barrier_sync(named_barrier::kBackwardTurn + warpgroup_, kWarpgroup);
-    if (thread_ == 0) *static_cast<volatile int*>(ws_.turn + piece) += 1;
+  // Hands each to the warp that adds it, while the next ones are computed.
+  template <int kPiece = 0>
+  __device__ __forceinline__ void finish_dq(DqPieces& pieces, unsigned step) {
+    auto& acc = pieces.acc[kPiece];
+    cute::warpgroup_wait<kPieces - 1 - kPiece>();
+    finished(acc);
+    if constexpr (kPiece + 1 == kPieces) smem_.full_ds.release(ScoreUse::after(step), thread_);
+    const auto use = RingState<1>::after(dq_pieces_++);
+    store_dq(smem_.dq[warpgroup_], smem_.full_dq[warpgroup_], use, acc, thread_);
+    publish(smem_.full_dq[warpgroup_], use, thread_);
+    if constexpr (kPiece + 1 < kPieces) finish_dq<kPiece + 1>(pieces, step);
   }
 
   const BackwardParams& p_;
-  const cuda::BackwardWorkspace& ws_;
   Smem& smem_;
   int warpgroup_, thread_;
-  unsigned steps_ = 0, key_tiles_ = 0;  // so far
+  unsigned steps_ = 0, key_tiles_ = 0, dq_pieces_ = 0;  // so far
 };
 
 }  // namespace flashsdk::sm90

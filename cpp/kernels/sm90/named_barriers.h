@@ -9,7 +9,6 @@ namespace flashsdk::sm90 {
 namespace named_barrier {
 constexpr std::uint32_t kForwardTurn = 1;      // + warpgroup, up to 4: whose products are issued next
 constexpr std::uint32_t kBackwardClear = 1;    // all computing warpgroups: rows of another sequence are cleared
-constexpr std::uint32_t kBackwardTurn = 2;     // + warpgroup, up to 2: its turn to add to dq_accum, or the end of it
 constexpr std::uint32_t kBackwardRowSums = 1;  // + warpgroup: what its warps hand each other is in shared memory
 constexpr std::uint32_t kBackwardConvert = 1;  // + warpgroup: its part of dQ is in shared memory
 }  // namespace named_barrier
