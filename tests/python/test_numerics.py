@@ -58,6 +58,56 @@ def test_large_logits_of_wide_heads(runner, head_dim):
         runner.check(problem((150, 300), 2, head_dim, dtype=dtype, magnitude=1000, mask=CAUSAL))
 
 
+GROWTH = {
+    "steady": lambda at: 1 + 0 * at,
+    "growing": lambda at: 8 * at,
+    "falling": lambda at: 8 - 8 * at,
+    "one large key": lambda at: np.where(np.arange(at.size) == at.size * 5 // 7, 40, 1),
+}
+
+
+def causal_attention(q, k, v):
+    """out and lse (batch, heads, queries) in float64, all at once."""
+    q, k, v = (x.astype(float) for x in (q, k, v))
+    s = np.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    s[..., ~np.tri(*s.shape[-2:], s.shape[-1] - s.shape[-2], dtype=bool)] = -np.inf
+    top = s.max(axis=-1, keepdims=True)
+    p = np.exp(s - top)
+    total = p.sum(axis=-1, keepdims=True)
+    return np.einsum("bhij,bjhd->bihd", p / total, v), (top + np.log(total))[..., 0]
+
+
+@pytest.mark.parametrize("growth", GROWTH)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_maxima_that_move_along_the_keys(runner, head_dim, growth):
+    """Long enough for kernels that try the maximum of the keys so far, and have to notice."""
+    for dtype in runner.dtypes:
+        # Of P and of out in 16 bits; in float32 that of scores of up to 80, whose exponents differ.
+        unit = {"float32": 2.0**-15, "bfloat16": 2.0**-7, "float16": 2.0**-10}[dtype]
+        q, k, v, _ = qkv((70, 4200), 1, head_dim, batch=1)
+        k = np.abs(k) * GROWTH[growth](np.linspace(0, 1, 4200))[None, :, None, None]
+        q, k, v = (x.astype(numpy_dtype(dtype)) for x in (np.abs(q), k, v))
+        out, lse = runner.call("mha_fwd", q, k, v, mask=fs.Causal())
+        exact, exact_lse = causal_attention(q, k, v)
+        assert np.abs(out.astype(float) - exact).max() < unit * np.abs(exact).max()
+        assert np.abs(lse / exact_lse - 1).max() < 2e-6
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_key_that_is_no_number_far_behind_the_first(runner, head_dim, bad):
+    """Rows that see it are NaN, those before do not notice."""
+    for dtype in runner.dtypes:
+        q, k, v, _ = qkv((70, 4200), 1, head_dim, batch=1, dtype=dtype)
+        q = np.abs(q)
+        exact, exact_lse = causal_attention(q, k, v)
+        k[:, 4160] = bad  # hidden from the first 30 queries
+        out, lse = runner.call("mha_fwd", q, k, v, mask=fs.Causal())
+        assert np.isnan(out[:, 30:].astype(float)).all()
+        assert np.abs(out[:, :30].astype(float) - exact[:, :30]).max() < 2e-3
+        assert np.abs(lse[..., :30] / exact_lse[..., :30] - 1).max() < 2e-6
+
+
 @pytest.mark.parametrize("magnitude", [1, 30, 100, 1000, 3e4, 1e5, 1e9])
 def test_errors_are_at_most_twice_those_of_standard_attention(cpu, magnitude):
     """Without _verify.py's allowances. Where one key takes all of P, not even delta's."""

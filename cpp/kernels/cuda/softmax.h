@@ -18,6 +18,8 @@ class OnlineSoftmax {
   static constexpr float kSlack = 8.f;
   // Up to this |scale·max| its rounding adds less than 1e-4 to the relative error of a probability.
   static constexpr float kMaxRounded = 1024.f;
+  // A thread's sum over a row of a tile that a try may reach: each probability is then far from the end of fp16.
+  static constexpr float kMostTried = 32768.f;
 
  public:
   // scale: from the scores' unit to that of log2; positive.
@@ -26,6 +28,7 @@ class OnlineSoftmax {
     for (int i = 0; i < kRows; ++i) {
       max_[i] = -INFINITY;
       sum_[i] = 0.f;
+      offset_[i] = -INFINITY;
     }
   }
 
@@ -97,6 +100,10 @@ class OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) large |= fabsf(scale_ * finite(max_[i])) > kMaxRounded;
     large = __any_sync(0xffffffffu, large) != 0;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      offset_[i] = large || max_[i] == -INFINITY ? -INFINITY : scale_ * max_[i];
+    }
     branch_if(large, [&] {
       CUTE_UNROLL
       for (int i = 0; i < kRows; ++i) {
@@ -115,12 +122,37 @@ class OnlineSoftmax {
     }
   }
 
+  // The same by the maximum so far, without looking at that of this tile: no exponential waits for a maximum, and none
+  // need be found. Probabilities may exceed 1, which changes nothing in floating point, but not by so much that they
+  // leave 16 bits. False where they do, nothing was seen so far, the difference has to come first, or there is a NaN: then
+  // the scores are lost, and take raise() and exponentiate(). everywhere(holds) tells those who compute them together
+  // whether it holds for all of them.
+  template <class Scores, class Vote>
+  __device__ bool try_exponentiate(Scores& scores, Vote&& everywhere) {
+    float sum[kRows];
+    bool holds = true;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      sum[i] = 0.f;
+      CUTE_UNROLL
+      for (int j = 0; j < cute::size<1>(scores); ++j) {
+        scores(i, j) = exp2_approx(fmaf(scores(i, j), scale_, -offset_[i]));
+        sum[i] += scores(i, j);
+      }
+      holds &= sum[i] <= kMostTried;
+    }
+    if (!everywhere(holds)) return false;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) sum_[i] += sum[i];
+    return true;
+  }
+
   // Call once, after the last tile. Rows that saw nothing have sum 0 and lse −inf.
   __device__ void finish() {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) sum_[i] = quad_sum(sum_[i]);
   }
-  __device__ float inverse_sum(int i) const { return sum_[i] == 0.f ? 0.f : 1.f / sum_[i]; }
+  __device__ float inverse_sum(int i) const { return sum_[i] == 0.f ? 0.f : reciprocal(sum_[i]); }
   // unit: from the scores' unit to that of the natural logarithm. An lse beyond float stays at its end, as −inf says that
   // no key was seen.
   __device__ float lse(int i, float unit) const {
@@ -134,6 +166,7 @@ class OnlineSoftmax {
 
   float scale_;
   float max_[kRows], sum_[kRows];
+  float offset_[kRows];  // of the exponents by this maximum; −inf, which no trial outlives, where there is none to try
 };
 
 }  // namespace flashsdk::cuda

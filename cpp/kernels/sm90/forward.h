@@ -6,6 +6,10 @@
 // nobody waits for until the next softmax is done, and the warpgroups take turns in starting products, so that one's
 // softmax runs under another's. Here the tiles of all work make one stream: the first scores of the next queries are
 // computed under the last P·V of these, and the epilogue lies under the other warpgroups' products.
+//
+// Nor do the exponentials of a tile wait for its maximum. They try the maximum so far, which after the first tile nearly
+// always does: any reference is exact in floating point while exp2(scale·(score − reference)) neither overflows nor
+// loses what counts. Where the sums say that it did not do, the scores, overwritten by then, are computed once more.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -16,30 +20,31 @@
 
 namespace flashsdk::sm90 {
 
-// Warpgroups start their products one after another.
+// Warpgroups start their products one after another, if they are to.
 template <int kWarpgroups>
 class Turn {
  public:
-  __device__ explicit Turn(int warpgroup) : warpgroup_(warpgroup) {
+  __device__ Turn(bool needed, int warpgroup) : needed_(needed && kWarpgroups > 1), warpgroup_(warpgroup) {
     if (warpgroup == kWarpgroups - 1) pass();  // the first one's turn
   }
   __device__ void wait() const {
-    if constexpr (kWarpgroups > 1) barrier_sync(named_barrier::kForwardTurn + warpgroup_, 2 * kWarpgroup);
+    if (needed_) barrier_sync(named_barrier::kForwardTurn + warpgroup_, 2 * kWarpgroup);
   }
   __device__ void pass() const {
     const int next = warpgroup_ == kWarpgroups - 1 ? 0 : warpgroup_ + 1;
-    if constexpr (kWarpgroups > 1) barrier_arrive(named_barrier::kForwardTurn + next, 2 * kWarpgroup);
+    if (needed_) barrier_arrive(named_barrier::kForwardTurn + next, 2 * kWarpgroup);
   }
   __device__ void end() const {
     if (warpgroup_ == 0) wait();  // as many waits as passes
   }
 
  private:
+  bool needed_;
   int warpgroup_;
 };
 
 template <class Traits, class Policy, cuda::Features kFeatures>
-__device__ void compute_output(const ForwardParams& p, typename Traits::Smem& smem, int warpgroup) {
+__device__ void compute_output(const ForwardParams& p, ForwardOrder order, typename Traits::Smem& smem, int warpgroup) {
   using cute::_;
   using MmaScores = typename Traits::MmaScores;
   using MmaOut = typename Traits::MmaOut;
@@ -53,7 +58,8 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
   const auto keys = operand_b<MmaScores>(sK);
   const auto values = operand_b<MmaOut>(sVt);
 
-  using Keys = RingState<Traits::kStages>;
+  using Keys = RingState<Traits::kKeyStages>;
+  using Values = RingState<Traits::kValueStages>;
   using Queries = RingState<Traits::kQueryStages>;
   auto wait_for_tile = [&](unsigned index) {
     smem.k_ring.wait_full(Keys::after(index));
@@ -73,19 +79,20 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
   unsigned index = 0, work = 0;  // of the tile whose P·V comes next: counts tiles of keys, and of queries
   KeyTile tile = wait_for_tile(index);
   if (tile.has(KeyTile::kEnd)) return;
-  ForwardScores<Traits, Policy, kFeatures> scores(p, warpgroup);
+  using Scores = ForwardScores<Traits, Policy, kFeatures>;
+  Scores scores(p, warpgroup);
   auto acc_out = accumulator<MmaOut, Traits::kHeadDimV>();
   auto probabilities = cute::make_tensor_like<typename Traits::Element>(accumulator<MmaScores, kBlockN>());
   const auto probabilities_a = as_operand_a(probabilities);
   auto start_out = [&] {
-    const auto v = Keys::after(index);
+    const auto v = Values::after(index);
     smem.v_ring.wait_full(v);
     start_gemm<MmaOut>(probabilities_a, values(_, _, _, v.stage), acc_out, !tile.has(KeyTile::kFirst));
   };
   auto finish_out = [&] {
     cute::warpgroup_wait<0>();
     finished(acc_out);
-    smem.v_ring.release(Keys::after(index));
+    smem.v_ring.release(Values::after(index));
   };
 
   {
@@ -97,7 +104,7 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
     scores.start(acc, tile, of(work));
     scores.keep(acc, probabilities, tile, of(work));
   }
-  const Turn<Traits::kWarpgroups> turn(warpgroup);
+  const Turn<Traits::kWarpgroups> turn(order.turns, warpgroup);
   for (;;) {
     const KeyTile next = wait_for_tile(index + 1);
     if (next.has(KeyTile::kEnd)) break;
@@ -109,8 +116,20 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
     turn.pass();
     cute::warpgroup_wait<1>();
     finished(acc);
-    release_keys(next, index + 1, next_work);
-    const auto factors = scores.apply(acc, next, of(next_work), of(work));
+    typename Scores::Factors factors;
+    const bool tries = order.tries && !next.has(KeyTile::kFirst);
+    if (!tries) release_keys(next, index + 1, next_work);
+    cuda::branch_if(!tries || !scores.try_apply(acc, next, of(next_work)), [&] {
+      if (tries) {  // the scores were lost by it: once more
+        cute::warpgroup_wait<0>();
+        finished(acc_out);
+        start_scores(acc, next, index + 1, next_work);
+        cute::warpgroup_wait<0>();
+        finished(acc);
+      }
+      scores.apply(acc, factors, next, of(next_work), of(work));
+    });
+    if (tries) release_keys(next, index + 1, next_work);
     finish_out();
     scores.keep(acc, probabilities, next, of(next_work));
     factors.apply(acc_out);
@@ -121,7 +140,8 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
   }
   turn.end();
   start_out();
-  const auto factors = scores.close(of(work));
+  typename Scores::Factors factors;
+  scores.close(of(work), factors);
   finish_out();
   factors.apply(acc_out);
   scores.write(acc_out, of(work));
@@ -153,7 +173,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kComputeRegisters>();
-    compute_output<Traits, Policy, kFeatures>(p, smem, warp / 4 - 1);
+    compute_output<Traits, Policy, kFeatures>(p, schedule.order, smem, warp / 4 - 1);
   }
 }
 

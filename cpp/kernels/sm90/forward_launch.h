@@ -47,7 +47,8 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
 
   const bool uniform = uniform_tiles(p);
   const ForwardSchedule schedule{cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), uniform),
-                                 uniform ? nullptr : static_cast<TicketCounter*>(context.workspace), launch_name()};
+                                 uniform ? nullptr : static_cast<TicketCounter*>(context.workspace), launch_name(),
+                                 forward_order(p, {Traits::kBlockM, Traits::kBlockN})};
   const int blocks =
       min_of(cuda::device_limits(p.device.index).multiprocessors, static_cast<int>(schedule.tiles.size()));
   const ForwardMaps maps{

@@ -33,7 +33,7 @@ class KeyLoader {
       visit_row_walk(policy, flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, work.block,
                      [&](TileWalk walk) { load_work(work, seq, walk); });
     }
-    const auto state = RingState<Traits::kStages>::after(tiles_);
+    const auto state = RingState<Traits::kKeyStages>::after(tiles_);
     smem_.k_ring.wait_empty(state);
     if (leader_) {
       announce({0, KeyTile::kEnd, 0, 0});
@@ -54,7 +54,7 @@ class KeyLoader {
       const bool masked = tile.partial || rows < Traits::kBlockN;
       const int flags = (first ? KeyTile::kFirst : 0) | (more ? 0 : KeyTile::kLast) |
                         (tile.partial ? KeyTile::kPartial : 0) | (masked ? KeyTile::kMasked : 0);
-      const auto state = RingState<Traits::kStages>::after(tiles_);
+      const auto state = RingState<Traits::kKeyStages>::after(tiles_);
       smem_.k_ring.wait_empty(state);
       if (leader_) {
         if (first) smem_.query_tiles[works_ % Traits::kSlots] = {work.block, work.head, work.batch, key_end};
@@ -114,7 +114,7 @@ class ValueLoader {
         head_kv = of.head / p_.heads_per_group();
         batch = packed ? 0 : of.batch;
       }
-      const auto state = RingState<Traits::kStages>::after(index);
+      const auto state = RingState<Traits::kValueStages>::after(index);
       auto* buffer = smem_.v + state.stage * Traits::SmemV::kElements;
       smem_.v_ring.wait_empty(state);
       if (packed && tile.rows < Traits::kBlockN) {

@@ -4,6 +4,7 @@
 #include <cuda/atomic>
 
 #include "cuda/tile_scheduler.h"
+#include "sm90/forward_tiles.h"
 
 namespace flashsdk::sm90 {
 
@@ -20,6 +21,7 @@ struct ForwardSchedule {
   cuda::TileSchedule tiles;
   TicketCounter* tickets;  // null: tiles of equal cost, dealt in turn
   unsigned long long launch;
+  ForwardOrder order;
 };
 
 __device__ __forceinline__ int highest_bit(int x) { return 31 - __clz(x); }

@@ -8,6 +8,7 @@
 #include "cuda/softmax.h"
 #include "sm90/forward_traits.h"
 #include "sm90/gemm.h"
+#include "sm90/named_barriers.h"
 
 namespace flashsdk::sm90 {
 
@@ -22,16 +23,12 @@ class ForwardScores {
   // queries, to be finished.
   struct Factors {
     float row[kRows];
-    bool needed = true;
+    bool needed = false;
 
     template <class Out>
     __device__ void apply(Out& acc_out) const {
       auto out = as_matrix(acc_out);
-      if constexpr (Traits::kLazyRescale) {
-        cuda::branch_if(needed, [&] { Softmax::rescale(out, row); });
-      } else {
-        Softmax::rescale(out, row);
-      }
+      cuda::branch_if(needed, [&] { Softmax::rescale(out, row); });
     }
   };
 
@@ -42,25 +39,32 @@ class ForwardScores {
                      !cuda::scales_exponents(p.score.softmax_scale)),
         softmax_(unit() * cuda::kLog2e) {}
 
-  // Scores become probabilities, not yet divided by their sum. `previous` has the queries of the tile before this one.
+  // Scores become probabilities, not yet divided by their sum. Most tiles do it by the maximum so far; where try_apply()
+  // fails, the scores are lost and have to be computed once more, for apply().
   template <class Accumulator>
-  __device__ Factors apply(Accumulator& acc, const KeyTile& tile, const QueryTile& of, const QueryTile& previous) {
+  __device__ bool try_apply(Accumulator& acc, const KeyTile& tile, const QueryTile& of) {
     modify_and_mask(acc, tile, of);
     auto scores = as_matrix(acc);
-    Factors factors;
+    return softmax_.try_exponentiate(scores, [&](bool holds) {  // wgmma takes the whole warpgroup
+      return barrier_all(named_barrier::kForwardVote + first_row_ / kWarpgroupRows, kWarpgroup, holds);
+    });
+  }
+  // `previous` has the queries of the tile before this one.
+  template <class Accumulator>
+  __device__ void apply(Accumulator& acc, Factors& factors, const KeyTile& tile, const QueryTile& of,
+                        const QueryTile& previous) {
+    modify_and_mask(acc, tile, of);
+    auto scores = as_matrix(acc);
     float tile_max[kRows];
     Softmax::find_max(scores, tile_max);
+    factors.needed = true;
     if (tile.has(KeyTile::kFirst)) {
-      factors = close(previous);
+      close(previous, factors);
       softmax_.restart(tile_max);
-    } else if constexpr (Traits::kLazyRescale) {
-      factors.needed = softmax_.exceeds(tile_max);
-      cuda::branch_if(factors.needed, [&] { softmax_.raise(tile_max, factors.row); });
     } else {
       softmax_.raise(tile_max, factors.row);
     }
     softmax_.exponentiate(scores);
-    return factors;
   }
 
   // The very first tile.
@@ -75,21 +79,20 @@ class ForwardScores {
   }
 
   // Ends the softmax of a tile's queries: writes their log-sum-exp; the factors divide by the row sums.
-  __device__ Factors close(const QueryTile& of) {
+  __device__ void close(const QueryTile& of, Factors& factors) {
     const SeqlenInfo seq(p_, of.batch);
     const int first = m0(of), rows = seq.seqlen_q - first;
     auto coordinates = matrix_coordinates<typename Traits::MmaOut, 16>();
     float* lse = seq.rows(p_.lse, of.batch, of.head) + first * p_.lse.row;
     const float dropout_scale = cuda::has_dropout(kFeatures) ? p_.score.dropout.scale() : 1.f;
     softmax_.finish();
-    Factors factors;
+    factors.needed = true;
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       factors.row[i] = softmax_.inverse_sum(i) * dropout_scale;
       const int row = cute::get<0>(coordinates(i, 0));
       if (threadIdx.x % 4 == 0 && row < rows) lse[row * p_.lse.row] = softmax_.lse(i, unit());
     }
-    return factors;
   }
 
   // The probabilities as 16-bit operand of the second product, without what dropout drops.

@@ -1,4 +1,4 @@
-// Which of the forward's tiles a problem gets: the one place that decides it.
+// How the forward computes a problem: the one place that decides it. The measurements are in docs/sm90-forward.md.
 #pragma once
 
 #include "common/params.h"
@@ -7,18 +7,32 @@
 namespace flashsdk::sm90 {
 
 // Layouts need tiles that divide their blocks, and dropout a number of keys that is a multiple of 32. Long tiles waste
-// rows and keys, and leave multiprocessors idle, where sequences are short or cut by a band. The measurements behind the
-// lengths are in docs/sm90-forward.md.
+// rows and keys, and leave multiprocessors idle, where sequences are short or cut by a band.
 inline Tile forward_tile(const ForwardParams& p) {
   const bool plain = !(p.score.softcap > 0.f) && p.score.dropout.threshold == 0;
   const bool any_tile = plain && p.mask.kind != MaskKind::kBlockSparse, dense = p.mask.kind == MaskKind::kDense;
   const int head_dim = max_of(p.head_dim, p.head_dim_v);
   if (head_dim <= 64) return any_tile && p.seqlen_q >= (dense ? 384 : 2048) ? Tile{192, 128} : Tile{128, 128};
   if (head_dim <= 96) return {128, 128};
-  if (head_dim <= 128) return any_tile && dense && p.seqlen_k >= 8192 ? Tile{128, 176} : Tile{128, 128};
+  if (head_dim <= 128) return any_tile && p.seqlen_k >= (dense ? 8192 : 16384) ? Tile{128, 176} : Tile{128, 128};
   if (head_dim <= 192 && p.head_dim_v <= 128) return {128, 128};
   if (head_dim <= 192) return any_tile ? Tile{128, 112} : Tile{128, 64};
   return any_tile && p.seqlen_k > (dense ? 512 : 1024) ? Tile{128, 80} : Tile{128, 64};
+}
+
+struct ForwardOrder {
+  bool tries;  // exponentials by the maximum so far, before that of their own tile is known
+  bool turns;  // warpgroups start their products one after another
+};
+
+// A try keeps K in its buffer until the exponentials are done, which sequences of few tiles do not make up for. Without
+// turns, the longest products run under each other's exponentials by themselves.
+inline ForwardOrder forward_order(const ForwardParams& p, Tile tile) {
+  const int head_dim = max_of(p.head_dim, p.head_dim_v);
+  if (head_dim <= 64) return {true, true};
+  if (head_dim <= 128) return {p.seqlen_k >= 2048, tile.n == 128};
+  const bool tries = tile.n == 80 && p.seqlen_k >= 4096;
+  return {tries, !tries};
 }
 
 }  // namespace flashsdk::sm90

@@ -28,13 +28,15 @@ struct alignas(16) KeyTile {
   __device__ bool has(Flags flag) const { return (flags & flag) != 0; }
 };
 
-// kStages: buffers of K, and of V. kQueryStages: with two, the next queries are there before these are done.
-template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kQueryStages_>
+// Stages are buffers. A tile's K is needed until its softmax is done, V only under its product: where there is room for
+// one more, K gets it. With two of Q, the next queries are there before these are done.
+template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kKeyStages_, int kValueStages_,
+          int kQueryStages_>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
-  static constexpr int kStages = kStages_, kQueryStages = kQueryStages_;
+  static constexpr int kKeyStages = kKeyStages_, kValueStages = kValueStages_, kQueryStages = kQueryStages_;
   static constexpr int kWarpgroups = kBlockM / kWarpgroupRows;  // that compute; one more loads
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   // Of 65536 a multiprocessor: what loading does not need, computing gets. S, P and the output take the most.
@@ -42,28 +44,27 @@ struct ForwardTraits {
   static constexpr bool kWide = kTileRegisters > 176;
   static constexpr int kLoadRegisters = kWarpgroups == 2 ? (kWide ? 40 : 56) : 32;
   static constexpr int kComputeRegisters = kWarpgroups == 2 ? (kWide ? 232 : 224) : kWarpgroups == 3 ? 160 : 112;
-  // Rescaling the output only when the maximum moves much: +1 to +2.5 % at head_dim 64, −1 to −2 % at 128.
-  static constexpr bool kLazyRescale = kHeadDimV <= 64;
 
   using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kQueryStages>;
-  using SmemK = SmemTile<Element, kBlockN, kHeadDim, kStages>;
-  using SmemV = SmemTile<Element, kBlockN, kHeadDimV, kStages>;
+  using SmemK = SmemTile<Element, kBlockN, kHeadDim, kKeyStages>;
+  using SmemV = SmemTile<Element, kBlockN, kHeadDimV, kValueStages>;
   using MmaScores = SmemMma<Element, kBlockN, kHeadDim, kSumContiguous, kSumContiguous>;
   using MmaOut = RegisterMma<Element, kHeadDimV, kBlockN, kSumStrided>;
 
   // Announcements outlive the keys: they are read until the softmax of the next tile is done.
   static constexpr int kSlots = 8;
-  static_assert(kSlots >= kStages + 2);
+  static_assert(kSlots >= kKeyStages + 2);
 
   struct Smem {
     alignas(1024) Element q[kQueryStages * SmemQ::kElements];
-    alignas(1024) Element k[kStages * SmemK::kElements];
-    alignas(1024) Element v[kStages * SmemV::kElements];
+    alignas(1024) Element k[kKeyStages * SmemK::kElements];
+    alignas(1024) Element v[kValueStages * SmemV::kElements];
     QueryTile query_tiles[kSlots];
     KeyTile key_tiles[kSlots];
     cutlass::arch::ClusterBarrier announced[kSlots];  // to the warp that loads V
     Ring<kQueryStages> q_ring;
-    Ring<kStages> k_ring, v_ring;
+    Ring<kKeyStages> k_ring;
+    Ring<kValueStages> v_ring;
     cutlass::arch::ClusterTransactionBarrier tail;  // see ValueLoader::load_cut
   };
   static constexpr int kSmemBytes = static_cast<int>(sizeof(Smem));

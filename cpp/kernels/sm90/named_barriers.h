@@ -8,6 +8,7 @@ namespace flashsdk::sm90 {
 // Forward and backward are kernels of their own: their ids may be the same.
 namespace named_barrier {
 constexpr std::uint32_t kForwardTurn = 1;      // + warpgroup, up to 4: whose products are issued next
+constexpr std::uint32_t kForwardVote = 5;      // + warpgroup, up to 4: whether its scores need their own maximum
 constexpr std::uint32_t kBackwardClear = 1;    // all computing warpgroups: rows of another sequence are cleared
 constexpr std::uint32_t kBackwardRowSums = 1;  // + warpgroup: what its warps hand each other is in shared memory
 constexpr std::uint32_t kBackwardConvert = 1;  // + warpgroup: its part of dQ is in shared memory
@@ -19,6 +20,21 @@ __device__ __forceinline__ void barrier_sync(std::uint32_t id, int threads) {
 }
 __device__ __forceinline__ void barrier_arrive(std::uint32_t id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// … and tells them whether `mine` is true for all of them.
+__device__ __forceinline__ bool barrier_all(std::uint32_t id, int threads, bool mine) {
+  int all;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, all;\n"
+      "setp.ne.s32 mine, %1, 0;\n"
+      "barrier.cta.red.and.pred all, %2, %3, mine;\n"
+      "selp.s32 %0, 1, 0, all;\n"
+      "}\n"
+      : "=r"(all)
+      : "r"(static_cast<int>(mine)), "r"(id), "r"(threads)
+      : "memory");
+  return all != 0;
 }
 
 }  // namespace flashsdk::sm90
