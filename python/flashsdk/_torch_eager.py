@@ -20,6 +20,7 @@ Keywords = dict[str, Any]  # of the functions of flashsdk.ops, but dlse and outp
 Tensors = tuple[Tensor, ...]
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
+_LENDS_ANY = hasattr(Tensor, "__dlpack_c_exchange_api__")
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,8 @@ def draw_seed() -> Tensor:
 
 
 def detached(x: Tensor) -> Tensor:
-    """Without autograd, whose tensors DLPack refuses."""
-    return x.detach() if x.requires_grad else x
+    """Without autograd, whose tensors DLPack refuses where PyTorch has no C interface to it yet."""
+    return x.detach() if x.requires_grad and not _LENDS_ANY else x
 
 
 def last_contiguous(x: Tensor) -> Tensor:

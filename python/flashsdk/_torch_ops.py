@@ -161,6 +161,10 @@ def _define(
         return out, lse
 
     def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        options = Options(*rest[packed:])
+        _check_devices(q, k=k, v=v, bias=options.bias, alibi_slopes=options.alibi_slopes)
+        if packed:
+            _check_devices(q, cu_seqlens_q=rest[0], cu_seqlens_k=rest[1])
         *batch, seqlen, num_heads, _ = q.shape
         out = q.new_empty((*batch, seqlen, num_heads, v.shape[-1]))
         return out, q.new_empty((*batch, num_heads, seqlen), dtype=torch.float32)
@@ -205,6 +209,13 @@ def _define(
     schema = f"{name}_fwd({qkv}{rest_schema}) -> (Tensor out, Tensor lse)"
     differentiable = _operator(schema, forward, fake_forward, save, gradient)
     return Operation(differentiable, gradients, run_forward, run_backward, _encoded)
+
+
+def _check_devices(q: Tensor, **others: Tensor | None) -> None:
+    """As the library does, which is not asked where one tensor of many is on meta."""
+    for name, x in others.items():
+        if x is not None and x.device != q.device:
+            raise Error(f"{name}: on {x.device}; {q.device}, where q is")
 
 
 def _operator(

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
-from flashsdk import _torch_ops  # noqa: E402
+from flashsdk import _torch_eager, _torch_ops  # noqa: E402
 from flashsdk.torch import attention, varlen_attention  # noqa: E402
 from standard_attention import check, standard  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -204,6 +204,26 @@ def test_meta_tensors():
     assert lse.is_meta and lse.shape == (2, 4, 70) and lse.dtype == torch.float32
     out.sum().backward()
     assert all(x.grad.shape == x.shape for x in inputs)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "alibi_slopes"])
+def test_meta_tensors_among_others(name):
+    """Once the operators for meta tensors took such a call, and gave memory nobody had written."""
+    tensors = dict(zip("qkv", qkv(), strict=True))
+    tensors |= {"bias": torch.zeros(2, 4, 70, 70), "alibi_slopes": torch.zeros(4)}
+    tensors[name] = tensors[name].to("meta")
+    first = "k: on cpu; meta, where q is" if name == "q" else f"{name}: on meta; cpu, where q is"
+    for recorded in (False, True):
+        tensors["k"] = tensors["k"].requires_grad_(recorded)
+        with pytest.raises(fs.Error, match=f"^{first}$"):
+            attention(**tensors)
+
+
+def test_meta_lengths_among_others():
+    q, k, v = (x[0] for x in qkv())
+    offsets = torch.tensor([0, 70], dtype=torch.int32)
+    with pytest.raises(fs.Error, match=r"^cu_seqlens_k: on meta; cpu, where q is$"):
+        varlen_attention(q, k, v, offsets, offsets.to("meta"), 70, 70)
 
 
 def test_changing_an_input_before_backward_is_noticed():
@@ -423,13 +443,15 @@ def everything(q, k, v):
     return out, lse, *torch.autograd.grad(out.square().sum() + lse[:, :, :32].sum(), inputs)
 
 
-def test_ordinary_calls_do_without_the_dispatcher(monkeypatch):
+@pytest.mark.parametrize("lends_any", [False, _torch_eager._LENDS_ANY])
+def test_ordinary_calls_do_without_the_dispatcher(monkeypatch, lends_any):
     def dispatched(*_):
         raise AssertionError("an operator was called")
 
     monkeypatch.setattr(
         _torch_ops, "_mha", replace(_torch_ops._mha, forward=dispatched, backward=dispatched)
     )
+    monkeypatch.setattr(_torch_eager, "_LENDS_ANY", lends_any)
     q, k, v = qkv()
     everything(q, k, v)
     with torch.no_grad():
