@@ -24,8 +24,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same for all lanes
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
+    if (threadIdx.x % 32 != 0) return;
     if (warp == 0) {
-      if (threadIdx.x == 0) load_q_and_k<Traits, Policy>(p, maps, ws, schedule, smem);
+      load_q_and_k<Traits, Policy>(p, maps, ws, schedule, smem);
     } else if (warp == 1) {
       load_dout_and_v<Traits, Policy>(p, maps, ws, smem);
     } else {

@@ -71,11 +71,22 @@ __device__ __forceinline__ void clear_rows(Element* tile, Counts&& counts) {
   for (int i = threadIdx.x % kWarpgroup; i < Tile::kSlabs * Tile::kRows * kVectors; i += kWarpgroup)
     if (!counts(i / kVectors % Tile::kRows)) reinterpret_cast<uint4*>(tile)[i] = uint4{};
 }
-// All computing warpgroups, once rows are cleared.
+// All computing warpgroups, once rows are cleared. Those that run different code may not wait at one barrier, each in a
+// place of its own (synccheck): the first waits until the second has come, and then lets it go on.
 template <class Traits>
-__device__ __forceinline__ void meet() {
+__device__ __forceinline__ void meet(int warpgroup) {
+  constexpr int kThreads = Traits::kWarpgroups * kWarpgroup;
+  constexpr std::uint32_t kHere = named_barrier::kBackwardClear;
   cutlass::arch::fence_view_async_shared();
-  barrier_sync(named_barrier::kBackwardClear, Traits::kWarpgroups * kWarpgroup);
+  if constexpr (!Traits::kWide) {
+    barrier_sync(kHere, kThreads);
+  } else if (warpgroup == 0) {
+    barrier_sync(kHere, kThreads);
+    barrier_arrive(kHere + 1, kThreads);
+  } else {
+    barrier_arrive(kHere, kThreads);
+    barrier_sync(kHere + 1, kThreads);
+  }
 }
 
 // The same of K and V, or of Q and dO; one warpgroup each.
@@ -84,7 +95,7 @@ __device__ __forceinline__ void clear_both(Element* first, Element* second, int 
   static_assert(First::kRows == Second::kRows);
   if (warpgroup == 0) clear_rows<First>(first, counts);
   if (warpgroup == 1) clear_rows<Second>(second, counts);
-  meet<Traits>();
+  meet<Traits>(warpgroup);
 }
 
 // Packed: a tile's last keys belong to another sequence.

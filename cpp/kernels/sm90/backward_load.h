@@ -13,14 +13,14 @@ struct BackwardMaps {
   CUtensorMap q, k, v, dout;
 };
 
-// What every role but the first does: f(work) for each key tile of this thread block.
-template <class Traits, class F>
+// What every role but the first does, by whole warps or by one thread: f(work) for each key tile of this thread block.
+template <class Traits, bool kWarps, class F>
 __device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
   for (unsigned n = 0;; ++n) {
     const auto use = RingState<2>::after(n);
     smem.full_work.wait_full(use);
     const BackwardWork work = smem.work[use.stage];
-    __syncwarp();
+    if constexpr (kWarps) __syncwarp();
     smem.full_work.release(use);
     if (work.stop) return;
     f(work);
@@ -116,14 +116,14 @@ __device__ void load_q_and_k(const BackwardParams& p, const BackwardMaps& maps, 
   tell({{}, false, true});
 }
 
-// Loads dO and V.
+// One thread: loads dO and V.
 template <class Traits, class Policy>
 __device__ void load_dout_and_v(const BackwardParams& p, const BackwardMaps& maps, const cuda::BackwardWorkspace& ws,
                                 typename Traits::Smem& smem) {
   using Tile = typename Traits::SmemDo;
   unsigned steps = 0, key_tiles = 0;
-  for_each_work<Traits>(smem, [&](const BackwardWork& work) {
-    if (threadIdx.x % 32 == 0 && work.visited) {
+  for_each_work<Traits, false>(smem, [&](const BackwardWork& work) {
+    if (work.visited) {
       const SeqlenInfo seq(p, work.tile.batch);
       BackwardWalk<Traits, Policy> walk(p, ws, seq, work.tile);
       load_keys<typename Traits::SmemV, Traits>(p, maps.v, smem.full_v, key_tiles++, smem.v, work.tile, seq);
@@ -135,7 +135,6 @@ __device__ void load_dout_and_v(const BackwardParams& p, const BackwardMaps& map
                            smem.minus_delta[use.stage]);
       }
     }
-    __syncwarp();
   });
 }
 
@@ -147,8 +146,8 @@ __device__ __forceinline__ void bulk_add(float* global, const float* shared, int
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Adds what a warpgroup leaves in shared memory to dq_accum. In a deterministic call key tiles take turns at each tile
-// of queries, in ascending order; a thread block waits only for ones whose work was taken earlier.
+// One thread: adds what a warpgroup leaves in shared memory to dq_accum. In a deterministic call key tiles take turns at
+// each tile of queries, in ascending order; a thread block waits only for ones whose work was taken earlier.
 template <class Traits, class Policy>
 __device__ void add_dq(const BackwardParams& p, const cuda::BackwardWorkspace& ws, typename Traits::Smem& smem,
                        int warpgroup) {
@@ -156,8 +155,8 @@ __device__ void add_dq(const BackwardParams& p, const cuda::BackwardWorkspace& w
   constexpr int kBytes = Traits::kDqElements * static_cast<int>(sizeof(float));
   unsigned pieces = 0;
   auto& ring = smem.full_dq[warpgroup];
-  for_each_work<Traits>(smem, [&](const BackwardWork& work) {
-    if (threadIdx.x % 32 == 0 && work.visited) {
+  for_each_work<Traits, false>(smem, [&](const BackwardWork& work) {
+    if (work.visited) {
       const SeqlenInfo seq(p, work.tile.batch);
       BackwardWalk<Traits, Policy> walk(p, ws, seq, work.tile);
       for (typename BackwardWalk<Traits, Policy>::Item item; walk.next(item);) {
@@ -189,7 +188,6 @@ __device__ void add_dq(const BackwardParams& p, const cuda::BackwardWorkspace& w
         }
       }
     }
-    __syncwarp();
   });
 }
 

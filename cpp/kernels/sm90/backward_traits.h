@@ -145,7 +145,8 @@ struct WideBackwardTraits {
     Ring<kQueryStages> full_q;
     Ring<kStages> full_do;
     Ring<kKeyBuffers> full_k, full_v;
-    Ring<kScoreBuffers> full_p, full_ds;  // from the one warpgroup to the other, and to both
+    Ring<kScoreBuffers> full_ds;  // from the one warpgroup to both
+    cutlass::arch::ClusterBarrier empty_p[kScoreBuffers];
     Ring<1> full_dq[kWarpgroups];
     Ring<2> full_work;
 
@@ -155,7 +156,7 @@ struct WideBackwardTraits {
       full_do.init(1, kWarps);
       full_k.init(1, kWarps);
       full_v.init(1, kWarps);
-      full_p.init(4, 4);
+      for (auto& barrier : empty_p) barrier.init(4);
       full_ds.init(4, kWarps);
       for (auto& ring : full_dq) ring.init(4, 1);
       full_work.init(1, kWarps + 1 + kWarpgroups);

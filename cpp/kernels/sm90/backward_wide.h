@@ -34,7 +34,7 @@ class WideBackwardWarpgroup {
       : p_(p), smem_(smem), warpgroup_(warpgroup), thread_(kept_thread()) {}
 
   __device__ void run() {
-    for_each_work<Traits>(smem_, [&](const BackwardWork& work) {
+    for_each_work<Traits, true>(smem_, [&](const BackwardWork& work) {
       if (warpgroup_ == 0)
         compute_dv(work);
       else
@@ -109,7 +109,6 @@ class WideBackwardWarpgroup {
     finished(acc_s);
 
     auto probabilities = compute_probabilities(scores, step, use, acc_s);
-    smem_.full_q.release(use.q, thread_);  // and lse
     auto dout = smem_tensor<typename SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, use.dout.stage);
     smem_.full_do.wait_full(use.dout);
     start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout), acc_dv, true);
@@ -117,6 +116,7 @@ class WideBackwardWarpgroup {
     if constexpr (!kFirst) start_dq(acc_dq, steps_ - 1);
     cute::warpgroup_wait<kFirst ? 0 : kPieces>();
     finished(acc_dv);
+    smem_.full_q.release(use.q, thread_);  // and lse
     smem_.full_do.release(use.dout, thread_);
     if constexpr (!kFirst) finish_dq(acc_dq, steps_ - 1);
     ++steps_;
@@ -131,7 +131,7 @@ class WideBackwardWarpgroup {
     const TileRef tile{step.m_block, step.partial};
     const auto lse_log2 = cuda::rows_of_queries(smem_.lse_log2[use.q.stage], at);
     const ScoreUse buffer = RingState<Traits::kScoreBuffers>::after(steps_);
-    smem_.full_p.wait_empty(buffer);
+    smem_.empty_p[buffer.stage].wait(buffer.phase ^ 1);
     if constexpr (kFeatured) {
       auto factor = accumulator<MmaScores, kBlockM>();
       const auto kept = scores.featured_probabilities(as_matrix(acc_s), as_matrix(factor), at, step.head, tile,
@@ -158,7 +158,7 @@ class WideBackwardWarpgroup {
     auto* target = reinterpret_cast<uint4*>(smem_.p[use.stage]) + thread_;
     CUTE_UNROLL
     for (int i = 0; i < kVectors; ++i) target[i * kWarpgroup] = reinterpret_cast<const uint4*>(probabilities.data())[i];
-    publish(smem_.full_p, use, thread_);
+    barrier_arrive(named_barrier::kBackwardScores + use.stage, 2 * kWarpgroup);
   }
   static constexpr int kVectors = kBlockM * kBlockN / kWarpgroup / 8;  // of 16 bytes, of P in one thread
 
@@ -188,14 +188,14 @@ class WideBackwardWarpgroup {
     auto v = smem_tensor<typename SmemV::RowMajor>(smem_.v)(cute::_, cute::_, 0);
     auto dout = smem_tensor<typename SmemDo::RowMajor>(smem_.dout)(cute::_, cute::_, use.dout.stage);
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
-    smem_.full_p.wait_full(buffer);
+    barrier_sync(named_barrier::kBackwardScores + buffer.stage, 2 * kWarpgroup);
     auto p = cute::make_tensor<Element>(acc_dp.layout());
     const auto* source = reinterpret_cast<const uint4*>(smem_.p[buffer.stage]) + thread_;
     CUTE_UNROLL
     for (int i = 0; i < kVectors; ++i) reinterpret_cast<uint4*>(p.data())[i] = source[i * kWarpgroup];
     cute::warpgroup_wait<0>();
     finished(acc_dp);
-    smem_.full_p.release(buffer, thread_);
+    if (thread_ % 32 == 0) smem_.empty_p[buffer.stage].arrive();
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
     const auto minus_delta = cuda::rows_of_queries(smem_.minus_delta[use.dout.stage], at);
     if constexpr (kFeatured)
@@ -206,10 +206,10 @@ class WideBackwardWarpgroup {
     smem_.full_ds.wait_empty(buffer);
     store_transposed(ds, smem_.ds + buffer.stage * SmemScores::kElements, thread_);
     publish(smem_.full_ds, buffer, thread_);
-    smem_.full_do.release(use.dout, thread_);  // and delta
 
     auto q = smem_tensor<typename SmemQ::Transposed>(smem_.q)(cute::_, cute::_, use.q.stage);
     start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q), acc_dk, true);
+    smem_.full_do.release(use.dout, thread_);  // and delta
     DqPieces acc_dq;
     start_dq(acc_dq, steps_);
     cute::warpgroup_wait<kPieces>();

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     constexpr int kWarps = 4 * Traits::kWarpgroups;
     smem.q_ring.init(1, kWarps);
     smem.k_ring.init(1, kWarps);
-    smem.v_ring.init(1, kWarps);
+    smem.v_ring.init(32, kWarps);
     for (auto& barrier : smem.announced) barrier.init(1);
     smem.tail.init(1);
     cutlass::arch::fence_barrier_init();

@@ -92,6 +92,7 @@ class KeyLoader {
   unsigned tiles_ = 0, works_ = 0;  // of keys, of queries: so far
 };
 
+// All its lanes arrive at the ring: each has read the announcement, whose place is then used again.
 template <class Traits>
 class ValueLoader {
   using Smem = typename Traits::Smem;
@@ -119,10 +120,12 @@ class ValueLoader {
       smem_.v_ring.wait_empty(state);
       if (packed && tile.rows < Traits::kBlockN) {
         load_cut(buffer, {tile.row, head_kv, batch}, max_of(0, tile.rows));
-        if (leader_) smem_.v_ring.arrive_full(state);
+        smem_.v_ring.arrive_full(state);
       } else if (leader_) {
         smem_.v_ring.announce(state, SmemV::kBytes);
         load_tile<SmemV>(maps_.v, smem_.v_ring.full[state.stage], buffer, {tile.row, head_kv, batch});
+      } else {
+        smem_.v_ring.arrive_full(state);
       }
     }
   }

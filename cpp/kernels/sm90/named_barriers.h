@@ -9,7 +9,8 @@ namespace flashsdk::sm90 {
 namespace named_barrier {
 constexpr std::uint32_t kForwardTurn = 1;      // + warpgroup, up to 4: whose products are issued next
 constexpr std::uint32_t kForwardVote = 5;      // + warpgroup, up to 4: whether its scores need their own maximum
-constexpr std::uint32_t kBackwardClear = 1;    // all computing warpgroups: rows of another sequence are cleared
+constexpr std::uint32_t kBackwardClear = 1;    // + 0, 1: the computing warpgroups have cleared rows that do not count
+constexpr std::uint32_t kBackwardScores = 3;   // + buffer, up to 2: P has been handed over
 constexpr std::uint32_t kBackwardRowSums = 1;  // + warpgroup: what its warps hand each other is in shared memory
 constexpr std::uint32_t kBackwardConvert = 1;  // + warpgroup: its part of dQ is in shared memory
 }  // namespace named_barrier
