@@ -15,10 +15,20 @@ struct PhiloxBytes {
   std::uint32_t word[4];
 };
 
+FLASHSDK_HD std::uint64_t wide_product(std::uint32_t a, std::uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  std::uint64_t product;  // of 64-bit factors, the compiler adds what the upper halves give, zero, to each
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return std::uint64_t{a} * b;
+#endif
+}
+
 FLASHSDK_HD PhiloxBytes philox4x32_7(std::uint32_t c0, std::uint32_t c1, std::uint32_t c2, std::uint32_t c3,
                                      std::uint32_t k0, std::uint32_t k1) {
   for (int round = 0; round < 7; ++round) {
-    std::uint64_t p0 = std::uint64_t{0xD2511F53u} * c0, p1 = std::uint64_t{0xCD9E8D57u} * c2;
+    std::uint64_t p0 = wide_product(c0, 0xD2511F53u), p1 = wide_product(c2, 0xCD9E8D57u);
     std::uint32_t n0 = static_cast<std::uint32_t>(p1 >> 32) ^ c1 ^ k0;
     std::uint32_t n2 = static_cast<std::uint32_t>(p0 >> 32) ^ c3 ^ k1;
     c1 = static_cast<std::uint32_t>(p1);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/dropout.h"
+#include "cuda/fragments.h"
 #include "cuda/masking.h"
 #include "cuda/score_features.h"
 #include "cuda/tile_scheduler.h"
@@ -16,8 +17,8 @@ __device__ __forceinline__ auto rows_of_queries(const float* rows, const Coordin
 }
 
 // Matrices are (keys, queries) views of a thread's accumulators, `at` the (row, column) of their elements in the tile,
-// lse_log2 and minus_delta give the values of its queries. kPaired: see drop_transposed().
-template <int kBlockM, int kBlockN, class Policy, Features kFeatures, bool kPaired>
+// lse_log2 and minus_delta give the values of its queries. kWholeCalls: see for_each_kept_transposed().
+template <int kBlockM, int kBlockN, class Policy, Features kFeatures, bool kWholeCalls = false>
 class BackwardScores {
  public:
   __device__ BackwardScores(const ForwardParams& p, const SeqlenInfo& seq, const TileWork& work)
@@ -30,7 +31,8 @@ class BackwardScores {
         scale_((modified_  ? 1.f
                 : halved() ? 0.5f * p.score.softmax_scale
                            : p.score.softmax_scale) *
-               kLog2e) {}
+               kLog2e),
+        dropout_scale_(has_dropout(kFeatures) ? p.score.dropout.scale() : 1.f) {}
 
   // Of a marked tile (cuda/backward_workspace.h), else null. A reference to where it is in shared memory: read where it
   // is asked for, it takes no registers in between.
@@ -57,13 +59,41 @@ class BackwardScores {
                   [&](int i, int j, float& x, float row) { x = static_cast<float>(p(i, j)) * (x + row); });
   }
 
+  // The same where dropout is the only feature. `weights` becomes the P that weighs dO, of 16 bits: a fragment ((2, 2), M,
+  // N). By 16 queries, so that no more of it is there beside p than is being drawn for, and no mask has to be kept.
+  template <class Fragment, class Probabilities, class Gradients, class Coordinates, class Rows>
+  __device__ void dropped_gradients(Fragment& weights, const Probabilities& p, Gradients&& dp, const Coordinates& at,
+                                    int head, TileRef tile, const Rows& minus_delta) const {
+    auto pairs = cute::recast<std::uint32_t>(weights);  // ((1, 2), M, N)
+    auto pair_at = [&](int i, int j) -> std::uint32_t& { return pairs(cute::make_coord(0, i % 2), i / 2, j / 2); };
+    CUTE_UNROLL
+    for (int first = 0; first < kExtent<Gradients, 1>; first += 4) {
+      CUTE_UNROLL
+      for (int j = first; j < first + 4; j += 2) {
+        CUTE_UNROLL
+        for (int i = 0; i < kExtent<Gradients, 0>; ++i) {
+          pair_at(i, j) = pack<typename Fragment::value_type>(p(i, j), p(i, j + 1));
+        }
+      }
+      drop<4>(first, dp, at, head, tile, [&](int i, int j, std::uint32_t mask) { pair_at(i, j) &= mask; });
+      CUTE_UNROLL
+      for (int j = first; j < first + 4; j += 2) {
+        const float2 row = minus_delta(j);
+        CUTE_UNROLL
+        for (int i = 0; i < kExtent<Gradients, 0>; ++i) {
+          dp(i, j) = p(i, j) * fmaf(dp(i, j), dropout_scale_, row.x);
+          dp(i, j + 1) = p(i, j + 1) * fmaf(dp(i, j + 1), dropout_scale_, row.y);
+        }
+      }
+    }
+  }
+
   // Both steps, with the features. Returns what dropout keeps, to be applied to the P that weighs dO.
   template <class Scores, class Gradients, class Coordinates, class LseRows, class DeltaRows>
   __device__ auto featured(Scores&& s, Gradients&& dp, const Coordinates& at, int head, TileRef tile,
                            const LseRows& lse_log2, const DeltaRows& minus_delta, TopOfTile top) const {
-    const auto kept = drop(dp, at, head, tile);
-    const float dropout_scale = p_.score.dropout.scale();
-    for_each_pair(dp, minus_delta, [&](int, int, float& x, float row) { x = fmaf(x, dropout_scale, row); });
+    const auto kept = drop_and_keep(dp, at, head, tile);
+    for_each_pair(dp, minus_delta, [&](int, int, float& x, float row) { x = fmaf(x, dropout_scale_, row); });
     modify(s, dp, at, head, tile, top);
     probabilities(s, at, head, tile, lse_log2, top);
     for_each_element(dp, [&](int i, int j, float& x) { x *= s(i, j); });
@@ -75,7 +105,7 @@ class BackwardScores {
   template <class Scores, class Factor, class Coordinates, class Rows>
   __device__ auto featured_probabilities(Scores&& s, Factor&& factor, const Coordinates& at, int head, TileRef tile,
                                          const Rows& lse_log2, TopOfTile top) const {
-    const auto kept = drop(factor, at, head, tile);
+    const auto kept = drop_and_keep(factor, at, head, tile);
     for_each_element(factor, [](int, int, float& x) { x = 1.f; });
     modify(s, factor, at, head, tile, top);
     probabilities(s, at, head, tile, lse_log2, top);
@@ -116,15 +146,29 @@ class BackwardScores {
     return top == INFINITY ? 0.f : difference;
   }
 
-  // Zeroes the gradients of what is dropped, and tells what is kept.
-  template <class Gradients, class Coordinates>
-  __device__ auto drop(Gradients& dp, const Coordinates& at, int head, TileRef tile) const {
-    KeptPairs<kExtent<Gradients, 0> * kExtent<Gradients, 1> / 2> kept;
+  // Zeroes the gradients of what is dropped, in kColumns columns. f(i, j, mask): see for_each_kept_transposed().
+  template <int kColumns, class Gradients, class Coordinates, class F>
+  __device__ void drop(int first, Gradients& dp, const Coordinates& at, int head, TileRef tile, F&& f) const {
     const DropoutParam& dropout = p_.score.dropout;
     branch_if(dropout.threshold > 0, [&] {
-      DropoutRng rng(dropout, batch_ * p_.num_heads + head);
-      drop_transposed<kPaired>(dp, at, rng, dropout.threshold, tile.index * kBlockM, n0_, kept);
+      const DropoutRng rng(dropout, batch_ * p_.num_heads + head);
+      CUTE_UNROLL
+      for (int j = first; j < first + kColumns; j += 4) {
+        for_each_kept_transposed<kWholeCalls, Gradients>(j, at, rng, dropout.threshold, tile.index * kBlockM, n0_,
+                                                         [&](int i, int j, std::uint32_t mask) {
+                                                           drop_floats(dp(i, j), dp(i, j + 1), mask);
+                                                           f(i, j, mask);
+                                                         });
+      }
     });
+  }
+  // The same in all of them, and tells what is kept.
+  template <class Gradients, class Coordinates>
+  __device__ auto drop_and_keep(Gradients& dp, const Coordinates& at, int head, TileRef tile) const {
+    constexpr int kColumns = kExtent<Gradients, 1>;
+    KeptPairs<kExtent<Gradients, 0> * kColumns / 2> kept;
+    drop<kColumns>(0, dp, at, head, tile,
+                   [&](int i, int j, std::uint32_t mask) { kept.set((i * kColumns + j) / 2, mask); });
     return kept;
   }
   // Softcap, bias and ALiBi, and the derivative.
@@ -163,6 +207,8 @@ class BackwardScores {
   template <class Matrix, class Coordinates, class F>
   static __device__ void for_each_loaded(Matrix& matrix, const Coordinates& at, const float* rows, F&& f) {
     constexpr int kAtOnce = 4;
+    const float* lane_rows =
+        rows + opaque(static_cast<int>(cute::get<1>(at(0, 0))));  // nothing ahead of the loop over tiles
     CUTE_UNROLL
     for (int first = 0; first < cute::size<1>(matrix); first += kAtOnce) {
       branch_if(rows != nullptr, [&] {
@@ -171,7 +217,7 @@ class BackwardScores {
           float2 pair;
           asm volatile("ld.global.v2.f32 {%0, %1}, [%2];"
                        : "=f"(pair.x), "=f"(pair.y)
-                       : "l"(rows + cute::get<1>(at(0, j))));
+                       : "l"(lane_rows + (cute::get<1>(at(0, j)) - cute::get<1>(at(0, 0)))));
           CUTE_UNROLL
           for (int i = 0; i < cute::size<0>(matrix); ++i) {
             f(matrix(i, j), pair.x);
@@ -187,7 +233,7 @@ class BackwardScores {
   int batch_, n0_;
   bool keys_end_here_;
   bool modified_;  // scores are more than a scaled product
-  float scale_;
+  float scale_, dropout_scale_;
 };
 
 }  // namespace flashsdk::cuda

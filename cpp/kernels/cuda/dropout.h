@@ -20,7 +20,9 @@ class ByteTest {
       : add_((0x80u - (threshold & 0x7f)) * 0x01010101u), either_(threshold < 0x80 ? ~0u : 0u) {}
   __device__ std::uint32_t operator()(std::uint32_t bytes) const {
     const std::uint32_t low_reaches = (bytes & 0x7f7f7f7fu) + add_;  // the seven low bits of each
-    return (bytes & low_reaches) | ((bytes | low_reaches) & either_);
+    std::uint32_t reaches;  // two of the three: the top bit, the low ones, and that one of the two is enough
+    asm("lop3.b32 %0, %1, %2, %3, 0xe8;" : "=r"(reaches) : "r"(bytes), "r"(low_reaches), "r"(either_));
+    return reaches;
   }
 
  private:
@@ -81,43 +83,38 @@ class KeptPairs {
   std::uint32_t words_[(kPairs + 15) / 16] = {};
 };
 
-// Rows are keys: a lane holds keys {k, k + 8} and queries {q, q + 1} of each 16 x 8 atom. Zeroes the elements of the
-// fp32 accumulator gradients that are dropped, and tells which. The lanes of keys k and k ^ 1 need the same bytes:
-// one draws those of query q, the other those of q + 1, and they swap. kPaired: atoms 2n and 2n + 1 are the two halves
-// of 16 queries, which share a call.
-template <bool kPaired, class Gradients, class Coordinates, int kPairs>
-__device__ void drop_transposed(Gradients& gradients, const Coordinates& coordinates, const DropoutRng& rng,
-                                int threshold, int m0, int n0, KeptPairs<kPairs>& kept_pairs) {
-  constexpr int kKeyPairs = kExtent<Coordinates, 0> / 2, kAtoms = kExtent<Coordinates, 1> / 2;
-  constexpr int kPerCall = kPaired ? 2 : 1;
+// Rows are keys: a lane holds keys {k, k + 8} and queries {q, q + 1} of each 16 x 8 atom, and atoms 2n and 2n + 1 of its
+// columns are the two halves of 16 queries. For those of columns j to j + 3, f(i, j, mask) for each pair of elements (i, j)
+// and (i, j + 1) of Matrix, with 16 bits of ones for each of the two that is kept. The lanes of keys k and k ^ 1 need the same bytes: one draws those of
+// query q, the other those of q + 1, and they swap. kWholeCalls: atoms 2n and 2n + 1 of a lane's rows are the two halves
+// of 32 keys, so that no byte is drawn for nothing.
+template <bool kWholeCalls, class Matrix, class Coordinates, class F>
+__device__ void for_each_kept_transposed(int j, const Coordinates& coordinates, const DropoutRng& rng, int threshold,
+                                         int m0, int n0, F&& f) {
+  constexpr int kWords = kWholeCalls ? 4 : 2;  // of a call; each is a row here
   const ByteTest kept(threshold);
+  const bool odd = (n0 + cute::get<0>(coordinates(0, 0))) & 1;
+  // Bytes of {own, other} for {q, q + 1}: those of this lane's key, which come behind those of the even one.
+  const std::uint32_t selector = odd ? 0xaaee : 0xcc88;
   CUTE_UNROLL
-  for (int k = 0; k < kKeyPairs; ++k) {
-    const int key = n0 + cute::get<0>(coordinates(2 * k, 0));
-    const bool odd = key & 1;
-    const bool upper = DropoutRng::word_of(key) != 0;  // key lies in word 0 or 2, key + 8 in the next one
+  for (int i = 0; i < kExtent<Matrix, 0>; i += kWords) {
+    const int key = n0 + cute::get<0>(coordinates(i, 0));
+    const bool upper = !kWholeCalls && DropoutRng::word_of(key) != 0;  // key lies in word 0 or 2, key + 8 in the next
+    const PhiloxBytes bytes = rng.group(m0 + cute::get<1>(coordinates(0, j)) + odd, key);
     CUTE_UNROLL
-    for (int q = 0; q < kAtoms; q += kPerCall) {
-      const int query = m0 + cute::get<1>(coordinates(0, 2 * q));
-      const PhiloxBytes bytes = rng.group(query + odd, key);
-      CUTE_UNROLL
-      for (int a = 0; a < 2; ++a) {
-        const std::uint32_t own = kept(upper ? bytes.word[2 + a] : bytes.word[a]);
-        const std::uint32_t other = __shfl_xor_sync(0xffffffffu, own, 4);
-        const std::uint32_t even_query = odd ? other : own, odd_query = odd ? own : other;
-        CUTE_UNROLL
-        for (int n = 0; n < kPerCall; ++n) {
-          const std::uint32_t byte = (kPaired ? n : DropoutRng::byte_of(query, 0)) + 2 * odd;
-          const std::uint32_t mask = pick_bytes(even_query, odd_query, 0xcc88 + byte * 0x1111);
-          kept_pairs.set((2 * k + a) * kAtoms + q + n, mask);
-          float& first = gradients(2 * k + a, 2 * (q + n));
-          float& second = gradients(2 * k + a, 2 * (q + n) + 1);
-          first = __uint_as_float(__float_as_uint(first) & pick_bytes(mask, 0, 0x1010));
-          second = __uint_as_float(__float_as_uint(second) & pick_bytes(mask, 0, 0x3232));
-        }
-      }
+    for (int w = 0; w < kWords; ++w) {
+      const std::uint32_t own = kept(kWholeCalls ? bytes.word[w] : upper ? bytes.word[2 + w] : bytes.word[w]);
+      const std::uint32_t other = __shfl_xor_sync(0xffffffffu, own, 4);
+      f(i + w, j, pick_bytes(own, other, selector));
+      f(i + w, j + 2, pick_bytes(own, other, selector + 0x1111));
     }
   }
+}
+
+// Zeroes two floats but for those that a mask of for_each_kept_transposed() keeps.
+__device__ __forceinline__ void drop_floats(float& first, float& second, std::uint32_t mask) {
+  first = __uint_as_float(__float_as_uint(first) & pick_bytes(mask, 0, 0x1010));
+  second = __uint_as_float(__float_as_uint(second) & pick_bytes(mask, 0, 0x3232));
 }
 
 // f(pair of the 16-bit fragment ((2, 2), M, N), 16 bits of ones for each element of it that is kept).

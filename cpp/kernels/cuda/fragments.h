@@ -25,6 +25,14 @@ __device__ void copy_words(const From& from, To& to) {
   for (int i = 0; i < cute::size(target); ++i) target(i) = source(i);
 }
 
+// Two floats as a word of two elements of 16 bits.
+template <class Element>
+__device__ std::uint32_t pack(float first, float second) {
+  const cutlass::NumericArrayConverter<Element, float, 2> converter;
+  const cutlass::Array<Element, 2> pair = converter(cutlass::Array<float, 2>{first, second});
+  return reinterpret_cast<const std::uint32_t&>(pair);
+}
+
 // fp32 to 16 bits, layout kept.
 template <class Element, class Accumulator>
 __device__ auto convert(const Accumulator& acc) {

@@ -23,7 +23,7 @@ template <class Product, int kBlockM, int kBlockN, class Policy, Features kFeatu
 class RowSums {
   using Element = typename Product::Element;
   static constexpr int kKeys = Product::kKeys, kQueries = 8;
-  using Scores = BackwardScores<kQueries, kKeys, Policy, kFeatures, false>;
+  using Scores = BackwardScores<kQueries, kKeys, Policy, kFeatures>;
   static_assert(kBlockM % kQueries == 0 && kBlockN % kKeys == 0);
 
  public:

@@ -21,18 +21,25 @@ constexpr bool has_dropout(Features f) { return has(f, Features::kDropout); }
 constexpr bool has_bias(Features f) { return has(f, Features::kBias); }  // and ALiBi
 constexpr bool modifies_scores(Features f) { return has(f, Features::kSoftcap) || has_bias(f); }
 
-// (query, key) of the elements of a tile's accumulator.
+// (query, key) of the elements of a tile's accumulator. They differ by constants from the first one's, which is hidden
+// from the compiler: what follows from it would be computed ahead of the loop over tiles, whether a feature asks or not,
+// and the registers it takes would be missing there.
 template <bool kTransposed, class Coordinates>
-struct TileCoordinates {
-  const Coordinates& local;  // (row, column); rows are queries, or keys when kTransposed
-  int m0, n0;                // first query and key of the tile
+class TileCoordinates {
+ public:
+  // local: (row, column); rows are queries, or keys when kTransposed. m0, n0: first query and key of the tile.
+  __device__ TileCoordinates(const Coordinates& local, int m0, int n0)
+      : local_(local), query_(opaque(m0 + local_query(0, 0))), key_(opaque(n0 + local_key(0, 0))) {}
 
-  __device__ int query(int i, int j) const {
-    return m0 + (kTransposed ? cute::get<1>(local(i, j)) : cute::get<0>(local(i, j)));
-  }
-  __device__ int key(int i, int j) const {
-    return n0 + (kTransposed ? cute::get<0>(local(i, j)) : cute::get<1>(local(i, j)));
-  }
+  __device__ int query(int i, int j) const { return query_ + (local_query(i, j) - local_query(0, 0)); }
+  __device__ int key(int i, int j) const { return key_ + (local_key(i, j) - local_key(0, 0)); }
+
+ private:
+  __device__ int local_query(int i, int j) const { return cute::get<kTransposed ? 1 : 0>(local_(i, j)); }
+  __device__ int local_key(int i, int j) const { return cute::get<kTransposed ? 0 : 1>(local_(i, j)); }
+
+  const Coordinates& local_;
+  int query_, key_;
 };
 
 template <class Matrix, class F>
@@ -135,7 +142,7 @@ class ScoreFeatures {
     const T* bias = static_cast<const T*>(score_.bias.ptr) + bias_offset_ + at.query(0, 0) * row_stride +
                     at.key(0, 0) * column_stride;
     const bool half = score_.bias.dtype == DType::kFloat16;
-    for_each_element(scores, [&](int i, int j, float& s) {
+    for_each_in_pieces<kTransposed ? 8 : 16>(scores, [&](int i, int j, float& s) {
       const int query = at.query(i, j), key = at.key(i, j);
       if (query < seqlen_q_ && key < seqlen_k_) {
         const T value = bias[(query - at.query(0, 0)) * row_stride + (key - at.key(0, 0)) * column_stride];
@@ -149,6 +156,23 @@ class ScoreFeatures {
         }
       }
     });
+  }
+
+  // A tile's bias all at once would take as many registers as its scores, and the loop over tiles would lack them whether
+  // there is a bias or not: each piece of kAtOnce elements is a branch of its own.
+  template <int kAtOnce, class Scores, class F>
+  __device__ void for_each_in_pieces(Scores& scores, F&& f) const {
+    constexpr int kColumns = max_of(1, kAtOnce / kExtent<Scores, 0>);
+    CUTE_UNROLL
+    for (int first = 0; first < kExtent<Scores, 1>; first += kColumns) {
+      branch_if(score_.bias.ptr != nullptr, [&] {
+        CUTE_UNROLL
+        for (int i = 0; i < kExtent<Scores, 0>; ++i) {
+          CUTE_UNROLL
+          for (int j = first; j < min_of(first + kColumns, kExtent<Scores, 1>); ++j) f(i, j, scores(i, j));
+        }
+      });
+    }
   }
 
   const ScoreParam& score_;

@@ -19,8 +19,7 @@ using QueryStream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy,
                                       Traits::kStaggered && std::is_same_v<Policy, DensePolicy>>;
 
 template <class Traits, class Policy, cuda::Features kFeatures>
-using BackwardScores = cuda::BackwardScores<Traits::kBlockM, Traits::kBlockN, Policy, kFeatures,
-                                            Traits::kWarpsScores * 32 == Traits::kThreads>;
+using BackwardScores = cuda::BackwardScores<Traits::kBlockM, Traits::kBlockN, Policy, kFeatures, Traits::kWholeCalls>;
 
 // Adds a tile of dQ (without the softmax scale) to its accumulator. In a deterministic call key tiles take turns, in
 // ascending order; a thread block waits only for ones that started before it.
@@ -168,25 +167,26 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     cute::clear(acc_dp);
     gemm(mma_scores, acc_s, operand_a(mma_scores, row_major(smem_k, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(q, SmemQ{}), SumContiguous{}));
-    if constexpr (!cuda::has_dropout(kFeatures))
+    if constexpr (!cuda::modifies_scores(kFeatures))
       scores.probabilities(as_matrix(acc_s), at, item.head, item.tile, lse_log2, top);
     gemm(mma_scores, acc_dp, operand_a(mma_scores, row_major(smem_v, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(dout, SmemQ{}), SumContiguous{}));
-    if constexpr (!cuda::has_dropout(kFeatures)) scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta);
-    auto kept = [&] {
-      if constexpr (cuda::has_dropout(kFeatures))
-        return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, lse_log2, minus_delta,
-                               top);
-      else
-        return 0;
-    }();
+    auto probabilities = cute::make_tensor<Element>(acc_s.layout());  // that weigh dO
+    if constexpr (cuda::modifies_scores(kFeatures)) {
+      const auto kept =
+          scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, lse_log2, minus_delta, top);
+      probabilities = convert<Element>(acc_s);
+      cuda::branch_if(p.score.dropout.threshold > 0, [&] { cuda::drop_pairs(probabilities, kept); });
+    } else if constexpr (cuda::has_dropout(kFeatures)) {
+      scores.dropped_gradients(probabilities, as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile,
+                               minus_delta);
+    } else {
+      scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta);
+      probabilities = convert<Element>(acc_s);
+    }
 
     auto dout_t = transposed(dout, SmemQ{});  // (head_dim, queries)
     auto q_t = transposed(q, SmemQ{});
-    auto probabilities = convert<Element>(acc_s);
-    if constexpr (cuda::has_dropout(kFeatures)) {
-      cuda::branch_if(p.score.dropout.threshold > 0, [&] { cuda::drop_pairs(probabilities, kept); });
-    }
     auto ds = convert<Element>(acc_dp);
     store_accumulator(mma_scores, ds, row_major(smem_ds, SmemScores{}));
     if constexpr (Traits::kRegisterOperands) {

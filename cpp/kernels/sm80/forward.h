@@ -27,7 +27,7 @@ class ForwardScores {
         seq_(seq),
         policy_(p.mask, seq, work.batch, work.head),
         features_(p.score, seq, work.batch, work.head),
-        rng_(p.score.dropout, work.batch * p.num_heads + work.head),
+        batch_head_(work.batch * p.num_heads + work.head),
         m0_(work.block * Traits::kBlockM),
         scale_first_((cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(p.score)) ||
                      !cuda::scales_exponents(p.score.softmax_scale)),
@@ -64,7 +64,8 @@ class ForwardScores {
     if constexpr (cuda::has_dropout(kFeatures)) {
       cuda::branch_if(p_.score.dropout.threshold > 0, [&] {
         auto coordinates = matrix_coordinates<Traits::kBlockM, Traits::kBlockN>(typename Traits::Mma{});
-        cuda::drop_elements(probabilities, coordinates, rng_, p_.score.dropout.threshold, m0_,
+        const DropoutRng rng(p_.score.dropout, batch_head_);
+        cuda::drop_elements(probabilities, coordinates, rng, p_.score.dropout.threshold, m0_,
                             tile.index * Traits::kBlockN);
       });
     }
@@ -97,8 +98,7 @@ class ForwardScores {
   const SeqlenInfo& seq_;
   Policy policy_;
   cuda::ScoreFeatures features_;
-  DropoutRng rng_;
-  int m0_;
+  int batch_head_, m0_;
   bool scale_first_;
   cuda::OnlineSoftmax<kRows> softmax_;
 };

@@ -28,11 +28,15 @@ struct MmaInstruction<cutlass::bfloat16_t> {
   using type = cute::SM80_16x8x16_F32BF16BF16F32_TN;
 };
 
+// Rows or columns of a product, kEach of them in turn for each of kWarps warps, in atoms of kAtom.
+template <int kWarps, int kAtom, int kEach>
+using DealtOut = Layout<Shape<Int<kAtom>, Int<kWarps>, Int<kEach / kAtom>>, Stride<_1, Int<kEach>, Int<kAtom>>>;
+
 // kWarpsM x kWarpsN warps side by side; 16 columns a warp, so that one ldmatrix.x4 feeds two products.
-template <class Element, int kWarpsM, int kWarpsN>
+template <class Element, int kWarpsM, int kWarpsN, int kRowsEach = 16>
 using WarpMma = cute::TiledMMA<cute::MMA_Atom<typename MmaInstruction<Element>::type>,
                                Layout<Shape<Int<kWarpsM>, Int<kWarpsN>, _1>>,
-                               cute::Tile<Int<16 * kWarpsM>, Int<16 * kWarpsN>, _16>>;
+                               cute::Tile<DealtOut<kWarpsM, 16, kRowsEach>, DealtOut<kWarpsN, 8, 16>, _16>>;
 
 // Columns of one swizzled slab: 128 bytes where the tile is that wide.
 constexpr int slab_columns(int columns) { return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16; }
@@ -87,14 +91,16 @@ struct BackwardTraits {
   static constexpr int kThreads = 32 * kWarps_;
   static constexpr int kStages = 2;
   static constexpr int kMinBlocks = kMinBlocks_;
-  static constexpr int kWarpsScores = kWarpsScores_;
   static constexpr bool kAnyAlignment = kAnyAlignment_;
   static constexpr bool kStaggered = kStaggered_;  // see QueryStream: it pays for some tiles and costs for others
   static constexpr bool kRegisterOperands = kWarpsScores_ == kWarps_ && kWarpsKeys_ == kWarps_;
 
-  using MmaScores = WarpMma<Element, kWarpsScores_, kWarps_ / kWarpsScores_>;     // (keys, queries)
-  using MmaKeys = WarpMma<Element, kWarpsKeys_, kWarps_ / kWarpsKeys_>;           // (keys, head_dim)
-  using MmaQueries = WarpMma<Element, kWarpsQueries_, kWarps_ / kWarpsQueries_>;  // (queries, head_dim)
+  // 32 neighbouring keys a warp, where there are as many: what a call of the dropout generator decides.
+  static constexpr bool kWholeCalls = kBlockN % (32 * kWarpsScores_) == 0 && kBlockN % (32 * kWarpsKeys_) == 0;
+  static constexpr int kKeysEach = kWholeCalls ? 32 : 16;
+  using MmaScores = WarpMma<Element, kWarpsScores_, kWarps_ / kWarpsScores_, kKeysEach>;  // (keys, queries)
+  using MmaKeys = WarpMma<Element, kWarpsKeys_, kWarps_ / kWarpsKeys_, kKeysEach>;        // (keys, head_dim)
+  using MmaQueries = WarpMma<Element, kWarpsQueries_, kWarps_ / kWarpsQueries_>;          // (queries, head_dim)
 
   using SmemQ = SmemTile<kBlockM, kHeadDim>;  // also dO
   using SmemKV = SmemTile<kBlockN, kHeadDim>;

@@ -15,7 +15,7 @@ template <class Traits, class Policy, cuda::Features kFeatures>
 class WideBackwardWarpgroup {
   using Element = typename Traits::Element;
   using Smem = typename Traits::Smem;
-  using Scores = cuda::BackwardScores<Traits::kBlockM, Traits::kBlockN, Policy, kFeatures, true>;
+  using Scores = cuda::BackwardScores<Traits::kBlockM, Traits::kBlockN, Policy, kFeatures>;
   using MmaScores = typename Traits::MmaScores;
   using MmaDk = typename Traits::MmaDk;
   using MmaDv = typename Traits::MmaDv;
