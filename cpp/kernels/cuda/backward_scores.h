@@ -59,11 +59,12 @@ class BackwardScores {
                   [&](int i, int j, float& x, float row) { x = static_cast<float>(p(i, j)) * (x + row); });
   }
 
-  // The same where dropout is the only feature. `weights` becomes the P that weighs dO, of 16 bits: a fragment ((2, 2), M,
-  // N). By 16 queries, so that no more of it is there beside p than is being drawn for, and no mask has to be kept.
+  // The same for kernels that hold P as well, as the fragment ((2, 2), M, N) of 16 bits that weighs dO. Where dropout is
+  // the only feature, both lose what is dropped. By 16 queries, so that no more of `weights` is there beside p than is
+  // being drawn for, and no mask has to be kept.
   template <class Fragment, class Probabilities, class Gradients, class Coordinates, class Rows>
-  __device__ void dropped_gradients(Fragment& weights, const Probabilities& p, Gradients&& dp, const Coordinates& at,
-                                    int head, TileRef tile, const Rows& minus_delta) const {
+  __device__ void gradients(Fragment& weights, const Probabilities& p, Gradients&& dp, const Coordinates& at, int head,
+                            TileRef tile, const Rows& minus_delta) const {
     auto pairs = cute::recast<std::uint32_t>(weights);  // ((1, 2), M, N)
     auto pair_at = [&](int i, int j) -> std::uint32_t& { return pairs(cute::make_coord(0, i % 2), i / 2, j / 2); };
     CUTE_UNROLL
@@ -75,7 +76,11 @@ class BackwardScores {
           pair_at(i, j) = pack<typename Fragment::value_type>(p(i, j), p(i, j + 1));
         }
       }
-      drop<4>(first, dp, at, head, tile, [&](int i, int j, std::uint32_t mask) { pair_at(i, j) &= mask; });
+      if constexpr (has_dropout(kFeatures)) {
+        drop<4>(first, dp, at, head, tile, [&](int i, int j, std::uint32_t mask) { pair_at(i, j) &= mask; });
+      } else {
+        end_block();
+      }
       CUTE_UNROLL
       for (int j = first; j < first + 4; j += 2) {
         const float2 row = minus_delta(j);

@@ -39,6 +39,12 @@ __device__ __forceinline__ void branch_if(bool condition, Body&& body) {
   }
 }
 
+// Ends a basic block, within which ptxas moves instructions freely: work of many registers before and behind it does not
+// get mixed.
+__device__ __forceinline__ void end_block() {
+  branch_if(opaque(0) > 0, [] {});
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

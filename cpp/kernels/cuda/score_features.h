@@ -135,43 +135,48 @@ class ScoreFeatures {
     return bias == -INFINITY ? -INFINITY : max_or_nan(s + bias, -FLT_MAX);
   }
 
-  // 16 bits are either of the two types: one loop for both keeps the code small.
+  // 16 bits are either of the two types: one loop for both keeps the code small. A piece's values are all asked for before
+  // the first is needed. All of a tile's would take as many registers as its scores, and the loop over tiles would lack
+  // them whether there is a bias or not: each piece is a branch of its own.
   template <bool kTransposed, class T, class Scores, class Coordinates>
   __device__ void add_bias(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at) const {
+    constexpr bool kBool = std::is_same_v<T, bool>;
+    constexpr int kAtOnce = kTransposed ? 8 : 16;
+    constexpr int kRows = kExtent<Scores, 0>, kColumns = min_of(max_of(1, kAtOnce / kRows), kExtent<Scores, 1>);
+    static_assert(kExtent<Scores, 1> % kColumns == 0);
     const std::int64_t row_stride = opaque(score_.bias.row), column_stride = opaque(score_.bias.col);
     const T* bias = static_cast<const T*>(score_.bias.ptr) + bias_offset_ + at.query(0, 0) * row_stride +
                     at.key(0, 0) * column_stride;
     const bool half = score_.bias.dtype == DType::kFloat16;
-    for_each_in_pieces<kTransposed ? 8 : 16>(scores, [&](int i, int j, float& s) {
-      const int query = at.query(i, j), key = at.key(i, j);
-      if (query < seqlen_q_ && key < seqlen_k_) {
-        const T value = bias[(query - at.query(0, 0)) * row_stride + (key - at.key(0, 0)) * column_stride];
-        if constexpr (std::is_same_v<T, bool>) {
-          s = value ? s : -INFINITY;
-        } else if constexpr (std::is_same_v<T, float>) {
-          s = biased(s, value);
-        } else {
-          s = biased(s, half ? __half2float(__ushort_as_half(value))
-                             : __uint_as_float(static_cast<std::uint32_t>(value) << 16));
-        }
-      }
-    });
-  }
-
-  // A tile's bias all at once would take as many registers as its scores, and the loop over tiles would lack them whether
-  // there is a bias or not: each piece of kAtOnce elements is a branch of its own.
-  template <int kAtOnce, class Scores, class F>
-  __device__ void for_each_in_pieces(Scores& scores, F&& f) const {
-    constexpr int kColumns = max_of(1, kAtOnce / kExtent<Scores, 0>);
     CUTE_UNROLL
     for (int first = 0; first < kExtent<Scores, 1>; first += kColumns) {
       branch_if(score_.bias.ptr != nullptr, [&] {
-        CUTE_UNROLL
-        for (int i = 0; i < kExtent<Scores, 0>; ++i) {
-          CUTE_UNROLL
-          for (int j = first; j < min_of(first + kColumns, kExtent<Scores, 1>); ++j) f(i, j, scores(i, j));
-        }
+        T value[kRows][kColumns];
+        for_each_of<kRows, kColumns>([&](int i, int c) {
+          const int query = at.query(i, first + c), key = at.key(i, first + c);
+          const T* from = bias + (query - at.query(0, 0)) * row_stride + (key - at.key(0, 0)) * column_stride;
+          value[i][c] = query < seqlen_q_ && key < seqlen_k_ ? *from : T(kBool);
+        });
+        for_each_of<kRows, kColumns>([&](int i, int c) {
+          float& s = scores(i, first + c);
+          if constexpr (kBool) {
+            s = value[i][c] ? s : -INFINITY;
+          } else if constexpr (std::is_same_v<T, float>) {
+            s = biased(s, value[i][c]);
+          } else {
+            s = biased(s, half ? __half2float(__ushort_as_half(value[i][c]))
+                               : __uint_as_float(static_cast<std::uint32_t>(value[i][c]) << 16));
+          }
+        });
       });
+    }
+  }
+  template <int kRows, int kColumns, class F>
+  static __device__ void for_each_of(F&& f) {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < kColumns; ++j) f(i, j);
     }
   }
 

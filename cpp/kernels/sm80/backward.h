@@ -177,12 +177,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
           scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, lse_log2, minus_delta, top);
       probabilities = convert<Element>(acc_s);
       cuda::branch_if(p.score.dropout.threshold > 0, [&] { cuda::drop_pairs(probabilities, kept); });
-    } else if constexpr (cuda::has_dropout(kFeatures)) {
-      scores.dropped_gradients(probabilities, as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile,
-                               minus_delta);
     } else {
-      scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta);
-      probabilities = convert<Element>(acc_s);
+      scores.gradients(probabilities, as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, minus_delta);
     }
 
     auto dout_t = transposed(dout, SmemQ{});  // (head_dim, queries)
