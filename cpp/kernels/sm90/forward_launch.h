@@ -28,6 +28,13 @@ inline bool uniform_tiles(const ForwardParams& p) {
   return p.mask.kind == MaskKind::kDense && p.cu_seqlens_q == nullptr;
 }
 
+// Whether blocks draw tiles from a counter: where these differ in cost, and a block is not done after its first. Small
+// calls then need no workspace, whose making takes microseconds on the host.
+inline bool draws_tiles(const ForwardParams& p, int tile_queries) {
+  const std::int64_t tiles = std::int64_t{ceil_div(p.seqlen_q, tile_queries)} * p.num_heads * p.batch;
+  return !uniform_tiles(p) && tiles > cuda::device_limits(p.device.index).multiprocessors;
+}
+
 // A number that no other launch has and that no memory holds by chance.
 inline std::uint64_t launch_name() {
   static std::atomic<std::uint64_t> count{
@@ -45,10 +52,10 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   auto kernel = forward_kernel<Traits, cuda::BuiltinPolicy, kFeatures>;
   cuda::allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
 
-  const bool uniform = uniform_tiles(p);
-  const ForwardSchedule schedule{cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), uniform),
-                                 uniform ? nullptr : static_cast<TicketCounter*>(context.workspace), launch_name(),
-                                 forward_order(p, {Traits::kBlockM, Traits::kBlockN})};
+  const ForwardSchedule schedule{
+      cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), uniform_tiles(p)),
+      draws_tiles(p, Traits::kBlockM) ? static_cast<TicketCounter*>(context.workspace) : nullptr, launch_name(),
+      forward_order(p, {Traits::kBlockM, Traits::kBlockN})};
   const int blocks =
       min_of(cuda::device_limits(p.device.index).multiprocessors, static_cast<int>(schedule.tiles.size()));
   const ForwardMaps maps{
@@ -67,7 +74,7 @@ template <class Traits, cuda::Features kFeatures>
 KernelEntry forward_entry(MaskKind mask) {
   return {key_of<Traits, kFeatures>(Op::kForward, mask), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           refuse_forward<Traits, kFeatures>,
-          [](const ForwardParams& p, int) { return uniform_tiles(p) ? 0 : sizeof(TicketCounter); },
+          [](const ForwardParams& p, int) { return draws_tiles(p, Traits::kBlockM) ? sizeof(TicketCounter) : 0; },
           launch_forward<Traits, kFeatures>};
 }
 

@@ -19,7 +19,7 @@ struct TicketCounter {
 
 struct ForwardSchedule {
   cuda::TileSchedule tiles;
-  TicketCounter* tickets;  // null: tiles of equal cost, dealt in turn
+  TicketCounter* tickets;  // null: tiles of equal cost, or one a block, dealt in turn
   unsigned long long launch;
   ForwardOrder order;
 };

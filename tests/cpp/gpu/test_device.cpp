@@ -42,10 +42,11 @@ class DeviceMemory {
   void* data_ = nullptr;
 };
 
-// Batch 1, 2 heads, head_dim 64; bfloat16. All inputs are 1, so that every output of the forward is.
+// Batch 1, head_dim 64; bfloat16. All inputs are 1, so that every output of the forward is. There are more heads than a
+// GPU has multiprocessors, so that kernels whose blocks draw more work do.
 class Problem {
  public:
-  static constexpr int kSeqlen = 96, kHeads = 2, kHeadDim = 64, kElements = kSeqlen * kHeads * kHeadDim;
+  static constexpr int kSeqlen = 96, kHeads = 256, kHeadDim = 64, kElements = kSeqlen * kHeads * kHeadDim;
 
   explicit Problem(int device = 0)
       : device_(device), memory_(9 * kElements * sizeof(std::uint16_t) + kHeads * kSeqlen * sizeof(float), device) {
