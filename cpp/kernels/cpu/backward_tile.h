@@ -230,7 +230,7 @@ class BackwardTile {
     for (int l = 0; l < lanes_; ++l)
       if (w_.log2_sum[l] == INFINITY) zero_rows<Dot, kRowPitch>(1, operand.rows + l * kRowPitch);
     for (int n = 0; n < panels_; ++n)
-      transpose_rows<Dot, kRowPitch, kPanel>(operand.rows + n * kPanel * kRowPitch, d_padded,
+      transpose_rows<Dot, kRowPitch, kPanel>(operand.rows + n * kPanel * kRowPitch, kPanel, d_padded,
                                              operand.transposed + n * kPanel * (kHeadDim / kStep));
     if constexpr (kStep > 1)
       pack_row_pairs<Dot, kWidePitch>(reinterpret_cast<const T*>(operand.rows), kRowPitch * kStep, panels_ * kPanel,

@@ -93,8 +93,9 @@ class ForwardTile {
     const T* q = seqlen_.template head_q<const T>(p_.q, batch_, head_) + i0 * p_.q.row;
     const int d_padded = Tr::padded(p_.head_dim);
     pack_rows<Dot, kRowPitch>(q, p_.q.row, panel.lanes, p_.head_dim, d_padded, w_.rows);
-    zero_rows<Dot, kRowPitch>(kPanel - panel.lanes, w_.rows + panel.lanes * kRowPitch);
-    transpose_rows<Dot, kRowPitch, kPanel>(w_.rows, d_padded, panel.q);
+    const int rows = round_up(panel.lanes, kLanes);  // few queries do not pay for a whole panel
+    zero_rows<Dot, kRowPitch>(rows - panel.lanes, w_.rows + panel.lanes * kRowPitch);
+    transpose_rows<Dot, kRowPitch, kPanel>(w_.rows, rows, d_padded, panel.q);
     scale_operand(panel.q, scale_.q_factor, d_padded / kStep * kPanel);
     std::memset(panel.o, 0, sizeof(float) * Tr::padded(p_.head_dim_v) * kPanel);
     for (int v = 0; v < kVecs; ++v) {
@@ -172,7 +173,7 @@ class ForwardTile {
     }
     const int d = round_up(p_.head_dim_v, kLanes);
     for (int c = 0; c < d; c += kLanes)
-      for (int l = 0; l < kPanel; l += kLanes)
+      for (int l = 0; l < panel.lanes; l += kLanes)
         transpose(panel.o + c * kPanel + l, kPanel, w_.out + l * kWidePitch + c, kWidePitch);
     T* out = seqlen_.template head_q<T>(p_.out, batch_, head_) + panel.i0 * p_.out.row;
     float* lse = seqlen_.rows(p_.lse, batch_, head_) + panel.i0 * p_.lse.row;
