@@ -18,7 +18,7 @@ class OnlineSoftmax {
   static constexpr float kSlack = 8.f;
   // Up to this |scale·max| its rounding adds less than 1e-4 to the relative error of a probability.
   static constexpr float kMaxRounded = 1024.f;
-  // A thread's sum over a row of a tile that a try may reach: each probability is then far from the end of fp16.
+  // A thread's sum over a row of a tile that a try may reach: each probability is then at most half of fp16's largest.
   static constexpr float kMostTried = 32768.f;
 
  public:
@@ -145,6 +145,14 @@ class OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) sum_[i] += sum[i];
     return true;
+  }
+
+  // Whether there is a maximum for a try: not in rows that have seen nothing, or need the difference first.
+  __device__ bool can_try() const {
+    bool can = true;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) can &= offset_[i] > -INFINITY;
+    return can;
   }
 
   // Call once, after the last tile. Rows that saw nothing have sum 0 and lse −inf.

@@ -80,7 +80,7 @@ __device__ void compute_output(const ForwardParams& p, ForwardOrder order, typen
   KeyTile tile = wait_for_tile(index);
   if (tile.has(KeyTile::kEnd)) return;
   using Scores = ForwardScores<Traits, Policy, kFeatures>;
-  Scores scores(p, warpgroup);
+  Scores scores(p, order.tries, warpgroup);
   auto acc_out = accumulator<MmaOut, Traits::kHeadDimV>();
   auto probabilities = cute::make_tensor_like<typename Traits::Element>(accumulator<MmaScores, kBlockN>());
   const auto probabilities_a = as_operand_a(probabilities);
@@ -117,7 +117,7 @@ __device__ void compute_output(const ForwardParams& p, ForwardOrder order, typen
     cute::warpgroup_wait<1>();
     finished(acc);
     typename Scores::Factors factors;
-    const bool tries = order.tries && !next.has(KeyTile::kFirst);
+    const bool tries = scores.can_try(next);
     if (!tries) release_keys(next, index + 1, next_work);
     cuda::branch_if(!tries || !scores.try_apply(acc, next, of(next_work)), [&] {
       if (tries) {  // the scores were lost by it: once more

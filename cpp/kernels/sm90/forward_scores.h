@@ -32,22 +32,22 @@ class ForwardScores {
     }
   };
 
-  __device__ ForwardScores(const ForwardParams& p, int warpgroup)
+  __device__ ForwardScores(const ForwardParams& p, bool tries, int warpgroup)
       : p_(p),
+        tries_(tries),
         first_row_(warpgroup * kWarpgroupRows),
         scale_first_((cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) ||
                      !cuda::scales_exponents(p.score.softmax_scale)),
         softmax_(unit() * cuda::kLog2e) {}
 
-  // Scores become probabilities, not yet divided by their sum. Most tiles do it by the maximum so far; where try_apply()
-  // fails, the scores are lost and have to be computed once more, for apply().
+  // Scores become probabilities, not yet divided by their sum. Most tiles do it by the maximum so far, if all rows of the
+  // warpgroup have one; where try_apply() fails, the scores are lost and have to be computed once more, for apply().
+  __device__ bool can_try(const KeyTile& tile) const { return can_try_ && !tile.has(KeyTile::kFirst); }
   template <class Accumulator>
   __device__ bool try_apply(Accumulator& acc, const KeyTile& tile, const QueryTile& of) {
     modify_and_mask(acc, tile, of);
     auto scores = as_matrix(acc);
-    return softmax_.try_exponentiate(scores, [&](bool holds) {  // wgmma takes the whole warpgroup
-      return barrier_all(named_barrier::kForwardVote + first_row_ / kWarpgroupRows, kWarpgroup, holds);
-    });
+    return softmax_.try_exponentiate(scores, [&](bool holds) { return everywhere(holds); });
   }
   // `previous` has the queries of the tile before this one.
   template <class Accumulator>
@@ -64,7 +64,7 @@ class ForwardScores {
     } else {
       softmax_.raise(tile_max, factors.row);
     }
-    softmax_.exponentiate(scores);
+    exponentiate(scores);
   }
 
   // The very first tile.
@@ -75,7 +75,7 @@ class ForwardScores {
     float tile_max[kRows];
     Softmax::find_max(scores, tile_max);
     softmax_.restart(tile_max);
-    softmax_.exponentiate(scores);
+    exponentiate(scores);
   }
 
   // Ends the softmax of a tile's queries: writes their log-sum-exp; the factors divide by the row sums.
@@ -119,6 +119,16 @@ class ForwardScores {
   }
 
  private:
+  template <class Scores>
+  __device__ void exponentiate(Scores& scores) {
+    softmax_.exponentiate(scores);
+    if (tries_) can_try_ = everywhere(softmax_.can_try());
+  }
+  // Of the warpgroup, which starts its products together.
+  __device__ bool everywhere(bool mine) const {
+    return barrier_all(named_barrier::kForwardVote + first_row_ / kWarpgroupRows, kWarpgroup, mine);
+  }
+
   // Softcap, and −inf where the mask hides a key.
   template <class Accumulator>
   __device__ void modify_and_mask(Accumulator& acc, const KeyTile& tile, const QueryTile& of) const {
@@ -144,6 +154,7 @@ class ForwardScores {
   __device__ int m0(const QueryTile& of) const { return of.m_block * Traits::kBlockM + first_row_; }
 
   const ForwardParams& p_;
+  bool tries_, can_try_ = false;
   int first_row_;
   bool scale_first_;
   Softmax softmax_;

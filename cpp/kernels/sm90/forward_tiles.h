@@ -1,10 +1,19 @@
 // How the forward computes a problem: the one place that decides it. The measurements are in docs/sm90-forward.md.
 #pragma once
 
+#include <algorithm>
+
 #include "common/params.h"
 #include "common/tile_walk.h"
 
 namespace flashsdk::sm90 {
+
+// Keys that a tile of queries may see.
+inline std::int64_t most_keys(const ForwardParams& p) {
+  constexpr int kQueries = 128;
+  const std::int64_t keys = p.seqlen_k;
+  return p.mask.kind == MaskKind::kBand ? std::min(keys, p.mask.band.left + p.mask.band.right + kQueries) : keys;
+}
 
 // Layouts need tiles that divide their blocks, and dropout a number of keys that is a multiple of 32. Long tiles waste
 // rows and keys, and leave multiprocessors idle, where sequences are short or cut by a band.
@@ -14,7 +23,7 @@ inline Tile forward_tile(const ForwardParams& p) {
   const int head_dim = max_of(p.head_dim, p.head_dim_v);
   if (head_dim <= 64) return any_tile && p.seqlen_q >= (dense ? 384 : 2048) ? Tile{192, 128} : Tile{128, 128};
   if (head_dim <= 96) return {128, 128};
-  if (head_dim <= 128) return any_tile && p.seqlen_k >= (dense ? 8192 : 16384) ? Tile{128, 176} : Tile{128, 128};
+  if (head_dim <= 128) return any_tile && most_keys(p) >= (dense ? 8192 : 16384) ? Tile{128, 176} : Tile{128, 128};
   if (head_dim <= 192 && p.head_dim_v <= 128) return {128, 128};
   if (head_dim <= 192) return any_tile ? Tile{128, 112} : Tile{128, 64};
   return any_tile && p.seqlen_k > (dense ? 512 : 1024) ? Tile{128, 80} : Tile{128, 64};
@@ -25,13 +34,14 @@ struct ForwardOrder {
   bool turns;  // warpgroups start their products one after another
 };
 
-// A try keeps K in its buffer until the exponentials are done, which sequences of few tiles do not make up for. Without
+// A try keeps K in its buffer until the exponentials are done, which queries of few tiles do not make up for. Without
 // turns, the longest products run under each other's exponentials by themselves.
 inline ForwardOrder forward_order(const ForwardParams& p, Tile tile) {
   const int head_dim = max_of(p.head_dim, p.head_dim_v);
+  const std::int64_t keys = most_keys(p);
   if (head_dim <= 64) return {true, true};
-  if (head_dim <= 128) return {p.seqlen_k >= 2048, tile.n == 128};
-  const bool tries = tile.n == 80 && p.seqlen_k >= 4096;
+  if (head_dim <= 128) return {keys >= 2048, tile.n == 128};
+  const bool tries = tile.n == 80 && keys >= 4096;
   return {tries, !tries};
 }
 
