@@ -18,7 +18,8 @@ set(FLASHSDK_SM90_FORWARD_192_Capped 128x64_2_2_1)
 set(FLASHSDK_SM90_FORWARD_256_None 128x80_2_2_1 128x64_2_2_1)
 set(FLASHSDK_SM90_FORWARD_256_Capped 128x64_2_2_1)
 
-# backward: block_m x block_n _ buffers of dO _ of K and V _ staggered. Measurements: docs/sm90-backward.md.
+# backward: block_m x block_n _ buffers of dO _ of K and V _ staggered. Q has as many as dO up to head_dim 128, one more
+# above. Measurements: docs/sm90-backward.md.
 set(FLASHSDK_SM90_BACKWARD_FEATURES None Capped)
 set(FLASHSDK_SM90_BACKWARD_64_None 128x128_2_2_false)
 set(FLASHSDK_SM90_BACKWARD_64_Capped 128x128_2_2_false)
