@@ -34,6 +34,9 @@ class Framework(Protocol):
     def finish(self, result: Any) -> Any:
         """The framework's array of memory that now holds results."""
 
+    def recorded(self, array: Any) -> bool:
+        """Whether automatic differentiation goes by what is done with an array."""
+
     def device(self, like: Any) -> Any:
         """The GPU that ``like`` is on, hashable; None for memory of the host."""
 
@@ -67,6 +70,9 @@ class _NumPy:
     def finish(self, result: Any) -> Any:
         return result
 
+    def recorded(self, array: Any) -> bool:
+        return False
+
     def device(self, like: Any) -> Any:
         return None
 
@@ -88,7 +94,7 @@ class _Torch(_NumPy):
         self.cuda, self.from_numpy = torch.cuda, torch.from_numpy
         self.new, self.float32 = torch.empty, torch.float32  # faster than Tensor.new_empty
         self.new_like, self.row_major = torch.empty_like, torch.contiguous_format
-        self.tensor = torch.Tensor
+        self.tensor, self.is_grad_enabled = torch.Tensor, torch.is_grad_enabled
 
     def empty(self, like: Any, shape: Shape) -> Any:
         return self.new(shape, dtype=like.dtype, device=like.device)
@@ -106,6 +112,9 @@ class _Torch(_NumPy):
         if head_dim_v == shape[-1]:
             return self.new_like(q, memory_format=self.row_major)
         return self.empty(q, (*shape[:-1], head_dim_v))
+
+    def recorded(self, array: Any) -> bool:
+        return bool(array.requires_grad) and self.is_grad_enabled()
 
     def device(self, like: Any) -> Any:
         return like.device if like.is_cuda else None
@@ -262,10 +271,11 @@ def _find(array: Any) -> Framework:
 
 def own(name: str, array: Any) -> Any:
     """An array of the caller's to write into; raises Error if its framework forbids that."""
-    if not of(array).writable:
+    framework = of(array)
+    if not framework.writable:
         raise Error(f"{name}: an immutable {type(array).__name__}; None for a new array")
     # Autograd would go on with what was there before; torch's own out= refuses as well.
-    if getattr(array, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+    if framework.recorded(array):
         raise Error(f"{name}: a tensor that requires a gradient; one without, or torch.no_grad()")
     return array
 

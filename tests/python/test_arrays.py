@@ -290,6 +290,39 @@ def test_the_core_imports_no_framework():
     assert done.stdout.strip() == "set()"
 
 
+FOREIGN = """
+import sys
+import flashsdk as fs
+import numpy as np
+
+class Foreign:
+    requires_grad = True  # as PyTorch has it, which nobody has imported
+
+    def __init__(self, array):
+        self.array = array
+
+    def __getattr__(self, name):
+        return getattr(self.array, name)
+
+    def __dlpack__(self, **_):
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+q = np.random.default_rng(0).standard_normal((1, 20, 2, 16), np.float32)
+out = Foreign(np.empty_like(q))
+assert fs.mha_fwd(q, q, q, out=out)[0] is out
+assert "torch" not in sys.modules
+print(np.array_equal(out.array, fs.mha_fwd(q, q, q)[0]))
+"""
+
+
+def test_outputs_of_a_framework_with_gradients_of_its_own():
+    done = subprocess.run([sys.executable, "-c", FOREIGN], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
 # ---- threads and processes
 
 
