@@ -212,10 +212,15 @@ def sanitizer(m: Machine) -> Part:
     """Every kernel family of the harness on a small problem, under each tool."""
     if m.sanitizer is None:
         return {"ok": True, "skipped": "no compute-sanitizer"}
-    _, text, _ = m.run("sanitizer_version", [m.sanitizer, "--version"], limit=60)
-    version = re.findall(r"^Version ([\d.]+)", text, re.M)[0]
-    _, text, _ = m.run("families", [*touch_kernels(m), "--list"], limit=120)
-    families = set(text.split())
+    status, text, _ = m.run("sanitizer_version", [m.sanitizer, "--version"], limit=60)
+    found = re.search(r"^Version (\d+\.\d[\d.]*)", text, re.M)
+    if status != 0 or found is None:
+        return {"ok": False, "why": f"compute-sanitizer --version, {status}: {text[-2000:]}"}
+    version = found[1]
+    status, text, _ = m.run("families", [*touch_kernels(m), "--list"], limit=120)
+    families = set(re.findall(r"^sm\d+_\S+$", text, re.M))  # there may be warnings among them
+    if status != 0 or not families:
+        return {"ok": False, "why": f"touch_kernels.py --list, {status}: {text[-2000:]}"}
     start = time.monotonic()
     with ThreadPoolExecutor(len(TOOLS)) as pool:
         done = dict(zip(TOOLS, pool.map(lambda tool: watch(m, tool, version), TOOLS), strict=True))

@@ -1,6 +1,9 @@
-"""When the record of the GPU tests speaks for the sources, and when it does not."""
+"""When the record of the GPU tests speaks for the sources, and what of the tools goes into it."""
 
+import importlib.util
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from flashsdk._commands import gpu_record
@@ -49,3 +52,55 @@ def test_a_run_that_failed_or_was_cut(checkout):
     assert "failed" in gpu_record.staleness(checkout)
     write(checkout, complete=False)
     assert "incomplete" in gpu_record.staleness(checkout)
+
+
+# ---- scripts/test_gpu.py
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "test_gpu.py"
+FAMILIES = "sm80_forward_d64\nsm90_backward_d128\n"
+WATCHED = """family sm80_forward_d64
+done sm80_forward_d64: 1.0 s
+family sm90_backward_d128
+done sm90_backward_d128: 1.0 s
+touched 2 kernels
+========= ERROR SUMMARY: 0 errors
+"""
+
+
+def sanitizer(folder, version=(0, "Version 2026.4.0"), families=(0, FAMILIES)):
+    """The part of that step where the programs have these statuses and print this."""
+    spec = importlib.util.spec_from_file_location("gpu_script", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    answers = {"sanitizer_version": version, "families": families}
+
+    def run(name, command, *, limit):
+        return *answers.get(name, (0, WATCHED)), 1.0
+
+    return script.sanitizer(
+        SimpleNamespace(sanitizer="compute-sanitizer", run=run, logs=folder, build=folder, jobs=1)
+    )
+
+
+@pytest.mark.parametrize("words", ["", "UserWarning: a line that torch writes\n"])
+def test_families_are_told_from_warnings(tmp_path, words):
+    part = sanitizer(tmp_path, families=(0, words + FAMILIES))
+    assert part["ok"] and part["version"] == "2026.4.0"
+    assert part["memcheck"] == {"kernels": 2, "clean": True}
+
+
+def test_families_that_did_not_finish(tmp_path):
+    part = sanitizer(tmp_path, families=(0, FAMILIES + "sm90_forward_d64\n"))
+    assert not part["ok"] and "did not finish: sm90_forward_d64" in part["why"]
+
+
+@pytest.mark.parametrize("families", [(1, FAMILIES + "Traceback"), (0, "no harness there")])
+def test_a_list_of_families_that_is_none(tmp_path, families):
+    part = sanitizer(tmp_path, families=families)
+    assert not part["ok"] and families[1] in part["why"]
+
+
+@pytest.mark.parametrize("version", [(127, "not found"), (0, "no version")])
+def test_a_sanitizer_that_does_not_tell_its_version(tmp_path, version):
+    part = sanitizer(tmp_path, version=version)
+    assert not part["ok"] and version[1] in part["why"]
