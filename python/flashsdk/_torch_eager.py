@@ -109,10 +109,16 @@ def _unwatched(tensors: tuple[Tensor | None, ...]) -> bool:
         or torch._C._autograd._profiler_enabled()
     ):
         return False
-    # all() of a generator takes twice as long. To negate a view is the dispatcher's work.
-    for x in tensors:
-        if x is not None and (type(x) not in _ORDINARY or x.is_meta or x.is_neg()):
-            return False
+    # all() of a generator takes twice as long. Where a tensor's memory does not show its values,
+    # the dispatcher works them out: it negates views, and unwraps what is a Tensor by its type
+    # alone. The address is 0 for meta tensors, zeros that nobody has written and the functional
+    # tensors of C++ (without elements too, which is no loss); batches of gradients raise.
+    try:
+        for x in tensors:
+            if x is not None and (type(x) not in _ORDINARY or not x.data_ptr() or x.is_neg()):
+                return False
+    except RuntimeError:
+        return False
     return True
 
 

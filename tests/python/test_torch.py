@@ -519,3 +519,42 @@ def test_saved_tensors_pass_their_hooks():
     bias.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_batches_of_gradients(batch):
+    inputs = with_gradients(qkv())
+    out = attention(*inputs, mask=CAUSAL)
+    douts = torch.randn(batch, *out.shape)
+    batched = torch.autograd.grad(out, inputs, douts, is_grads_batched=True, retain_graph=True)
+    looped = [torch.autograd.grad(out, inputs, dout, retain_graph=True) for dout in douts]
+    for a, b in zip(batched, zip(*looped, strict=True), strict=True):
+        torch.testing.assert_close(a, torch.stack(b))
+
+
+def test_vectorized_jacobian():
+    q, k, v = qkv(batch=1, seqlen_q=3, heads=1, dim=8)
+
+    def function(q):
+        return attention(q, k, v)
+
+    want = torch.autograd.functional.jacobian(function, q)
+    got = torch.autograd.functional.jacobian(function, q, vectorize=True)
+    torch.testing.assert_close(got, want)
+
+
+def test_gradients_that_nobody_has_written():
+    inputs = with_gradients(qkv())
+    out = attention(*inputs)
+    for x in torch.autograd.grad(out, inputs, torch._efficientzerotensor(out.shape)):
+        assert x.shape == inputs[0].shape and not x.any()
+
+
+def test_functional_tensors():
+    """Those of C++: no subclass, but what they wrap has the values."""
+    q, k, v = qkv()
+    want = attention(q, k, v)
+    wrapped = [torch._to_functional_tensor(x) for x in (q, k, v)]
+    out = attention(*wrapped)
+    torch._sync(out)
+    assert torch.equal(torch._from_functional_tensor(out), want)
