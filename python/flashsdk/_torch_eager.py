@@ -52,7 +52,7 @@ class Operation:
             out, lse = _Attention.apply(q, k, v, self, lengths, keywords)  # type: ignore[no-untyped-call]
             return out, lse
         q, k, v = map(detached, (q, k, v))
-        return self.run_forward(q, k, v, *lengths, **keywords)
+        return self.run_forward(q, k, v, *lengths, **constant(keywords))
 
     def gradients(
         self, dout: Tensor, dlse: Tensor | None, saved: Tensors, lengths: tuple[Any, ...],
@@ -64,9 +64,9 @@ class Operation:
         if not _unwatched(tensors) or _recorded((dout, *saved)):
             return self.backward(dout, dlse, *saved, *lengths, *self.encode(keywords, saved[0]))
         saved = tuple(map(detached, saved))
-        dout = last_contiguous(dout)
-        dlse = None if dlse is None else last_contiguous(dlse)
-        return self.run_backward(dout, *saved, *lengths, dlse=dlse, **keywords)
+        dout = detached(last_contiguous(dout))
+        dlse = None if dlse is None else detached(last_contiguous(dlse))
+        return self.run_backward(dout, *saved, *lengths, dlse=dlse, **constant(keywords))
 
 
 class _Attention(Function):
@@ -139,6 +139,14 @@ def draw_seed() -> Tensor:
 def detached(x: Tensor) -> Tensor:
     """Without autograd, whose tensors DLPack refuses where PyTorch has no C interface to it yet."""
     return x.detach() if x.requires_grad and not _LENDS_ANY else x
+
+
+def constant(keywords: Keywords) -> Keywords:
+    """The same, of the tensors that have no gradient: a bias may be a Parameter under no_grad."""
+    if _LENDS_ANY:
+        return keywords
+    given = {name: keywords[name] for name in ("bias", "alibi_slopes")}
+    return keywords | {name: detached(x) for name, x in given.items() if x is not None}
 
 
 def last_contiguous(x: Tensor) -> Tensor:

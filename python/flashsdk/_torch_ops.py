@@ -21,7 +21,7 @@ from . import ops
 from ._block_lists import INT32_MAX, LISTS, Csr
 from ._errors import Error, integer, shown
 from ._torch_checks import check_constant, check_rows, flag, no_tangent, number, tensor, whole
-from ._torch_eager import Keywords, Operation, detached, draw_seed, last_contiguous
+from ._torch_eager import Keywords, Operation, constant, detached, draw_seed, last_contiguous
 from .masks import Band, BlockMask, Dense, Mask
 
 Operator: TypeAlias = Callable[..., Any]
@@ -45,7 +45,7 @@ class Options(NamedTuple):
 
     def keywords(self) -> dict[str, Any]:
         """The keywords of ``flashsdk.ops``."""
-        return {
+        keywords = {
             "mask": decode_mask(self.mask, self.blocks),
             "bias": self.bias,
             "alibi_slopes": self.alibi_slopes,
@@ -56,6 +56,7 @@ class Options(NamedTuple):
             "deterministic": self.deterministic,
             "backend": self.backend or None,
         }
+        return constant(keywords)
 
 
 _OPTIONS = (

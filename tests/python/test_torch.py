@@ -3,6 +3,8 @@
 import copy
 import itertools
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -558,3 +560,43 @@ def test_functional_tensors():
     out = attention(*wrapped)
     torch._sync(out)
     assert torch.equal(torch._from_functional_tensor(out), want)
+
+
+OLD_TORCH = """
+import torch
+del torch.Tensor.__dlpack_c_exchange_api__  # as before it had one
+import flashsdk as fs
+from flashsdk.torch import attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+q, k, v = torch.randn(3, 1, 20, 2, 16).unbind()
+constants = {"bias": torch.randn(1, 2, 20, 20), "alibi_slopes": torch.rand(2)}
+
+def results(recorded):
+    given = {name: x.clone().requires_grad_(recorded) for name, x in constants.items()}
+    with torch.no_grad():
+        alone = attention(q, k, v, **given)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    kept = {name: x.clone() for name, x in constants.items()}
+    out, lse = attention(*inputs, **kept, return_lse=True)
+    for x in kept.values():
+        x.requires_grad_(recorded)  # after the forward, which would refuse it
+    grads = [torch.ones_like(x, requires_grad=recorded) for x in (out, lse)]
+    return alone, out, *torch.autograd.grad((out, lse), inputs, grads)
+
+want = results(False)
+got = [results(True)]
+with Nothing():
+    got.append(results(True))
+print(all(torch.equal(a, b) for way in got for a, b in zip(way, want, strict=True)))
+"""
+
+
+@pytest.mark.skipif(not _torch_eager._LENDS_ANY, reason="this PyTorch is such a one by itself")
+def test_tensors_that_require_a_gradient_where_dlpack_refuses_them():
+    done = subprocess.run([sys.executable, "-c", OLD_TORCH], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
