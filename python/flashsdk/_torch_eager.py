@@ -36,6 +36,7 @@ class Operation:
     run_forward: Callable[..., tuple[Tensor, Tensor]]  # of flashsdk.ops, with Keywords
     run_backward: Callable[..., Tensors]
     encode: Callable[[Keywords, Tensor], tuple[Any, ...]]  # Keywords, and a tensor they belong to
+    beside: Callable[[Keywords, Tensor], tuple[Tensor | None, ...]]  # the tensors of ``encode``
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Any, ...], keywords: Keywords
@@ -80,15 +81,15 @@ class _Attention(Function):
         ctx.set_materialize_grads(False)  # no dlse for those who do not use lse
         out, lse = operation.run_forward(*map(detached, (q, k, v)), *lengths, **keywords)
         ctx.operation, ctx.bounds = operation, lengths[2:]
-        ctx.save_for_backward(
-            q, k, v, out, lse, keywords["bias"], keywords["alibi_slopes"], *lengths[:2]
-        )
+        # What the operators save, and in their order: activation checkpointing compares the lists,
+        # and a profiler may look on at one of the two forwards alone.
+        ctx.save_for_backward(q, k, v, out, lse, *lengths[:2], *operation.beside(keywords, q))
         ctx.keywords = {**keywords, "bias": None, "alibi_slopes": None}
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, bias, alibi_slopes, *offsets = ctx.saved_tensors
+        q, k, v, out, lse, *offsets, bias, alibi_slopes, _, _ = ctx.saved_tensors
         if dout is None:  # only lse is used
             dout = torch.zeros_like(out)
         lengths = (*offsets, *ctx.bounds)

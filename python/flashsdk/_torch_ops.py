@@ -76,19 +76,25 @@ def encode_mask(mask: Mask | None, like: Tensor | None = None) -> tuple[list[int
     BlockMask also block_q, block_k, seqlen_q, seqlen_k and, for each of its four lists, the shape
     of offsets (batch, num_heads, lines + 1) and the number of indices.
     """
+    return _integers(mask), _blocks(mask, like)
+
+
+def _integers(mask: Mask | None) -> list[int]:
     if mask is None or isinstance(mask, Dense):
-        return [], None
+        return []
     if isinstance(mask, Band):
-        return _encode_band(mask), None
+        return _encode_band(mask)
     code = _encode_band(mask.band or Band())
     code += [*mask.block_size, mask.seqlen_q, mask.seqlen_k]
     # Not the arrays themselves: torch.compile would make an input of each.
     code += mask._sizes
-    return code, _blocks(mask, like)
+    return code
 
 
-def _blocks(mask: BlockMask, like: Tensor | None) -> Tensor:
+def _blocks(mask: Mask | None, like: Tensor | None) -> Tensor | None:
     """All lists of a layout in one tensor; a GPU gets them once for each mask."""
+    if not isinstance(mask, BlockMask):
+        return None
     blocks = torch.from_numpy(mask._flat)
     if like is None or not like.is_cuda:
         return blocks
@@ -209,7 +215,7 @@ def _define(
     gradients = _operator(schema, backward, fake_backward, save_nothing, refuse)
     schema = f"{name}_fwd({qkv}{rest_schema}) -> (Tensor out, Tensor lse)"
     differentiable = _operator(schema, forward, fake_forward, save, gradient)
-    return Operation(differentiable, gradients, run_forward, run_backward, _encoded)
+    return Operation(differentiable, gradients, run_forward, run_backward, _encoded, _beside)
 
 
 def _check_devices(q: Tensor, **others: Tensor | None) -> None:
@@ -361,10 +367,15 @@ def _checked(
 
 def _encoded(keywords: Keywords, like: Tensor) -> Options:
     """Keywords of ``flashsdk.ops`` as an operator takes them."""
-    mask, blocks = encode_mask(keywords["mask"], like)
-    seed = _seed(keywords["seed"]) if keywords["dropout_p"] != 0 else None
-    backend = keywords["backend"] or ""
+    _, _, seed, blocks = _beside(keywords, like)
+    mask, backend = _integers(keywords["mask"]), keywords["backend"] or ""
     return Options(**{**keywords, "mask": mask, "blocks": blocks, "seed": seed, "backend": backend})
+
+
+def _beside(keywords: Keywords, like: Tensor) -> tuple[Tensor | None, ...]:
+    """The tensors among the Options, in their order."""
+    seed = _seed(keywords["seed"]) if keywords["dropout_p"] != 0 else None
+    return keywords["bias"], keywords["alibi_slopes"], seed, _blocks(keywords["mask"], like)
 
 
 def _seed(seed: int | None) -> Tensor:

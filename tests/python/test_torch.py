@@ -1,5 +1,6 @@
 """flashsdk.torch: values and gradients, and how they behave under autograd."""
 
+import contextlib
 import copy
 import itertools
 import pickle
@@ -600,3 +601,45 @@ print(all(torch.equal(a, b) for way in got for a, b in zip(way, want, strict=Tru
 def test_tensors_that_require_a_gradient_where_dlpack_refuses_them():
     done = subprocess.run([sys.executable, "-c", OLD_TORCH], capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_both_ways_save_the_same():
+    """Checkpointing compares what a forward saved with what the repeated one does."""
+    batches = with_gradients(qkv())
+    packed = with_gradients(x[0] for x in qkv())
+    offsets = torch.tensor([0, 30, 70], dtype=torch.int32)
+    bias, slopes = torch.zeros(1, 1, 70, 70), torch.ones(4)
+
+    def saved(watch):
+        kept = []
+        torch.manual_seed(7)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            with watch():
+                attention(*batches)
+                attention(*batches, mask=block_mask(band=CAUSAL), bias=bias, dropout_p=0.3)
+                attention(*batches, alibi_slopes=slopes, dropout_p=0.3, seed=2**64 - 1)
+                lengths = offsets, offsets + 0, 40, 40
+                varlen_attention(*packed, *lengths, alibi_slopes=slopes, dropout_p=0.3)
+        return kept
+
+    ordinary = saved(contextlib.nullcontext)
+    for watch in (Operators, torch.profiler.profile):
+        watched = saved(watch)
+        assert len(watched) == len(ordinary)
+        assert all(map(torch.equal, watched, ordinary))
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 0.3}, {"mask": block_mask()}], ids=list)
+def test_checkpointing_with_a_profiler_round_the_forward_alone(options):
+    inputs = with_gradients(qkv())
+
+    def run(*x):
+        return attention(*x, **options)
+
+    torch.manual_seed(5)
+    want = torch.autograd.grad(run(*inputs).square().sum(), inputs)
+    torch.manual_seed(5)
+    with torch.profiler.profile():
+        out = torch.utils.checkpoint.checkpoint(run, *inputs, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(out.square().sum(), inputs), want, strict=True):
+        assert torch.equal(a, b)
