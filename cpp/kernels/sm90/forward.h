@@ -21,30 +21,30 @@
 namespace flashsdk::sm90 {
 
 // Warpgroups start their products one after another, if they are to.
-template <int kWarpgroups>
+template <int kWarpgroups, bool kTurns>
 class Turn {
  public:
-  __device__ Turn(bool needed, int warpgroup) : needed_(needed && kWarpgroups > 1), warpgroup_(warpgroup) {
+  __device__ explicit Turn(int warpgroup) : warpgroup_(warpgroup) {
     if (warpgroup == kWarpgroups - 1) pass();  // the first one's turn
   }
   __device__ void wait() const {
-    if (needed_) barrier_sync(named_barrier::kForwardTurn + warpgroup_, 2 * kWarpgroup);
+    if constexpr (kNeeded) barrier_sync(named_barrier::kForwardTurn + warpgroup_, 2 * kWarpgroup);
   }
   __device__ void pass() const {
     const int next = warpgroup_ == kWarpgroups - 1 ? 0 : warpgroup_ + 1;
-    if (needed_) barrier_arrive(named_barrier::kForwardTurn + next, 2 * kWarpgroup);
+    if constexpr (kNeeded) barrier_arrive(named_barrier::kForwardTurn + next, 2 * kWarpgroup);
   }
   __device__ void end() const {
     if (warpgroup_ == 0) wait();  // as many waits as passes
   }
 
  private:
-  bool needed_;
+  static constexpr bool kNeeded = kTurns && kWarpgroups > 1;
   int warpgroup_;
 };
 
 template <class Traits, class Policy, cuda::Features kFeatures>
-__device__ void compute_output(const ForwardParams& p, ForwardOrder order, typename Traits::Smem& smem, int warpgroup) {
+__device__ void compute_output(const ForwardParams& p, typename Traits::Smem& smem, int warpgroup) {
   using cute::_;
   using MmaScores = typename Traits::MmaScores;
   using MmaOut = typename Traits::MmaOut;
@@ -80,7 +80,7 @@ __device__ void compute_output(const ForwardParams& p, ForwardOrder order, typen
   KeyTile tile = wait_for_tile(index);
   if (tile.has(KeyTile::kEnd)) return;
   using Scores = ForwardScores<Traits, Policy, kFeatures>;
-  Scores scores(p, order.tries, warpgroup);
+  Scores scores(p, warpgroup);
   auto acc_out = accumulator<MmaOut, Traits::kHeadDimV>();
   auto probabilities = cute::make_tensor_like<typename Traits::Element>(accumulator<MmaScores, kBlockN>());
   const auto probabilities_a = as_operand_a(probabilities);
@@ -104,7 +104,7 @@ __device__ void compute_output(const ForwardParams& p, ForwardOrder order, typen
     scores.start(acc, tile, of(work));
     scores.keep(acc, probabilities, tile, of(work));
   }
-  const Turn<Traits::kWarpgroups> turn(order.turns, warpgroup);
+  const Turn<Traits::kWarpgroups, Traits::kTurns> turn(warpgroup);
   for (;;) {
     const KeyTile next = wait_for_tile(index + 1);
     if (next.has(KeyTile::kEnd)) break;
@@ -117,19 +117,24 @@ __device__ void compute_output(const ForwardParams& p, ForwardOrder order, typen
     cute::warpgroup_wait<1>();
     finished(acc);
     typename Scores::Factors factors;
-    const bool tries = scores.can_try(next);
-    if (!tries) release_keys(next, index + 1, next_work);
-    cuda::branch_if(!tries || !scores.try_apply(acc, next, of(next_work)), [&] {
-      if (tries) {  // the scores were lost by it: once more
-        cute::warpgroup_wait<0>();
-        finished(acc_out);
-        start_scores(acc, next, index + 1, next_work);
-        cute::warpgroup_wait<0>();
-        finished(acc);
-      }
+    if constexpr (Traits::kTries) {
+      const bool tries = scores.can_try(next);
+      if (!tries) release_keys(next, index + 1, next_work);
+      cuda::branch_if(!tries || !scores.try_apply(acc, next, of(next_work)), [&] {
+        if (tries) {  // the scores were lost by it: once more
+          cute::warpgroup_wait<0>();
+          finished(acc_out);
+          start_scores(acc, next, index + 1, next_work);
+          cute::warpgroup_wait<0>();
+          finished(acc);
+        }
+        scores.apply(acc, factors, next, of(next_work), of(work));
+      });
+      if (tries) release_keys(next, index + 1, next_work);
+    } else {
+      release_keys(next, index + 1, next_work);
       scores.apply(acc, factors, next, of(next_work), of(work));
-    });
-    if (tries) release_keys(next, index + 1, next_work);
+    }
     finish_out();
     scores.keep(acc, probabilities, next, of(next_work));
     factors.apply(acc_out);
@@ -173,7 +178,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kComputeRegisters>();
-    compute_output<Traits, Policy, kFeatures>(p, schedule.order, smem, warp / 4 - 1);
+    compute_output<Traits, Policy, kFeatures>(p, smem, warp / 4 - 1);
   }
 }
 

@@ -54,8 +54,7 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
 
   const ForwardSchedule schedule{
       cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), uniform_tiles(p)),
-      draws_tiles(p, Traits::kBlockM) ? static_cast<TicketCounter*>(context.workspace) : nullptr, launch_name(),
-      forward_order(p, {Traits::kBlockM, Traits::kBlockN})};
+      draws_tiles(p, Traits::kBlockM) ? static_cast<TicketCounter*>(context.workspace) : nullptr, launch_name()};
   const int blocks =
       min_of(cuda::device_limits(p.device.index).multiprocessors, static_cast<int>(schedule.tiles.size()));
   const ForwardMaps maps{

@@ -4,7 +4,6 @@
 #include <cuda/atomic>
 
 #include "cuda/tile_scheduler.h"
-#include "sm90/forward_tiles.h"
 
 namespace flashsdk::sm90 {
 
@@ -21,7 +20,6 @@ struct ForwardSchedule {
   cuda::TileSchedule tiles;
   TicketCounter* tickets;  // null: tiles of equal cost, or one a block, dealt in turn
   unsigned long long launch;
-  ForwardOrder order;
 };
 
 __device__ __forceinline__ int highest_bit(int x) { return 31 - __clz(x); }

@@ -28,13 +28,16 @@ class ForwardScores {
     template <class Out>
     __device__ void apply(Out& acc_out) const {
       auto out = as_matrix(acc_out);
-      cuda::branch_if(needed, [&] { Softmax::rescale(out, row); });
+      if constexpr (Traits::kTries) {
+        cuda::branch_if(needed, [&] { Softmax::rescale(out, row); });
+      } else {
+        Softmax::rescale(out, row);
+      }
     }
   };
 
-  __device__ ForwardScores(const ForwardParams& p, bool tries, int warpgroup)
+  __device__ ForwardScores(const ForwardParams& p, int warpgroup)
       : p_(p),
-        tries_(tries),
         first_row_(warpgroup * kWarpgroupRows),
         scale_first_((cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) ||
                      !cuda::scales_exponents(p.score.softmax_scale)),
@@ -122,7 +125,7 @@ class ForwardScores {
   template <class Scores>
   __device__ void exponentiate(Scores& scores) {
     softmax_.exponentiate(scores);
-    if (tries_) can_try_ = everywhere(softmax_.can_try());
+    if constexpr (Traits::kTries) can_try_ = everywhere(softmax_.can_try());
   }
   // Of the warpgroup, which starts its products together.
   __device__ bool everywhere(bool mine) const {
@@ -154,7 +157,7 @@ class ForwardScores {
   __device__ int m0(const QueryTile& of) const { return of.m_block * Traits::kBlockM + first_row_; }
 
   const ForwardParams& p_;
-  bool tries_, can_try_ = false;
+  bool can_try_ = false;
   int first_row_;
   bool scale_first_;
   Softmax softmax_;

@@ -1,4 +1,5 @@
-// How the forward computes a problem: the one place that decides it. The measurements are in docs/sm90-forward.md.
+// Which of the forward's tiles a problem gets: the one place that decides it. The measurements are in
+// docs/sm90-forward.md.
 #pragma once
 
 #include <algorithm>
@@ -27,22 +28,6 @@ inline Tile forward_tile(const ForwardParams& p) {
   if (head_dim <= 192 && p.head_dim_v <= 128) return {128, 128};
   if (head_dim <= 192) return any_tile ? Tile{128, 112} : Tile{128, 64};
   return any_tile && p.seqlen_k > (dense ? 512 : 1024) ? Tile{128, 80} : Tile{128, 64};
-}
-
-struct ForwardOrder {
-  bool tries;  // exponentials by the maximum so far, before that of their own tile is known
-  bool turns;  // warpgroups start their products one after another
-};
-
-// A try keeps K in its buffer until the exponentials are done, which queries of few tiles do not make up for. Without
-// turns, the longest products run under each other's exponentials by themselves.
-inline ForwardOrder forward_order(const ForwardParams& p, Tile tile) {
-  const int head_dim = max_of(p.head_dim, p.head_dim_v);
-  const std::int64_t keys = most_keys(p);
-  if (head_dim <= 64) return {true, true};
-  if (head_dim <= 128) return {keys >= 2048, tile.n == 128};
-  const bool tries = tile.n == 80 && keys >= 4096;
-  return {tries, !tries};
 }
 
 }  // namespace flashsdk::sm90

@@ -31,12 +31,16 @@ struct alignas(16) KeyTile {
 // Stages are buffers. A tile's K is needed until its softmax is done, V only under its product: where there is room for
 // one more, K gets it. With two of Q, the next queries are there before these are done.
 template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kKeyStages_, int kValueStages_,
-          int kQueryStages_>
+          int kQueryStages_, bool kTries_>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr int kKeyStages = kKeyStages_, kValueStages = kValueStages_, kQueryStages = kQueryStages_;
+  static constexpr bool kTries = kTries_;  // exponentials by the maximum so far: forward.h
+  // Whether warpgroups start their products one after another. Those of other sizes run under each other's exponentials
+  // by themselves, once a try has made these short.
+  static constexpr bool kTurns = !kTries || kBlockN == 128;
   static constexpr int kWarpgroups = kBlockM / kWarpgroupRows;  // that compute; one more loads
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   // Of 65536 a multiprocessor: what loading does not need, computing gets. S, P and the output take the most.
