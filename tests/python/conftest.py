@@ -1,6 +1,7 @@
 """Every kernel test runs on every backend, and on the CPU with every instruction set it has."""
 
 import os
+import sys
 
 # The reference multiplies a row at a time: threads of NumPy would only be in the way. Read by NumPy
 # when it loads, so it has to come first.
@@ -25,6 +26,13 @@ def cpu(runner) -> Runner:
     if runner.backend != "cpu":
         pytest.skip("promised by CPU kernels alone")
     return runner
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """PyTorch's generator, where a test has PyTorch: its numbers do not depend on other tests."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -26,11 +26,6 @@ SIGNATURES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def qkv(seqlen_q=40, seqlen_k=None, heads_kv=4):
     """q (2, seqlen_q, 4, 16), k and v (2, seqlen_k, heads_kv, 16)"""
     shape_k = (2, seqlen_k or seqlen_q, heads_kv, 16)

@@ -15,11 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def qkv(*batch, heads=4, heads_kv=None, seqlen_q=40, seqlen_k=50, dim=16, dim_v=16):
     heads_kv = heads_kv or heads
     shapes = ((heads, seqlen_q, dim), (heads_kv, seqlen_k, dim), (heads_kv, seqlen_k, dim_v))
