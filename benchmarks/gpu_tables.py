@@ -37,8 +37,7 @@ def bench_section(name: str, record: Record) -> str:
     parts += ["### Block-sparse, blocks of 128 × 128", sparse_table(record["sparse"])]
     parts += ["### The attention of GPT-2 medium", gpt2_table(record["gpt2_medium"])]
     parts += ["### ALiBi", alibi_table(record["alibi"])]
-    if "features_off" in record:  # not in records of before
-        parts += ["### Features compiled in, all off", features_table(record["features_off"])]
+    parts += ["### Features compiled in, all off", features_table(record["features_off"])]
     return "\n\n".join(parts)
 
 
