@@ -57,8 +57,8 @@ def lengths(tile_m, tile_n):
     )
 
 
-def long_enough_to_try(tile_m, tile_n):
-    """For the maximum of the keys so far, in sm90/forward.h."""
+def many_keys(tile_m, tile_n):
+    """The last tile's logits are far above all before them: see try_exponentiate in softmax.h."""
     return ((tile_m + 9, 4096 + tile_n + 7),)
 
 
@@ -113,23 +113,22 @@ def takes(harness, index, p):
     return harness.lib.harness_refusal(index, words, scale, softcap) is None
 
 
-def touch(harness, index, aligned, packed, deterministic, sizes=lengths):
-    """Whether the kernel takes a problem, which it then has run."""
+def touch(harness, index, *, aligned=True, packed=False, deterministic=False, growing=False):
+    """Whether the kernel takes a problem, which it then has run; growing: in its last keys."""
     entry = harness.entries[index]
     tile = entry[5], entry[6]
     blocks = ((128, 128), tile) if KINDS[entry[3]] == "block_sparse" else ((0, 0),)
     all_features = FEATURES if entry[4] else ((),)
     widths = (False, True) if entry[2] == 192 else (False,)  # 192 x 128 has kernels of its own
-    for size, features, block, narrow_v in itertools.product(
-        sizes(*tile), all_features, blocks, widths
-    ):
+    sizes = many_keys(*tile) if growing else lengths(*tile)
+    for size, features, block, narrow_v in itertools.product(sizes, all_features, blocks, widths):
         what = features, block, size, aligned, packed, narrow_v
         if not takes(harness, index, problem(entry, empty, *what)):
             continue
         p = problem(entry, random, *what)
         p.deterministic = deterministic
-        if sizes is long_enough_to_try:
-            p.k[..., -tile[1] :, :, :] *= 40  # and that it is not the right one
+        if growing:
+            p.k[..., -tile[1] :, :, :] *= 40
         words, (out, lse, _, grads) = arguments(harness, p, random)
         size = harness.lib.harness_workspace(index, words)
         workspace = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8).cuda()  # NaN
@@ -192,10 +191,11 @@ def main():
         print(f"family {name}", flush=True)
         start, before = time.monotonic(), touched
         for turn, index in enumerate(of_name[name], list(of_name).index(name)):
-            touched += touch(harness, index, True, turn % 2 == 1, turn % 3 == 0)
-            touch(harness, index, False, False, False)  # of those that take any alignment
+            packed, deterministic = turn % 2 == 1, turn % 3 == 0
+            touched += touch(harness, index, packed=packed, deterministic=deterministic)
+            touch(harness, index, aligned=False)  # of those that take any alignment
             if name.startswith("sm90_forward") and KINDS[harness.entries[index][3]] == "dense":
-                touch(harness, index, True, False, False, long_enough_to_try)
+                touch(harness, index, growing=True)
         if touched == before:
             print(f"{name}: takes no problem of this list")
             return 1
