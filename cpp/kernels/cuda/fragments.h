@@ -39,12 +39,8 @@ __device__ auto convert(const Accumulator& acc) {
   auto result = cute::make_tensor<Element>(acc.layout());
   auto words = cute::recast<std::uint32_t>(result);
   const auto pairs = cute::recast<const cutlass::Array<float, 2>>(acc);
-  const cutlass::NumericArrayConverter<Element, float, 2> converter;
   CUTE_UNROLL
-  for (int i = 0; i < cute::size(words); ++i) {
-    const cutlass::Array<Element, 2> pair = converter(pairs(i));
-    words(i) = reinterpret_cast<const std::uint32_t&>(pair);
-  }
+  for (int i = 0; i < cute::size(words); ++i) words(i) = pack<Element>(pairs(i)[0], pairs(i)[1]);
   return result;
 }
 
