@@ -1,5 +1,6 @@
 // The SM90 backward kernel (FlashAttention-3, arXiv 2407.08608, section 3, has its parts; docs/sm90-backward.md says
-// what is different here): two loading warps, warps that add dQ to device memory, and warpgroups that compute.
+// what is different here): a warp that walks, one that loads, two that add dQ to device memory, and warpgroups that
+// compute.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -26,11 +27,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
     if (threadIdx.x % 32 != 0) return;
     if (warp == 0) {
-      load_q_and_k<Traits, Policy>(p, maps, ws, schedule, smem);
+      plan_steps<Traits, Policy>(p, ws, schedule, smem);
     } else if (warp == 1) {
-      load_dout_and_v<Traits, Policy>(p, maps, ws, smem);
+      load_operands<Traits>(p, maps, ws, smem);
     } else {
-      add_dq<Traits, Policy>(p, ws, smem, warp - 2);
+      add_dq<Traits>(p, ws, smem, warp - 2);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kComputeRegisters>();

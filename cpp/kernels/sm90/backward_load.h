@@ -1,5 +1,5 @@
-// The roles of the SM90 backward that do not compute, one warp each, of which one thread works: two load, and one for
-// each computing warpgroup adds to dq_accum. All walk the same queries.
+// The roles of the SM90 backward that do not compute, one warp each, of which one thread works: one walks the queries
+// and tells the others, one loads, and one for each computing warpgroup adds to dq_accum.
 #pragma once
 
 #include "cuda/backward_stream.h"
@@ -13,7 +13,8 @@ struct BackwardMaps {
   CUtensorMap q, k, v, dout;
 };
 
-// What every role but the first does, by whole warps or by one thread: f(work) for each key tile of this thread block.
+// What every role but the walking one does, by whole warps or by one thread: f(work) for each key tile of this thread
+// block.
 template <class Traits, bool kWarps, class F>
 __device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
   for (unsigned n = 0;; ++n) {
@@ -27,35 +28,18 @@ __device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
   }
 }
 
-// The queries that see a tile of keys, and where they lie.
-template <class Traits, class Policy>
-class BackwardWalk {
- public:
-  using Stream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy, Traits::kStaggered>;
-  using Item = typename Stream::Item;
-
-  __device__ BackwardWalk(const BackwardParams& p, const cuda::BackwardWorkspace& ws, const SeqlenInfo& seq,
-                          const cuda::TileWork& work)
-      : stream_(p, seq, work),
-        tiles_per_head_(ws.tiles_per_head),
-        first_tile_(ws.first_tile(p, seq, work.batch)),
-        first_row_(seq.offset_q),
-        batch_(p.cu_seqlens_q != nullptr ? 0 : work.batch) {}
-
-  __device__ bool next(Item& item) { return stream_.next(item); }
-  // In the workspace, and in q and dout.
-  __device__ std::int64_t tile(const Item& item) const {
-    return item.head * tiles_per_head_ + first_tile_ + item.tile.index;
+// f(planned step) for each tile of queries of a key tile, by one thread. steps: so far, of all key tiles.
+template <class Traits, class F>
+__device__ __forceinline__ void for_each_step(typename Traits::Smem& smem, unsigned& steps, F&& f) {
+  for (bool last = false; !last; ++steps) {
+    const auto use = RingState<kPlannedSteps>::after(steps);
+    smem.full_plan.wait_full(use);
+    const PlannedStep planned = smem.plan[use.stage];
+    smem.full_plan.release(use);
+    last = planned.step.last;
+    f(planned);
   }
-  __device__ TileOrigin origin(const Item& item) const {
-    return {first_row_ + item.tile.index * Traits::kBlockM, item.head, batch_};
-  }
-
- private:
-  Stream stream_;
-  std::int64_t tiles_per_head_, first_tile_;
-  int first_row_, batch_;
-};
+}
 
 // One thread: Q and lse, or dO and delta, of the next step. The barrier is told of their bytes.
 template <class Tile, class Element, int kRows>
@@ -80,12 +64,13 @@ __device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtenso
                   {seq.offset_k + work.block * Traits::kBlockN, work.head, p.cu_seqlens_k != nullptr ? 0 : work.batch});
 }
 
-// Takes key tiles off the schedule, tells all what comes, and loads Q and K.
+// Takes key tiles off the schedule, walks the queries that see them, and tells all what comes. A walk does not fit the
+// few registers of these warps and is slow, so this thread does nothing else and is several steps ahead of the others.
 template <class Traits, class Policy>
-__device__ void load_q_and_k(const BackwardParams& p, const BackwardMaps& maps, const cuda::BackwardWorkspace& ws,
-                             const cuda::TileSchedule& schedule, typename Traits::Smem& smem) {
-  using Tile = typename Traits::SmemQ;
-  unsigned works = 0, steps = 0, key_tiles = 0;  // so far
+__device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspace& ws,
+                           const cuda::TileSchedule& schedule, typename Traits::Smem& smem) {
+  using Stream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy, Traits::kStaggered>;
+  unsigned works = 0, steps = 0;  // so far
   auto tell = [&](const BackwardWork& work) {
     const auto use = RingState<2>::after(works++);
     smem.full_work.wait_empty(use);
@@ -98,42 +83,58 @@ __device__ void load_q_and_k(const BackwardParams& p, const BackwardMaps& maps, 
     index = gridDim.x + atomicAdd(ws.next_work, 1);
     const SeqlenInfo seq(p, work.batch);
     if (work.block * Traits::kBlockN >= seq.seqlen_k) continue;
-    BackwardWalk<Traits, Policy> walk(p, ws, seq, work);
-    typename BackwardWalk<Traits, Policy>::Item item, next;
-    bool more = walk.next(item);
+    const std::int64_t first_tile = ws.first_tile(p, seq, work.batch);
+    Stream stream(p, seq, work);
+    typename Stream::Item item, next;
+    bool more = stream.next(item);
     tell({work, more, false});
-    for (bool first = true; more; first = false) {
-      more = walk.next(next);
-      const auto use = RingState<Traits::kQueryStages>::after(steps++);
-      smem.full_q.wait_empty(use);
-      smem.step[use.stage] = {item.head, item.tile.index, item.tile.partial, !more};
-      load_queries<Tile>(maps.q, smem.full_q.full[use.stage], smem.q + use.stage * Tile::kElements, walk.origin(item),
-                         ws.lse_of(walk.tile(item)), smem.lse_log2[use.stage]);
-      if (first) load_keys<typename Traits::SmemK, Traits>(p, maps.k, smem.full_k, key_tiles++, smem.k, work, seq);
-      item = next;
+    for (; more; item = next) {
+      more = stream.next(next);
+      int rank = 0;
+      if (p.deterministic) {
+        Policy policy(p.mask, seq, work.batch, item.head);
+        rank = policy.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, item.tile.index).rank_of(work.block);
+      }
+      const auto tile = static_cast<int>(item.head * ws.tiles_per_head + first_tile + item.tile.index);
+      const auto use = RingState<kPlannedSteps>::after(steps++);
+      smem.full_plan.wait_empty(use);
+      smem.plan[use.stage] = {{item.head, item.tile.index, item.tile.partial, !more}, tile, rank};
+      smem.full_plan.arrive_full(use);
     }
   }
   tell({{}, false, true});
 }
 
-// One thread: loads dO and V.
-template <class Traits, class Policy>
-__device__ void load_dout_and_v(const BackwardParams& p, const BackwardMaps& maps, const cuda::BackwardWorkspace& ws,
-                                typename Traits::Smem& smem) {
-  using Tile = typename Traits::SmemDo;
+// One thread: loads Q, dO, K and V.
+template <class Traits>
+__device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps, const cuda::BackwardWorkspace& ws,
+                              typename Traits::Smem& smem) {
+  using SmemQ = typename Traits::SmemQ;
+  using SmemDo = typename Traits::SmemDo;
   unsigned steps = 0, key_tiles = 0;
   for_each_work<Traits, false>(smem, [&](const BackwardWork& work) {
     if (work.visited) {
       const SeqlenInfo seq(p, work.tile.batch);
-      BackwardWalk<Traits, Policy> walk(p, ws, seq, work.tile);
-      load_keys<typename Traits::SmemV, Traits>(p, maps.v, smem.full_v, key_tiles++, smem.v, work.tile, seq);
-      for (typename BackwardWalk<Traits, Policy>::Item item; walk.next(item);) {
-        const auto use = RingState<Traits::kStages>::after(steps++);
-        smem.full_do.wait_empty(use);
-        load_queries<Tile>(maps.dout, smem.full_do.full[use.stage], smem.dout + use.stage * Tile::kElements,
-                           walk.origin(item), ws.minus_delta + walk.tile(item) * Traits::kBlockM,
-                           smem.minus_delta[use.stage]);
-      }
+      const int batch = p.cu_seqlens_q != nullptr ? 0 : work.tile.batch;
+      bool first = true;
+      for_each_step<Traits>(smem, steps, [&](const PlannedStep& planned) {
+        const TileOrigin at{seq.offset_q + planned.step.m_block * Traits::kBlockM, planned.step.head, batch};
+        const auto q = RingState<Traits::kQueryStages>::after(steps);
+        smem.full_q.wait_empty(q);
+        smem.step[q.stage] = planned.step;
+        load_queries<SmemQ>(maps.q, smem.full_q.full[q.stage], smem.q + q.stage * SmemQ::kElements, at,
+                            ws.lse_of(planned.tile), smem.lse_log2[q.stage]);
+        const auto dout = RingState<Traits::kStages>::after(steps);
+        smem.full_do.wait_empty(dout);
+        load_queries<SmemDo>(maps.dout, smem.full_do.full[dout.stage], smem.dout + dout.stage * SmemDo::kElements, at,
+                             ws.minus_delta + std::int64_t{planned.tile} * Traits::kBlockM,
+                             smem.minus_delta[dout.stage]);
+        if (first) {
+          load_keys<typename Traits::SmemV, Traits>(p, maps.v, smem.full_v, key_tiles, smem.v, work.tile, seq);
+          load_keys<typename Traits::SmemK, Traits>(p, maps.k, smem.full_k, key_tiles++, smem.k, work.tile, seq);
+          first = false;
+        }
+      });
     }
   });
 }
@@ -148,29 +149,21 @@ __device__ __forceinline__ void bulk_add(float* global, const float* shared, int
 
 // One thread: adds what a warpgroup leaves in shared memory to dq_accum. In a deterministic call key tiles take turns at
 // each tile of queries, in ascending order; a thread block waits only for ones whose work was taken earlier.
-template <class Traits, class Policy>
+template <class Traits>
 __device__ void add_dq(const BackwardParams& p, const cuda::BackwardWorkspace& ws, typename Traits::Smem& smem,
                        int warpgroup) {
   constexpr int kPieces = Traits::kDqPieces / Traits::kWarpgroups;  // of a step
   constexpr int kBytes = Traits::kDqElements * static_cast<int>(sizeof(float));
-  unsigned pieces = 0;
+  unsigned steps = 0, pieces = 0;
   auto& ring = smem.full_dq[warpgroup];
   for_each_work<Traits, false>(smem, [&](const BackwardWork& work) {
     if (work.visited) {
-      const SeqlenInfo seq(p, work.tile.batch);
-      BackwardWalk<Traits, Policy> walk(p, ws, seq, work.tile);
-      for (typename BackwardWalk<Traits, Policy>::Item item; walk.next(item);) {
-        int rank = 0;
-        if (p.deterministic) {
-          Policy policy(p.mask, seq, work.tile.batch, item.head);
-          rank = policy.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, item.tile.index)
-                     .rank_of(work.tile.block);
-        }
-        const std::int64_t first = walk.tile(item) * Traits::kDqPieces + warpgroup * kPieces;
-        for (std::int64_t piece = first; piece < first + kPieces; ++piece) {
+      for_each_step<Traits>(smem, steps, [&](const PlannedStep& planned) {
+        std::int64_t piece = std::int64_t{planned.tile} * Traits::kDqPieces + warpgroup * kPieces;
+        for (int i = 0; i < kPieces; ++i, ++piece) {
           volatile int* turn = ws.turn + piece;
           if (p.deterministic) {
-            while (*turn != rank) {
+            while (*turn != planned.rank) {
             }
             __threadfence();
             asm volatile("fence.proxy.async;" ::: "memory");  // from here on also for the copy engine
@@ -186,7 +179,7 @@ __device__ void add_dq(const BackwardParams& p, const cuda::BackwardWorkspace& w
             *turn = *turn + 1;
           }
         }
-      }
+      });
     }
   });
 }

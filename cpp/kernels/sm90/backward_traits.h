@@ -12,12 +12,19 @@
 
 namespace flashsdk::sm90 {
 
-// One step of the walk, as the loading warp tells it to those that compute.
+// One step of the walk, for those that compute.
 struct BackwardStep {
   int head, m_block;
   bool partial;
   bool last;
 };
+// … and as the walking warp tells it to those that load and write.
+struct PlannedStep {
+  BackwardStep step;
+  int tile;  // of queries, in the workspace
+  int rank;  // deterministic: how many key tiles come before this one to that tile
+};
+constexpr int kPlannedSteps = 8;  // that the walking warp may be ahead
 // The next tile of keys.
 struct BackwardWork {
   cuda::TileWork tile;
@@ -35,7 +42,7 @@ struct NarrowBackwardTraits {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
   static constexpr int kWarpgroups = kBlockN / kWarpgroupRows;  // that compute; one more loads and writes
-  static_assert(kWarpgroups <= 2, "two warps load, and one for each of these writes");
+  static_assert(kWarpgroups <= 2, "one warp walks, one loads, and one for each of these writes");
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
   static constexpr int kStages = kStages_, kQueryStages = kStages, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
@@ -73,12 +80,14 @@ struct NarrowBackwardTraits {
     alignas(128) float minus_delta[kStages][kBlockM];
     BackwardStep step[kQueryStages];
     BackwardWork work[2];
+    PlannedStep plan[kPlannedSteps];
     Ring<kQueryStages> full_q;  // with lse_log2 and step
     Ring<kStages> full_do;      // with delta
     Ring<kKeyBuffers> full_k, full_v;
     Ring<kScoreBuffers> full_ds;  // from and to the computing warps
     Ring<1> full_dq[kWarpgroups];
     Ring<2> full_work;
+    Ring<kPlannedSteps> full_plan;
 
     __device__ void init() {
       constexpr int kWarps = 4 * kWarpgroups;
@@ -89,6 +98,7 @@ struct NarrowBackwardTraits {
       full_ds.init(kWarps, kWarps);
       for (auto& ring : full_dq) ring.init(4, 1);
       full_work.init(1, kWarps + 1 + kWarpgroups);
+      full_plan.init(1, 1 + kWarpgroups);
     }
   };
   static constexpr int kSmemBytes = sizeof(Smem);
@@ -142,6 +152,7 @@ struct WideBackwardTraits {
     alignas(128) float minus_delta[kStages][kBlockM];
     BackwardStep step[kQueryStages];
     BackwardWork work[2];
+    PlannedStep plan[kPlannedSteps];
     Ring<kQueryStages> full_q;
     Ring<kStages> full_do;
     Ring<kKeyBuffers> full_k, full_v;
@@ -149,6 +160,7 @@ struct WideBackwardTraits {
     cutlass::arch::ClusterBarrier empty_p[kScoreBuffers];
     Ring<1> full_dq[kWarpgroups];
     Ring<2> full_work;
+    Ring<kPlannedSteps> full_plan;
 
     __device__ void init() {
       constexpr int kWarps = 4 * kWarpgroups;
@@ -160,6 +172,7 @@ struct WideBackwardTraits {
       full_ds.init(4, kWarps);
       for (auto& ring : full_dq) ring.init(4, 1);
       full_work.init(1, kWarps + 1 + kWarpgroups);
+      full_plan.init(1, 1 + kWarpgroups);
     }
   };
   static constexpr int kSmemBytes = sizeof(Smem);
