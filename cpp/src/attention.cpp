@@ -1,4 +1,4 @@
-// Validate, select, launch.
+// Validate, pack, select, launch.
 #include "flashsdk/attention.h"
 
 #include "check.h"
@@ -6,6 +6,7 @@
 #include "cuda/device.h"
 #endif
 #include "kernel_registry.h"
+#include "pack_heads.h"
 #include "packed_tail.h"
 #include "plan.h"
 #include "processors.h"
@@ -26,7 +27,7 @@ void check_call(const AttentionArgs& args, bool packed) {
 
 template <class Args>
 auto plan_as(Op op, const Args& args, Completeness completeness) {
-  Plan<decltype(validate(args))> result{validate(args, completeness), nullptr, 0, 0};
+  Plan<decltype(validate(args))> result{pack_query_heads(validate(args, completeness)), nullptr, 0, 0};
   const ForwardParams& p = result.params;
   result.entry = &KernelRegistry::instance().select(op, p, forced_backend(args));
   result.num_threads = p.device.type == DeviceType::kCPU ? num_threads() : 1;

@@ -2,6 +2,7 @@
 
 #include "flashsdk/version.h"
 #include "kernel_registry.h"
+#include "pack_heads.h"
 #include "validate.h"
 
 namespace flashsdk {
@@ -13,17 +14,21 @@ constexpr const char* kCompiler = "Clang " __clang_version__;
 constexpr const char* kCompiler = "GCC " __VERSION__;
 #endif
 
+template <class Args>
+Explanation explain_as(Op op, const Args& args) {
+  const auto asked = validate(args, Completeness::kQuery), taken = pack_query_heads(asked);
+  Explanation why = KernelRegistry::instance().explain(op, taken, forced_backend(args));
+  if (const int rows = asked.num_heads / taken.num_heads; rows > 1)
+    why.packing = "query heads packed: " + std::to_string(rows) + " rows a head of keys";
+  return why;
+}
+
 }  // namespace
 
 std::vector<KernelInfo> kernels() { return KernelRegistry::instance().list(); }
 
-Explanation explain(const ForwardArgs& args) {
-  return KernelRegistry::instance().explain(Op::kForward, validate(args, Completeness::kQuery), forced_backend(args));
-}
-
-Explanation explain(const BackwardArgs& args) {
-  return KernelRegistry::instance().explain(Op::kBackward, validate(args, Completeness::kQuery), forced_backend(args));
-}
+Explanation explain(const ForwardArgs& args) { return explain_as(Op::kForward, args); }
+Explanation explain(const BackwardArgs& args) { return explain_as(Op::kBackward, args); }
 
 BuildInfo build_info() {
   const KernelRegistry& registry = KernelRegistry::instance();

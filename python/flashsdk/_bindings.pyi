@@ -24,8 +24,11 @@ def backward(tensors: tuple[Any, ...], packed: Packed, options: Options, /) -> N
 
 def explain(
     backward: bool, tensors: tuple[Any, Any, Any], packed: Packed, options: Options, /
-) -> tuple[str, list[tuple[str, str]]]:
-    """The kernel's name and (name, reason) of those refused; validates all but the outputs."""
+) -> tuple[str, list[tuple[str, str]], str]:
+    """The kernel's name, (name, reason) of those refused, and how query heads are packed.
+
+    Validates all but the outputs.
+    """
 
 def kernels() -> list[dict[str, Any]]: ...
 def build_info() -> dict[str, Any]: ...

@@ -238,14 +238,18 @@ class Explanation:
     """Which kernel a call takes, and why not those that come before it.
 
     ``kernel`` is its name, "" if none fits. ``refused`` are (name, reason) of the kernels for this
-    dtype, head_dim and mask with a higher priority. ``str()`` says the same for people.
+    dtype, head_dim and mask with a higher priority. ``packing`` says how query heads share a tile
+    ("query heads packed: 4 rows a head of keys"), "" if they do not. ``str()`` says the same for
+    people.
     """
 
     kernel: str
     refused: list[tuple[str, str]] = field(default_factory=list)
+    packing: str = ""
 
     def __str__(self) -> str:
         lines = [self.kernel or "no kernel fits"]
+        lines += [f"  {self.packing}"] if self.packing else []
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused])
 
 

@@ -53,6 +53,39 @@ TEST_F(Attention, DecodesOneQuery) {
   p.check("one query");
 }
 
+TEST_F(Attention, DecodesGroupedHeads) {
+  const Layout layouts[] = {Layout::kContiguous, Layout::kPadded, Layout::kHeadsFirst};
+  const Mask masks[] = {Dense{}, Causal(), SlidingWindow(70, 0), SlidingWindow(150, -40), Causal(Alignment::kTopLeft)};
+  int n = 0;
+  for (int group : {2, 4, 8, 32, 70}) {
+    for (const Mask& mask : masks) {
+      for (DType dtype : kDTypes) {
+        const Layout layout = layouts[n++ % 3];
+        const int heads_kv = group > 8 ? 1 : 2;
+        Problem p({.batch = 2,
+                   .seqlen_q = 1,
+                   .seqlen_k = 201,
+                   .num_heads = group * heads_kv,
+                   .num_heads_kv = heads_kv,
+                   .head_dim = 40,
+                   .head_dim_v = 72},
+                  dtype, layout, static_cast<unsigned>(n));
+        for (HostTensor* t : {&p.lse, &p.dlse}) *t = HostTensor(DType::kFloat32, {2, group * heads_kv, 1}, layout);
+        p.dlse.fill_normal(p.rng());
+        p.options.mask = mask;
+        p.with_dlse = n % 2 == 0;
+        if (n % 4 == 1) p.options.softcap = 3;
+        if (n % 5 < 2) {
+          p.bias = HostTensor(n % 5 == 0 ? DType::kFloat16 : DType::kFloat32,
+                              {1, n % 3 == 0 ? 1 : p.q.view().shape[2], 1, 201});
+          p.bias.fill_normal(p.rng());
+        }
+        p.check(std::to_string(group) + " heads a group, problem " + std::to_string(n));
+      }
+    }
+  }
+}
+
 TEST_F(Attention, HeadDimsFrom1To256) {
   for (int d : {1, 2, 7, 8, 16, 31, 33, 64, 65, 96, 100, 127, 129, 192, 200, 255, 256}) {
     Problem p({.seqlen_q = 19, .seqlen_k = 23, .head_dim = d, .head_dim_v = 257 - d}, kDTypes[d % 3]);

@@ -1,0 +1,168 @@
+"""One query a sequence and grouped heads: the heads of a group are computed as rows of one head."""
+
+import flashsdk as fs
+import numpy as np
+import pytest
+import reference
+from cases import CPU_DTYPES, assert_same_bits, problem, qkv
+from flashsdk._problems import BandSpec
+
+PACKED = "query heads packed: 4 rows a head of keys"
+GROUPS = [(2, 1), (8, 2), (16, 2), (32, 1)]
+MASKS = [
+    None, BandSpec(None, 0, "bottom_right"), BandSpec(63, 0, "bottom_right"),
+    BandSpec(100, -20, "bottom_right"), BandSpec(5, 77, "top_left"), BandSpec(-3, 2, "top_left"),
+]  # fmt: skip
+
+
+def packing(*arrays, **keywords):
+    return fs.explain(*arrays, **keywords).packing
+
+
+@pytest.mark.parametrize("heads", GROUPS, ids=lambda h: f"{h[0]}:{h[1]}")
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_groups(runner, heads, mask):
+    for dtype in runner.dtypes:
+        runner.check(problem((1, 110), heads, 64, batch=2, dtype=dtype, mask=mask, dlse=True))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_strides(runner, seed):
+    """Arrays scattered in memory, lse and dlse among them."""
+    dtype = runner.dtypes[seed % len(runner.dtypes)]
+    features = {"softcap": 4.0 if seed % 2 else 0.0, "mask": MASKS[seed % 4], "dlse": True}
+    where = {"strides": True, "negative_strides": runner.backend == "cpu"}
+    runner.check(
+        problem((1, 90), (8, 2), (40, 24), batch=3, dtype=dtype, seed=seed, **features, **where)
+    )
+
+
+@pytest.mark.parametrize("per_head", [1, 8])
+@pytest.mark.parametrize("kind", ["float32", "float16", "bool"])
+def test_bias(runner, kind, per_head):
+    """A bias has a row for each head, or one for all."""
+    bias = (kind, (1, per_head, 1, 90))
+    for mask in (None, BandSpec(40, 0, "bottom_right")):
+        runner.check(
+            problem((1, 90), (8, 2), 64, dtype=runner.dtypes[0], bias=bias, mask=mask, batch=2)
+        )
+
+
+def test_what_belongs_to_a_head_stays_with_it(runner):
+    """Slopes and dropout's pattern, of each head its own."""
+    for features in ({"alibi": "heads"}, {"dropout_p": 0.4}):
+        runner.check(problem((1, 90), (8, 2), 64, dtype=runner.dtypes[0], batch=2, **features))
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("mask", [None, fs.Causal(), fs.SlidingWindow(60, 0)])
+def test_grouped_heads_are_repeated_heads(dtype, mask):
+    q, k, v, _ = qkv((1, 90), (8, 2), 40, dtype=dtype)
+    out, lse = fs.mha_fwd(q, k, v, mask=mask)
+    wide, wide_lse = fs.mha_fwd(q, *(np.repeat(x, 4, axis=2) for x in (k, v)), mask=mask)
+    unit = {"float32": 2**-20, "float16": 2**-10, "bfloat16": 2**-7}[dtype]
+    assert np.abs(out.astype(float) - wide.astype(float)).max() <= unit * np.abs(wide).max()
+    assert np.abs(lse - wide_lse).max() <= 1e-5
+
+
+def test_explain_tells():
+    q, k, v, _ = qkv((1, 90), (8, 2), 40)
+    assert packing(q, k, v) == PACKED
+    assert packing(q, k, v, op="bwd") == PACKED
+    assert str(fs.explain(q, k, v)).splitlines()[1] == f"  {PACKED}"
+    assert packing(q, k, v, mask=fs.SlidingWindow(20, 0)) == PACKED
+    assert packing(q, k[:, :, :1], v[:, :, :1]) == PACKED.replace("4", "8")
+
+
+@pytest.mark.parametrize(
+    "why, keywords",
+    [
+        ("slopes", {"alibi_slopes": np.ones(8, np.float32)}),
+        ("dropout", {"dropout_p": 0.1}),
+        ("blocks", {"mask": fs.layouts.dense(1, 90, 16)}),
+        ("no key", {"mask": fs.SlidingWindow(-3, 2)}),
+        ("gradients of hidden keys", {"mask": fs.SlidingWindow(20, 0), "op": "bwd"}),
+    ],
+)
+def test_explain_tells_of_no_packing(why, keywords):
+    q, k, v, _ = qkv((1, 90), (8, 2), 40)
+    assert packing(q, k, v, **keywords) == "", why
+
+
+def test_no_packing_without_groups_or_with_more_queries():
+    assert packing(*qkv((1, 90), 8, 40)[:3]) == ""
+    assert packing(*qkv((2, 90), (8, 2), 40)[:3]) == ""
+    q, k, v, _ = qkv((1, 90), (8, 2), 40)
+    cu = [np.arange(3, dtype=np.int32) * n for n in (1, 90)]
+    assert packing(*(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)), *cu, 1, 90) == ""
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_outputs_of_the_callers_own(dtype):
+    """In any stride, with nothing written beside them; q may be read-only."""
+    q, k, v, dout = qkv((1, 90), (8, 2), (40, 24), batch=3, dtype=dtype)
+    want = fs.mha_fwd(q, k, v)
+    q.flags.writeable = False
+    wide_out = np.full((3, 2, 16, 40), np.nan, q.dtype)
+    wide_lse = np.full((8, 3, 5), np.nan, np.float32)
+    out, lse = wide_out[::-1, 1:, 14::-2, 7:31], wide_lse.transpose(1, 0, 2)[..., 2:3]
+    assert_same_bits(fs.mha_fwd(q, k, v, out=out, lse=lse), want)
+    grads = fs.mha_bwd(dout, q, k, v, out, lse)
+    assert_same_bits(grads, fs.mha_bwd(dout, q, k, v, *want))
+    out[...] = lse[...] = np.nan
+    assert np.isnan(wide_out.astype(np.float32)).all()
+    assert np.isnan(wide_lse).all()
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_heads_of_one_array(dtype):
+    """q broadcast over heads: all rows of a group are the same."""
+    q, k, v, _ = qkv((1, 90), (8, 2), 40, dtype=dtype)
+    wide = np.broadcast_to(q[:, :, :1], q.shape)
+    assert packing(wide, k, v) == PACKED
+    assert_same_bits(fs.mha_fwd(wide, k, v), fs.mha_fwd(wide.copy(), k, v))
+
+
+def test_no_keys():
+    q, k, v, dout = qkv((1, 0), (8, 2), 40)
+    out, lse = fs.mha_fwd(q, k, v)
+    assert (out == 0).all()
+    assert np.isneginf(lse).all()
+    dq, dk, dv = fs.mha_bwd(dout, q, k, v, out, lse)
+    assert (dq == 0).all()
+    assert dk.size == dv.size == 0
+
+
+def test_no_batch():
+    q, k, v, dout = qkv((1, 90), (8, 2), 40, batch=0)
+    out, lse = fs.mha_fwd(q, k, v)
+    assert (out.shape, lse.shape) == ((0, 1, 8, 40), (0, 8, 1))
+    assert [x.shape for x in fs.mha_bwd(dout, q, k, v, out, lse)] == [q.shape, k.shape, v.shape]
+
+
+def test_a_window_hides_what_it_leaves_out():
+    """NaN outside of it reaches nothing."""
+    q, k, v, _ = qkv((1, 90), (8, 2), 40)
+    mask = fs.SlidingWindow(30, -5)
+    seen = np.s_[:, 90 - 31 : 90 - 5]
+    want, want_lse = reference.forward(q, k[seen], v[seen])
+    for x in (k, v):
+        hidden = np.full_like(x, np.nan)
+        hidden[seen] = x[seen]
+        x[...] = hidden
+    out, lse = fs.mha_fwd(q, k, v, mask=mask)
+    assert np.abs(out - want).max() < 2e-6
+    assert np.abs(lse - want_lse).max() < 1e-5
+
+
+def test_errors_name_what_was_given():
+    q, k, v, _ = qkv((1, 90), (8, 2), 40)
+    with pytest.raises(fs.Error, match=r"^out: shape \(2, 4, 2, 40\); \(batch 2, seqlen_q 1, num"):
+        fs.mha_fwd(q, k, v, out=np.empty((2, 4, 2, 40), np.float32))
+    with pytest.raises(fs.Error, match=r"^lse: shape \(2, 2, 4\); \(batch 2, num_heads 8, seqlen"):
+        fs.mha_fwd(q, k, v, lse=np.empty((2, 2, 4), np.float32))
+    with pytest.raises(fs.Error, match=r"^out: overlaps q; memory of its own"):
+        fs.mha_fwd(q, k, v, out=q)
+    shared = np.lib.stride_tricks.as_strided(np.empty(1000, np.float32), q.shape, (320, 320, 0, 4))
+    with pytest.raises(fs.Error, match=r"^out: .* an output whose elements do not share memory"):
+        fs.mha_fwd(q, k, v, out=shared)
