@@ -6,14 +6,19 @@ they reach one element. Errors that all terms of a sum share (that of a row's LS
 count as such; independent ones add up as a random walk, of which five standard deviations are
 allowed. Equal numbers round alike: where scores are equal, so are the errors of P, and they add up
 as the numbers themselves do. Nothing here is fitted to a kernel.
+
+A head's arrays are NumPy's and have two dimensions; with ``xp=torch`` they are tensors, and many
+heads are done at once in any dimensions before those two.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from ._naive import Matrices, finite_max
-from ._reference import Array, Float64, Head
+from ._naive import Matrices
+from ._reference import Float64, Head
 
 U32 = 2.0**-24  # unit roundoff of float32
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -43,52 +48,60 @@ def _sum_of_equals(terms: int) -> float:
     return _sum_error(terms) + U32 * min(terms, 512) / 2
 
 
-def _dot_error(a: Float64, b: Float64) -> Float64:
+def _transposed(x: Float64) -> Float64:
+    transposed: Float64 = x.swapaxes(-1, -2)
+    return transposed
+
+
+def _dot_error(a: Float64, b: Float64, xp: Any) -> Float64:
     """Largest errors (m, n) of the float32 dot products of rows a (m, d) and b (n, d)."""
-    return _walk_error(a @ b.T, a**2 @ (b**2).T, np.abs(a) @ np.abs(b).T, a.shape[1])
+    b = _transposed(b)
+    return _walk_error(a @ b, a**2 @ b**2, abs(a) @ abs(b), a.shape[-1], xp)
 
 
-def _walk_error(total: Float64, squares: Float64, absolute: Float64, terms: int) -> Float64:
+def _walk_error(
+    total: Float64, squares: Float64, absolute: Float64, terms: int, xp: Any
+) -> Float64:
     """Largest errors of float32 sums, given the sums of their terms, of squares and of sizes.
 
     Every addition rounds the sum so far. In an order that knows nothing of signs its square is
     total²/3 + squares/6 on average, and the roundings make a random walk: a variance of u²/3 times
     that each. Where the terms are few or of one sign, no sum so far is above ``absolute``.
     """
-    walk = 3 * np.abs(total) + 5 * np.sqrt(terms / 3 * (total**2 / 3 + squares / 6))
-    error: Float64 = np.minimum(U32 * walk, _sum_error(terms) * absolute)
+    walk = 3 * abs(total) + 5 * xp.sqrt(terms / 3 * (total**2 / 3 + squares / 6))
+    error: Float64 = xp.minimum(U32 * walk, _sum_error(terms) * absolute)
     return error
 
 
-def _reach(error: Float64, x: Float64) -> Float64:
+def _reach(error: Float64, x: Float64, xp: Any) -> Float64:
     """What errors (m, n) of the left factor, alike or not, do to its product with x (n, d)."""
-    walk = np.abs(error @ x) + 5 * np.sqrt(error**2 @ x**2)
-    reached: Float64 = np.minimum(np.abs(error) @ np.abs(x), walk)
+    walk = abs(error @ x) + 5 * xp.sqrt(error**2 @ x**2)
+    reached: Float64 = xp.minimum(abs(error) @ abs(x), walk)
     return reached
 
 
-def _reach_row(error: Float64) -> Float64:
+def _reach_row(error: Float64, xp: Any) -> Float64:
     """What errors (m, n), alike or not, do to the sum of a row."""
-    walk = np.abs(error.sum(1)) + 5 * np.sqrt((error**2).sum(1))
-    reached: Float64 = np.minimum(np.abs(error).sum(1), walk)
+    walk = abs(error.sum(-1)) + 5 * xp.sqrt((error**2).sum(-1))
+    reached: Float64 = xp.minimum(abs(error).sum(-1), walk)
     return reached
 
 
-def _reach_mean(e_p: Float64, drop: Float64, x: Float64, mean: Float64) -> Float64:
+def _reach_mean(e_p: Float64, drop: Float64, x: Float64, mean: Float64, xp: Any) -> Float64:
     """What independent errors (m, n) of P do to mean (m, d) = P·(drop∘x) over the row sum of P.
 
     An error of one p moves the mean towards its x or away: with one key alone, or where all x are
     the same, not at all.
     """
     of_x = e_p * drop
-    at_once = of_x @ np.abs(x) + np.abs(mean) * e_p.sum(1, keepdims=True)
+    at_once = of_x @ abs(x) + abs(mean) * e_p.sum(-1)[..., None]
     squares = of_x**2 @ x**2 - 2 * mean * ((of_x * e_p) @ x)
-    squares += mean**2 * (e_p**2).sum(1, keepdims=True)
-    moved: Float64 = np.minimum(at_once, 5 * np.sqrt(np.maximum(squares, 0)))
+    squares += mean**2 * (e_p**2).sum(-1)[..., None]
+    moved: Float64 = xp.minimum(at_once, 5 * xp.sqrt(xp.clip(squares, 0, None)))
     return moved
 
 
-def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
+def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float64]:
     """Largest error of each element of one head's out, lse, dq, dk and dv that rounding explains.
 
     dk and dv without the rounding of the output: heads that share k and v add up first. ``m`` is
@@ -97,67 +110,70 @@ def bounds(head: Head, m: Matrices, dtype: str) -> dict[str, Float64]:
     assert head.dout is not None
     u, underflow, exp_error = UNIT_ROUNDOFF[dtype], UNDERFLOW[dtype], EXP_ERROR[dtype]
     q, k, v, dout, scale = head.q, head.k, head.v, head.dout, abs(head.scale)
-    seqlen_q, seqlen_k = m.score.shape
+    seqlen_q, seqlen_k = m.score.shape[-2:]
 
     # Score: the dot product, then a few operations on the result.
-    size = np.where(np.isfinite(m.score), np.abs(m.score), 0)
+    size = xp.where(xp.isfinite(m.score), abs(m.score), 0)
     e_operations = 4 * U32 * size
-    e_score = scale * _dot_error(q, k) * m.slope + e_operations + 8 * U32 * head.f.softcap
+    e_score = scale * _dot_error(q, k, xp) * m.slope + e_operations + 8 * U32 * head.f.softcap
     e_score += 2 * U32 * abs(head.alibi_slope) * (seqlen_q + seqlen_k)
-    e_scores = (m.p * e_score).sum(1, keepdims=True)  # what they do to the sum of a row
+    e_scores = (m.p * e_score).sum(-1)[..., None]  # what they do to the sum of a row
     e_sum = _sum_of_equals(seqlen_k)  # of taking that sum
-    lse = np.abs(_logsumexp(m.score))
-    e_lse = e_scores[:, 0] + exp_error + e_sum + 2 * U32 * lse
+    lse = abs(_logsumexp(m.score, xp))
+    e_lse = e_scores[..., 0] + exp_error + e_sum + 2 * U32 * lse
 
     # Forward: each P errs by itself, and all are divided by their sum. P is rounded for the
     # product: below the smallest number of the dtype it vanishes; the largest of a row is about 1.
-    e_p = m.p * np.expm1(np.minimum(e_score + exp_error, 50))
+    e_p = m.p * xp.expm1(xp.clip(e_score + exp_error, None, 50))
     dropped = m.p * m.drop
     e_rounded = dropped * u + underflow * (m.p > 0) * m.drop
     out = dropped @ v
-    e_stored = u * np.abs(out) + underflow + _sum_error(seqlen_k) * (dropped @ np.abs(v))
-    e_out = e_stored + e_sum * np.abs(out)
-    e_out += _reach_mean(e_p, m.drop, v, out) + _reach(e_rounded, v)
+    e_stored = u * abs(out) + underflow + _sum_error(seqlen_k) * (dropped @ abs(v))
+    e_out = e_stored + e_sum * abs(out)
+    e_out += _reach_mean(e_p, m.drop, v, out, xp) + _reach(e_rounded, v, xp)
 
     # Backward: P is exp(score - lse), and in the lse is the same score with a weight of p. These
     # errors are relative.
     own = 1 - m.p if SAME_SCORES[dtype] else 1 + m.p
-    e_own = np.expm1(np.minimum(own * e_score + e_operations + exp_error, 50))
-    e_row = e_sum + 2 * exp_error + 2 * U32 * np.minimum(lse, TRUSTED_LSE[dtype])[:, None]
+    e_own = xp.expm1(xp.clip(own * e_score + e_operations + exp_error, None, 50))
+    trusted = xp.clip(lse, None, TRUSTED_LSE[dtype])[..., None]
+    e_row = e_sum + 2 * exp_error + 2 * U32 * trusted
     e_others = e_scores - m.p * e_score + e_row
     # In dv and dk these are independent: each row has its own.
     e_dropped = dropped * (e_own + e_others) + e_rounded
-    e_dv = _reach(e_dropped.T, dout) + _sum_error(seqlen_q) * (dropped.T @ np.abs(dout))
+    e_dv = _reach(_transposed(e_dropped), dout, xp)
+    e_dv += _sum_error(seqlen_q) * (_transposed(dropped) @ abs(dout))
 
-    d_dropped = dout @ v.T
+    d_dropped = dout @ _transposed(v)
     terms = dout * out
-    dp, mean = m.drop * d_dropped, terms.sum(1)
+    dp, mean = m.drop * d_dropped, terms.sum(-1)
     delta = mean - head.dlse
-    e_delta = _reach_row(e_p * (dp - mean[:, None])) + e_sum * np.abs(mean)
-    e_delta += _reach_row(e_rounded * d_dropped)
-    e_delta += _reach_row(np.copysign(e_stored, out) * dout)
-    e_delta += 4 * U32 * np.abs(delta)
-    e_delta += _walk_error(mean, (terms**2).sum(1), np.abs(terms).sum(1), v.shape[1])
-    gap = dp - delta[:, None]
+    e_delta = _reach_row(e_p * (dp - mean[..., None]), xp) + e_sum * abs(mean)
+    e_delta += _reach_row(e_rounded * d_dropped, xp)
+    e_delta += _reach_row(xp.copysign(e_stored, out) * dout, xp)
+    e_delta += 4 * U32 * abs(delta)
+    e_delta += _walk_error(mean, (terms**2).sum(-1), abs(terms).sum(-1), v.shape[-1], xp)
+    gap = dp - delta[..., None]
     p = m.p * m.slope
     ds = p * gap
-    e_ds = p * (e_own * np.abs(gap) + m.drop * _dot_error(dout, v))
+    e_ds = p * (e_own * abs(gap) + m.drop * _dot_error(dout, v, xp))
     # dS is rounded, and may be made of the P that was: where another warpgroup takes it from.
-    e_ds += (2 * u + 8 * U32) * np.abs(ds) + underflow * (m.p > 0) * (1 + m.slope * np.abs(gap))
+    seen: Any = m.p > 0
+    e_ds += (2 * u + 8 * U32) * abs(ds) + underflow * seen * (1 + m.slope * abs(gap))
     if head.f.softcap > 0:
         # The derivative 1 - tanh² moves with the score.
-        tanh = np.sqrt(np.maximum(1 - m.slope, 0))
-        e_ds += m.p * np.abs(gap) * 2 * tanh * (e_score / head.f.softcap + 4 * U32)
+        tanh = xp.sqrt(xp.clip(1 - m.slope, 0, None))
+        e_ds += m.p * abs(gap) * 2 * tanh * (e_score / head.f.softcap + 4 * U32)
     dq = ds @ k
-    e_dq = (u + e_scores + e_row) * np.abs(dq) + e_delta[:, None] * np.abs(p @ k)
-    e_dq += _reach(np.copysign(e_ds + m.p * e_score * np.abs(ds), ds), k)
-    e_dq += _sum_error(seqlen_k) * (np.abs(ds) @ np.abs(k))
-    e_ds += e_others * np.abs(ds) + e_delta[:, None] * p
-    e_dk = _reach(np.copysign(e_ds, ds).T, q) + _sum_error(seqlen_q) * (np.abs(ds).T @ np.abs(q))
+    e_dq = (u + e_scores + e_row) * abs(dq) + e_delta[..., None] * abs(p @ k)
+    e_dq += _reach(xp.copysign(e_ds + m.p * e_score * abs(ds), ds), k, xp)
+    e_dq += _sum_error(seqlen_k) * (abs(ds) @ abs(k))
+    e_ds += e_others * abs(ds) + e_delta[..., None] * p
+    e_dk = _reach(_transposed(xp.copysign(e_ds, ds)), q, xp)
+    e_dk += _sum_error(seqlen_q) * (_transposed(abs(ds)) @ abs(q))
     # The scale comes last: a sum below the normal numbers, which may become 0, is multiplied by it.
-    seen = np.asarray(m.p > 0)
-    e_dq += FLOAT32_NORMAL * seen.any(axis=1, keepdims=True)
-    e_dk += FLOAT32_NORMAL * seen.any(axis=0, keepdims=True).T
+    e_dq += FLOAT32_NORMAL * seen.any(-1)[..., None]
+    e_dk += FLOAT32_NORMAL * seen.any(-2)[..., None]
     return {
         "out": e_out,
         "lse": e_lse,
@@ -181,8 +197,12 @@ def sizes(head: Head, m: Matrices) -> dict[str, Float64]:
     return {"out": out, "dq": ds @ k, "dk": ds.T @ q, "dv": dropped.T @ dout}
 
 
-def _logsumexp(score: Array) -> Float64:
+def _logsumexp(score: Float64, xp: Any) -> Float64:
     """(seqlen_q,), 0 for rows that see nothing."""
-    top = finite_max(score)
-    total = np.exp(score - top).sum(axis=1)
-    return np.where(total > 0, top[:, 0] + np.log(np.where(total > 0, total, 1)), 0)
+    if score.shape[-1] == 0:
+        return np.zeros(score.shape[:-1])
+    top = xp.amax(score, -1)
+    top = xp.where(top == -np.inf, 0, top)
+    total = xp.exp(score - top[..., None]).sum(-1)
+    lse: Float64 = xp.where(total > 0, top + xp.log(xp.where(total > 0, total, 1)), 0)
+    return lse
