@@ -1,0 +1,197 @@
+"""The definition in float64 and its error bounds, for all heads of a problem at once in PyTorch.
+
+``_reference`` walks over queries, which takes too long for problems by the hundred thousand. Here
+S and P are whole matrices, (batch, num_heads, longest seqlen_q, longest seqlen_k), on any device.
+Packed sequences are padded, with queries that see no key and keys that no query sees. No bias and
+no ALiBi: the fast kernels of a GPU take neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import _tolerance
+from ._naive import Matrices
+from ._problems import BandSpec, Problem
+from ._reference import Blocks, Features
+
+Tensor = Any
+MASK32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What _tolerance.bounds asks of a Head, with (batch, num_heads) before its dimensions."""
+
+    f: Features
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    scale: float
+    alibi_slope: float = 0.0
+
+
+class Padding:
+    """Between packed rows and (batch, num_heads, longest, …); batched ones are there already."""
+
+    def __init__(self, lengths: tuple[int, ...], tail: int, packed: bool, device: str):
+        self.lengths, self.tail, self.packed = lengths, tail, packed
+        self.longest = max(lengths)
+        if packed:
+            ends = np.cumsum(lengths)
+            first, longest = ends - lengths, np.arange(self.longest)
+            inside = longest < np.asarray(lengths)[:, None]
+            rows = np.where(inside, first[:, None] + longest, 0)
+            self.rows = torch.from_numpy(rows).to(device)  # of padded places
+            self.places = torch.from_numpy(np.flatnonzero(inside)).to(device)  # of rows
+        self.length = torch.tensor(lengths, device=device)[:, None]
+
+    def take(self, x: Tensor) -> Tensor:
+        """(batch, num_heads, longest, width) in float64 of an array as calls take it."""
+        return (x[self.rows] if self.packed else x).transpose(1, 2).double()
+
+    def take_lse(self, x: Tensor) -> Tensor:
+        return (x[:, self.rows].transpose(0, 1) if self.packed else x).double()
+
+    def give(self, x: Tensor) -> Tensor:
+        """Back; rows behind the last sequence are 0."""
+        x = x.transpose(1, 2)
+        if not self.packed:
+            return x
+        rows = x.reshape(-1, *x.shape[2:])[self.places]
+        return torch.cat([rows, rows.new_zeros(self.tail, *rows.shape[1:])])
+
+    def give_lse(self, x: Tensor, unseen: float) -> Tensor:
+        if not self.packed:
+            return x
+        x = x.transpose(0, 1).flatten(1)[:, self.places]
+        return torch.cat([x, x.new_full((len(x), self.tail), unseen)], 1)
+
+
+def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of out, lse, dq, dk and dv the float64 values, and how far kernels may be from them.
+
+    ``x`` holds q, k, v, dout and, where there is one, dlse.
+    """
+    assert p.bias is None and p.alibi is None
+    device = x["q"].device
+    of_q = Padding(p.lengths_q, p.tail[0], p.packed, device)
+    of_k = Padding(p.lengths_k, p.tail[1], p.packed, device)
+    group = p.num_heads // p.num_heads_kv
+    q, dout = of_q.take(x["q"]), of_q.take(x["dout"])
+    k, v = (of_k.take(x[name]).repeat_interleave(group, 1) for name in "kv")
+    dlse = of_q.take_lse(x["dlse"]) if "dlse" in x else q.new_zeros(q.shape[:-1])
+    f = Features(
+        p.softmax_scale, p.mask, softcap=p.softcap, dropout_p=p.dropout_p,
+        seed=p.dropout_seed, offset=p.dropout_offset,
+    )  # fmt: skip
+    heads = Heads(f, q, k, v, dout, dlse, f.scale(p.head_dim))
+    m = _matrices(heads, _visible(p, of_q, of_k))
+
+    dropped = m.p * m.drop
+    out = dropped @ v
+    delta = (dout * out).sum(-1) - dlse
+    ds = heads.scale * m.p * m.slope * (m.drop * (dout @ v.mT) - delta[..., None])
+    exact = {"out": out, "lse": torch.logsumexp(m.score, -1), "dq": ds @ k}
+    exact |= {"dk": ds.mT @ q, "dv": dropped.mT @ dout}
+    bounds: Any = _tolerance.bounds
+    bound = bounds(heads, m, p.dtype, torch)
+    unit, underflow = _tolerance.UNIT_ROUNDOFF[p.dtype], _tolerance.UNDERFLOW[p.dtype]
+    for name in ("dk", "dv"):
+        exact[name], bound[name] = (
+            t[name].unflatten(1, (-1, group)).sum(2) for t in (exact, bound)
+        )
+        bound[name] += unit * exact[name].abs() + underflow
+    bound = {name: t * (1 + 4 * unit) for name, t in bound.items()}
+    given = [
+        {name: (of_k if name in ("dk", "dv") else of_q).give(t) for name, t in of.items()
+         if name != "lse"} | {"lse": of_q.give_lse(of["lse"], unseen)}
+        for of, unseen in ((exact, -torch.inf), (bound, 0.0))
+    ]  # fmt: skip
+    return given[0], given[1]
+
+
+def _matrices(h: Heads, visible: Tensor) -> Any:
+    score = h.scale * (h.q @ h.k.mT)
+    slope = torch.ones_like(score)
+    if h.f.softcap > 0:
+        softcap = float(np.float32(h.f.softcap))
+        tanh = torch.tanh(score / softcap)
+        score, slope = softcap * tanh, 1 - tanh**2
+    score = torch.where(visible, score, -torch.inf)
+    top = score.amax(-1, keepdim=True)
+    e = torch.exp(score - torch.where(top == -torch.inf, 0, top))
+    p = e / e.sum(-1, keepdim=True).clamp(min=1e-300)
+    drop = torch.ones_like(score)
+    if threshold := h.f.dropout_threshold():
+        kept = random_bytes(h.f.seed, h.f.offset, score) >= threshold
+        drop = kept.double() * (256 / (256 - threshold))
+    matrices: Any = Matrices
+    return matrices(score, p, drop, slope)
+
+
+def _visible(p: Problem, of_q: Padding, of_k: Padding) -> Tensor:
+    """(batch | 1, num_heads | 1, longest, longest): which keys a query sees."""
+    device = of_q.length.device
+    i = torch.arange(of_q.longest, device=device)[:, None]
+    j = torch.arange(of_k.longest, device=device)
+    seqlen_q, seqlen_k = (x.length[:, None, None] for x in (of_q, of_k))
+    there = (i < seqlen_q) & (j < seqlen_k)
+    if isinstance(p.mask, Blocks):
+        full, partial = (
+            torch.from_numpy(blocks).to(device)[:, :, i[:, 0] // p.mask.block_size[0]][
+                ..., j // p.mask.block_size[1]
+            ]
+            for blocks in (p.mask.full, p.mask.partial)
+        )
+        return there & (full | (partial & _in_band(p.mask.band, j - i, seqlen_k - seqlen_q)))
+    return there & _in_band(p.mask, j - i, seqlen_k - seqlen_q)
+
+
+def _in_band(band: BandSpec | None, distance: Tensor, shift: Tensor) -> Tensor:
+    if band is None:
+        return torch.ones_like(distance, dtype=torch.bool)
+    if band.alignment == "bottom_right":
+        distance = distance - shift
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if band.left is not None:
+        seen &= distance >= -band.left
+    if band.right is not None:
+        seen &= distance <= band.right
+    return seen
+
+
+def random_bytes(seed: int, offset: int, like: Tensor) -> Tensor:
+    """The byte that decides over each element of ``like`` (batch, num_heads, seqlen_q, seqlen_k).
+
+    One call of Philox (docs/semantics.md) holds those of two rows and eight columns.
+    """
+    batch, num_heads, seqlen_q, seqlen_k = like.shape
+    i, j = (torch.arange(n, device=like.device) for n in (seqlen_q, seqlen_k))
+    rows = torch.arange(-(-seqlen_q // 16) * 8, device=like.device)[:, None]
+    columns = torch.arange(-(-seqlen_k // 32) * 4, device=like.device)
+    heads = torch.arange(batch * num_heads, device=like.device).view(batch, num_heads, 1, 1)
+    zero = torch.zeros_like(heads + rows + columns)
+    c = [zero + rows, zero + columns, zero + heads, zero + (offset & MASK32)]
+    keys = [seed & MASK32, (seed >> 32 ^ offset >> 32) & MASK32]
+    for _ in range(7):
+        # The products wrap around 2^64, and what shifting their sign bit brings in is masked.
+        products = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        (high0, low0), (high1, low1) = ((x >> 32 & MASK32, x & MASK32) for x in products)
+        c = [high1 ^ c[1] ^ keys[0], low1, high0 ^ c[3] ^ keys[1], low0]
+        keys = [(keys[0] + 0x9E3779B9) & MASK32, (keys[1] + 0xBB67AE85) & MASK32]
+    words = torch.stack(c, -1).flatten(-2)[:, :, i // 16 * 8 + i % 8]
+    words = words[..., (j // 32 * 4 + j % 8 // 2) * 4 + j % 32 // 8]
+    return words >> 8 * ((i % 16 // 8)[:, None] + 2 * (j % 2)) & 0xFF
+
+
+def share(ours: Tensor, other: Tensor, bound: Tensor) -> Tensor:
+    """Of what is allowed, for each element; NaN where one is NaN."""
+    error = torch.where(ours == other, 0, (ours - other).abs())  # -inf of an LSE is exact
+    return error / bound.clamp(min=1e-300)
