@@ -176,6 +176,7 @@ def tests_section(record: Record) -> str:
     problems = of("verify").get("problems", {})
     text = ", ".join(f"{n} on {backend}" for backend, n in problems.items())
     row("random problems against float64", "verify", text)
+    row("launches at random shapes", "soak", soak_text(of("soak")))
     sanitizer = of("sanitizer")
     text = ", ".join(
         f"{tool} {part['kernels']} kernels {'clean' if part['clean'] else 'NOT clean'}"
@@ -195,6 +196,19 @@ def tests_section(record: Record) -> str:
         parts.append(f"Not in this record: {', '.join(missing)}.")
     parts += [f"```text\n{step['why'].strip()}\n```" for step in steps.values() if "why" in step]
     return "\n\n".join(parts)
+
+
+def soak_text(soak: Record) -> str:
+    """Largest errors are those of the fast backend: what the others are says less."""
+    launches, asked = soak.get("launches", 0), soak.get("asked", 0)
+    text = f"{launches}" + (f" of {asked}" if launches < asked else "")
+    text += f" on sm90 in {soak.get('seconds')} s, {soak.get('repeated')} of them for equal bits"
+    for pair, shares in soak.get("shares", {}).items():
+        if pair.startswith("sm90 from "):
+            parts = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
+            other = pair.removeprefix("sm90 from ")
+            text += f"; largest error beside {other} as a part of what is allowed: {parts}"
+    return text
 
 
 def number(x: float | None) -> str:

@@ -7,14 +7,18 @@ pytest, nvcc, and CUTLASS as third_party/cutlass finds it (FLASHSDK_CUTLASS_DIR)
 used where it is. GoogleTest too (-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=...): without it the C++
 tests are left out, and the record says so.
 
-Steps: build, ctest, pytest, verify, sanitizer (compute-sanitizer's memcheck, racecheck, synccheck),
+Steps: build, ctest, pytest, verify, soak (10^5 launches of the fastest backend, every output held
+against float64 and against sm80), sanitizer (compute-sanitizer's memcheck, racecheck, synccheck),
 overhead. --steps picks some; the record then lacks the others and counts as incomplete, until
---resume adds them: it keeps what the record has of the same kernels.
+--resume adds them: it keeps what the record has of the same kernels. On a machine of several GPUs
+steps can run side by side, each with --resume, the same --out, --logs of its own and its own
+CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -53,6 +57,7 @@ class Machine:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.jobs = args.jobs
         self.problems, self.cmake_args = args.problems, args.cmake_args
+        self.launches, self.soak_seconds = args.launches, args.soak_seconds
         self.sanitizer = args.sanitizer or shutil.which("compute-sanitizer")
         self.env = {**os.environ, "PYTHONPATH": f"{ROOT / 'python'}"}
 
@@ -204,6 +209,53 @@ def verify(m: Machine) -> Part:
     return part
 
 
+def soak(m: Machine) -> Part:
+    """Launches by the hundred thousand, in a few processes: they are other load to each other."""
+    if "sm90" not in backends(m):
+        return {"ok": True, "skipped": "no sm90 kernels to hold against those of sm80"}
+    workers = max(1, min(m.jobs - 1, SOAKERS))
+    script = ROOT / "scripts" / "soak.py"
+    command = [sys.executable, str(script), "--launches", str(-(-m.launches // workers))]
+    command += ["--seconds", str(m.soak_seconds)]
+    with ThreadPoolExecutor(workers) as pool:
+        limit = m.soak_seconds + 120
+        jobs = [
+            pool.submit(m.run, f"soak_{i}", command, limit=limit, OMP_NUM_THREADS="1")
+            for i in range(workers)
+        ]
+        done = [job.result() for job in jobs]
+    part: Part = {"ok": True, "asked": m.launches, "seconds": 0, "workers": workers}
+    part |= dict.fromkeys(("launches", "problems", "repeated", "refused"), 0)
+    part |= {"shares": {}, "failures": [], "seeds": []}
+    for status, text, _ in done:
+        if status not in (0, 1) or not text.rstrip().endswith("}"):
+            part["ok"] = False
+            part["why"] = f"{part.get('why', '')}soak.py, {status}: {text[-1500:]}\n"
+            continue
+        found = json.loads(text.splitlines()[-1])
+        part["seeds"].append(found["first_seed"])
+        part["seconds"] = max(part["seconds"], round(found["seconds"]))
+        for key in ("launches", "problems", "repeated", "refused"):
+            part[key] += found[key]
+        for pair, shares in found["shares"].items():
+            largest = part["shares"].setdefault(pair, dict.fromkeys(shares, 0.0))
+            for name, share in shares.items():
+                largest[name] = max(largest[name], round(share, 3))
+        part["failures"] += found["failures"]
+    if part["failures"]:
+        few = [f"seed {f['seed']}: {f['what']}" for f in part["failures"][:10]]
+        few.append(f"repeat: python3 scripts/soak.py --seed {part['failures'][0]['seed']}")
+        part["ok"], part["why"] = False, part.get("why", "") + "\n".join(few)
+    part["failures"] = [f["seed"] for f in part["failures"]]
+    if part["ok"] and part["launches"] == 0:
+        part["ok"], part["why"] = False, "soak: nothing was launched"
+    return part
+
+
+UNSHOWN = ("why", "seeds", "failures", "plain_spilling")  # while the steps run
+SOAKERS = 6  # processes, which take turns on the GPU; most of a problem's time is the host's
+
+
 def count(pattern: str, text: str) -> int:
     return sum(int(n) for n in re.findall(pattern, text, re.M))
 
@@ -310,6 +362,7 @@ STEPS: dict[str, Callable[[Machine], Part]] = {
     "ctest": ctest,
     "pytest": pytest,
     "verify": verify,
+    "soak": soak,
     "sanitizer": sanitizer,
     "overhead": overhead,
 }
@@ -375,12 +428,32 @@ print(json.dumps(found))
     return found
 
 
+def write(m: Machine, out: Path, record: Part, parts: dict[str, Part], name: str) -> Part:
+    """One more step into the record, and all steps: also those that others have written since."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(m.build / "record.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if name != "build" and out.exists():
+            now = json.loads(out.read_text())
+            if now["kernel_sources"] == record["kernel_sources"]:
+                parts = {**parts, **now["steps"], name: parts[name]}
+        steps = {key: parts[key] for key in STEPS if key in parts}
+        ok = all(p["ok"] for p in steps.values())
+        whole = {**record, "ok": ok, "complete": set(steps) == set(STEPS), "steps": steps}
+        new = out.with_suffix(".new")
+        new.write_text(json.dumps(whole, indent=1) + "\n")
+        new.replace(out)
+    return steps
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", default="benchmarks/results/gpu_tests.json", help="the record")
     parser.add_argument("--logs", help="folder (default: inside the build folder)")
     parser.add_argument("--build-dir", default="build/gpu")
     parser.add_argument("--problems", type=int, default=2000, help="of verify, for each backend")
+    parser.add_argument("--launches", type=int, default=100_000, help="of soak")
+    parser.add_argument("--soak-seconds", type=float, default=300, help="most that soak may take")
     parser.add_argument("--sanitizer", help="compute-sanitizer (default: the one in PATH)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
@@ -389,7 +462,7 @@ def main() -> int:
     args = parser.parse_args()
     m = Machine(args)
     record = resumed(Path(args.out)) if args.resume else {}
-    parts: dict[str, Part] = record.pop("steps", {})
+    parts: dict[str, Part] = record.get("steps", {})
     for name, step in STEPS.items():
         if name not in args.steps:
             continue
@@ -400,7 +473,7 @@ def main() -> int:
         except Exception as e:
             parts[name] = {"ok": False, "why": f"{type(e).__name__}: {e}"}
         part = parts[name]
-        shown = {k: v for k, v in part.items() if k not in ("why", "seeds", "plain_spilling")}
+        shown = {k: v for k, v in part.items() if k not in UNSHOWN}
         print(f"   {shown}  ({time.monotonic() - start:.0f} s)", flush=True)
         if "why" in part:
             print(part["why"], flush=True)
@@ -408,13 +481,9 @@ def main() -> int:
             if not part["ok"]:
                 return 1
             record = header(m)
-        ok = all(p["ok"] for p in parts.values())
-        complete = set(parts) == set(STEPS)
         if record:
-            out = Path(args.out)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            whole = {**record, "ok": ok, "complete": complete, "steps": parts}
-            out.write_text(json.dumps(whole, indent=1) + "\n")
+            parts = write(m, Path(args.out), record, parts, name)
+    ok = all(p["ok"] for p in parts.values())
     print(f"{'passed' if ok else 'FAILED'}: {args.out}" if record else "no record without a build")
     return 0 if ok else 1
 
