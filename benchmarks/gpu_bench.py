@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import inspect
 import json
 import statistics
 import sys
@@ -65,9 +66,12 @@ def backends() -> list[str]:
     return sorted({k["backend"] for k in fs.kernels() if k["available"]} - {"cpu"})
 
 
-def tensors(batch: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype) -> list[Any]:
-    shape = batch, seqlen, heads, dim
-    return [torch.randn(shape, device="cuda").to(dtype) for _ in range(4)]
+def tensors(
+    batch: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype, heads_kv: int | None = None
+) -> list[Any]:
+    """q, k, v and dout."""
+    of_q, of_k = ((batch, seqlen, n, dim) for n in (heads, heads_kv or heads))
+    return [torch.randn(shape, device="cuda").to(dtype) for shape in (of_q, of_k, of_k, of_q)]
 
 
 def ours(x: list[Any], backend: str, **options: Any) -> Runs:
@@ -98,10 +102,12 @@ def peer(x: list[Any], name: str, causal: bool, dropout: float = 0.0) -> Runs:
     q, k, v = (t.transpose(1, 2).detach().requires_grad_() for t in x[:3])
     dout = x[3].transpose(1, 2)
 
+    grouped = q.shape != k.shape
+
     def forward() -> Any:
         with sdpa_kernel(PEERS[name]):
             return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=causal
+                q, k, v, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
             )
 
     try:
@@ -121,22 +127,206 @@ def dense(head_dims: list[int], seqlens: list[int]) -> list[Row]:
     for dim in head_dims:
         for causal in (False, True):
             for seqlen in seqlens:
-                batch, heads = TOKENS // seqlen, WIDTH // dim
-                x = tensors(batch, seqlen, heads, dim, torch.bfloat16)
-                runs: Runs = {}
-                for backend in backends():
-                    runs |= ours(x, backend, mask=fs.Causal() if causal else None)
-                for name in PEERS:
-                    runs |= peer(x, name, causal)
-                forward = 4 * batch * heads * seqlen**2 * dim * (0.5 if causal else 1)
-                for (op, name), ms in median_ms(runs).items():
-                    flops = forward * (2.5 if op == "bwd" else 1)
-                    row = {"head_dim": dim, "causal": causal, "seqlen": seqlen, "op": op}
-                    rows.append({**row, "name": name, "ms": ms, "tflops": flops / ms / 1e9})
-                ratios = ", ".join(f"{n} {r:.2f}" for n, r in over(rows[-len(runs) :], "cudnn"))
-                print(f"d{dim} {'causal' if causal else 'full'} {seqlen}: {ratios}", flush=True)
-                del x, runs
+                x = tensors(TOKENS // seqlen, seqlen, WIDTH // dim, dim, torch.bfloat16)
+                rows += cell(x, causal)
     return rows
+
+
+def cell(x: list[Any], causal: bool, rounds: int = 5) -> list[Row]:
+    """Every backend and peer on one shape, forward and backward."""
+    batch, seqlen, heads, dim = x[0].shape
+    runs: Runs = {}
+    for backend in backends():
+        runs |= ours(x, backend, mask=fs.Causal() if causal else None)
+    for name in PEERS:
+        runs |= peer(x, name, causal)
+    forward = 4 * batch * heads * seqlen**2 * dim * (0.5 if causal else 1)
+    rows = []
+    for (op, name), ms in median_ms(runs, rounds=rounds).items():
+        flops = forward * (2.5 if op == "bwd" else 1)
+        row = {"head_dim": dim, "causal": causal, "seqlen": seqlen, "op": op}
+        rows.append({**row, "name": name, "ms": ms, "tflops": flops / ms / 1e9})
+    ratios = ", ".join(f"{n} {r:.2f}" for n, r in over(rows, "cudnn"))
+    print(f"d{dim} {'causal' if causal else 'full'} {seqlen}: {ratios}", flush=True)
+    return rows
+
+
+def lengths(seqlens: list[int]) -> list[Row]:
+    """Shorter and longer sequences than `dense` has; the long ones of an eighth of the width."""
+    rows = []
+    for dim in (64, 128):
+        for causal in (False, True):
+            for seqlen in seqlens:
+                heads = (WIDTH if seqlen <= TOKENS else WIDTH // 8) // dim
+                x = tensors(max(1, TOKENS // seqlen), seqlen, heads, dim, torch.bfloat16)
+                rows += cell(x, causal, rounds=5 if seqlen <= TOKENS else 3)
+    return rows
+
+
+def gqa(seqlens: list[int]) -> list[Row]:
+    """32 query heads, each four of which share one of 8 key heads."""
+    return [
+        row
+        for causal in (False, True)
+        for seqlen in seqlens
+        for row in cell(tensors(TOKENS // seqlen, seqlen, 32, 128, torch.bfloat16, 8), causal)
+    ]
+
+
+def windows(seqlen: int, window: int = 1024, block: int = 128) -> list[Row]:
+    """Windows, as parts of the time without one, beside the part of the blocks that they touch."""
+    rows = []
+    masks = {
+        "dense": None,
+        "left": fs.SlidingWindow(window - 1, 0),
+        "both": fs.SlidingWindow(window // 2, window // 2),
+    }
+    for dim in (64, 128):
+        x = tensors(1, seqlen, WIDTH // dim, dim, torch.bfloat16)
+        for backend in backends():
+            runs: Runs = {}
+            for sides, mask in masks.items():
+                found = ours(x, backend, mask=mask)
+                runs |= {(op, sides): run for (op, _), run in found.items()}
+            if ("fwd", "dense") not in runs:
+                continue
+            ms = median_ms(runs)
+            for (op, sides), t in ms.items():
+                if sides == "dense":
+                    continue
+                visited = touched_blocks(seqlen, masks[sides], block)
+                row = {"name": backend, "op": op, "head_dim": dim, "seqlen": seqlen}
+                row |= {"window": window, "sides": sides, "visited": visited, "ms": t}
+                rows.append({**row, "of_dense": (part := t / ms[op, "dense"])})
+                print(
+                    f"window {sides}, {backend} {op} d{dim}: {part:.4f} of dense, "
+                    f"{visited:.4f} of the blocks",
+                    flush=True,
+                )
+    return rows
+
+
+def touched_blocks(seqlen: int, band: Any, block: int) -> float:
+    """The part of the blocks in which the band shows a key."""
+    first = np.arange(0, seqlen, block)
+    row, column = first[:, None], first
+    last = block - 1
+    touched = (column + last - row >= -band.left) & (column - row - last <= band.right)
+    return float(touched.mean())
+
+
+def long_tailed(total: int) -> list[int]:
+    """Lengths of documents: many short ones, few long ones; exactly so many tokens together."""
+    rng = np.random.default_rng(0)
+    found: list[int] = []
+    while (left := total - sum(found)) > 0:
+        found.append(min(left, int(np.clip(rng.lognormal(np.log(400), 1.1), 16, 8192))))
+    return found
+
+
+def packed(total: int) -> list[Row]:
+    """Long-tailed lengths, beside equally long sequences of the same FLOPs and nearly the tokens.
+
+    Both rates are of FLOPs that count: each sequence its own square. Short sequences leave their
+    last blocks half empty: ``of_blocks`` is the quotient if time went by blocks alone.
+    """
+    each = long_tailed(total)
+    squares = sum(n * n for n in each)
+    seqlen = 64 * round(squares / total / 64)
+    batch = round(squares / seqlen**2)
+    ends = torch.from_numpy(np.cumsum([0, *each]).astype(np.int32)).cuda()
+    rows = []
+    for dim in (64, 128):
+        heads = WIDTH // dim
+        x = [t[0] for t in tensors(1, total, heads, dim, torch.bfloat16)]
+        equal = tensors(batch, seqlen, heads, dim, torch.bfloat16)
+        for causal in (False, True):
+            mask = fs.Causal() if causal else None
+            of_blocks = filled(each, causal) / filled([seqlen], causal)
+            runs: Runs = {}
+            for backend in backends():
+                runs |= named("packed", ours_packed(x, ends, max(each), backend, mask=mask))
+                runs |= named("equal", ours(equal, backend, mask=mask))
+            runs |= named("packed", peer_packed(x, ends, max(each), causal))
+            runs |= named("equal", peer(equal, "fa2", causal))
+            ms = median_ms(runs)
+            per_square = 4 * heads * dim * (0.5 if causal else 1)
+            for op, name in dict.fromkeys((op, name) for _, op, name in ms):
+                if ("packed", op, name) not in ms or ("equal", op, name) not in ms:
+                    continue
+                flops = per_square * (2.5 if op == "bwd" else 1)
+                rate = flops * squares / ms["packed", op, name] / 1e9
+                of_equal = flops * batch * seqlen**2 / ms["equal", op, name] / 1e9
+                row = {"name": name, "op": op, "head_dim": dim, "causal": causal}
+                row |= {"sequences": len(each), "longest": max(each), "tokens": total}
+                row |= {"equal_batch": batch, "equal_seqlen": seqlen, "tflops": rate}
+                row |= {"equal_tflops": of_equal, "of_equal": rate / of_equal}
+                rows.append({**row, "of_blocks": of_blocks})
+                print(
+                    f"packed, {name} {op} d{dim} {'causal' if causal else 'full'}: "
+                    f"{rate:.0f} TFLOP/s, {rate / of_equal:.3f} of equal lengths",
+                    flush=True,
+                )
+    return rows
+
+
+def filled(lengths: list[int], causal: bool, block: int = 128) -> float:
+    """FLOPs that count over those of the blocks that hold them."""
+    n = np.asarray(lengths)
+    blocks = -(-n // block)
+    touched = blocks * (blocks + 1) / 2 if causal else blocks**2
+    return float((n**2).sum() * (0.5 if causal else 1) / (touched.sum() * block**2))
+
+
+def named(kind: str, runs: Runs) -> Runs:
+    return {(kind, *key): run for key, run in runs.items()}
+
+
+def ours_packed(x: list[Any], ends: Any, longest: int, backend: str, **options: Any) -> Runs:
+    """As `ours`, of packed sequences."""
+    q, k, v, dout = x
+    of = ends, ends, longest, longest
+    try:
+        for op in ("fwd", "bwd"):
+            if not fs.explain(q, k, v, *of, op=op, backend=backend, **options).kernel:
+                return {}
+    except fs.Error:
+        return {}
+    out, lse = fs.mha_varlen_fwd(q, k, v, *of, backend=backend, **options)
+    grads = {f"d{name}": torch.empty_like(t) for name, t in zip("qkv", (q, k, v), strict=True)}
+    return {
+        ("fwd", backend): lambda: fs.mha_varlen_fwd(
+            q, k, v, *of, backend=backend, out=out, lse=lse, **options
+        ),
+        ("bwd", backend): lambda: fs.mha_varlen_bwd(
+            dout, q, k, v, out, lse, *of, backend=backend, **grads, **options
+        ),
+    }
+
+
+def peer_packed(x: list[Any], ends: Any, longest: int, causal: bool) -> Runs:
+    """PyTorch's varlen_attn, where it has one: FlashAttention-2."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return {}
+    q, k, v = (t.detach().requires_grad_() for t in x[:3])
+    window = {"window_size": (-1, 0 if causal else -1)}
+    if "window_size" not in inspect.signature(varlen_attn).parameters:
+        window = {"is_causal": causal}
+
+    def forward() -> Any:
+        return varlen_attn(q, k, v, ends, ends, longest, longest, **window)
+
+    try:
+        out = forward()
+        torch.autograd.grad(out, (q, k, v), x[3], retain_graph=True)
+    except RuntimeError:
+        return {}
+    return {
+        ("fwd", "fa2"): forward,
+        ("bwd", "fa2"): lambda: torch.autograd.grad(out, (q, k, v), x[3], retain_graph=True),
+    }
 
 
 def over(rows: list[Row], base: str) -> list[tuple[str, float]]:
@@ -286,6 +476,10 @@ def main() -> None:
     seqlens = [1024, 4096] if args.quick else [512, 1024, 2048, 4096, 8192, 16384]
     record = gpu_record.header("gpu_bench", torch.cuda.get_device_name())
     record["dense"] = dense(args.head_dims, seqlens)
+    record["lengths"] = lengths([128, 256] if args.quick else [128, 256, 32768, 65536])
+    record["gqa"] = gqa([1024] if args.quick else [4096, 16384])
+    record["windows"] = windows(4096 if args.quick else 16384)
+    record["packed"] = packed(16384 if args.quick else 32768)
     record["sparse"] = sparse(2048 if args.quick else 8192)
     record["gpt2_medium"] = gpt2_medium()
     record["alibi"] = alibi()

@@ -34,11 +34,32 @@ def bench_section(name: str, record: Record) -> str:
     ]
     for op, title in DIRECTIONS.items():
         parts += [f"### {title.capitalize()}", dense_table(record["dense"], op)]
+    parts += further(record)
     parts += ["### Block-sparse, blocks of 128 × 128", sparse_table(record["sparse"])]
     parts += ["### The attention of GPT-2 medium", gpt2_table(record["gpt2_medium"])]
     parts += ["### ALiBi", alibi_table(record["alibi"])]
     parts += ["### Features compiled in, all off", features_table(record["features_off"])]
     return "\n\n".join(parts)
+
+
+def further(record: Record) -> list[str]:
+    """What records of earlier versions do not have."""
+    parts = []
+    for key, title, text in (
+        (
+            "lengths", "Short and long sequences",
+            "Up to 16K as above; beyond, batch 1 and heads × head_dim = 256.",
+        ),
+        ("gqa", "Grouped queries: 32 query heads, 8 key heads", "batch × seqlen = 16384."),
+    ):  # fmt: skip
+        for op, name in DIRECTIONS.items():
+            if key in record:
+                parts += [f"### {title}, {name}", text, dense_table(record[key], op)]
+    if "windows" in record:
+        parts += ["### Sliding windows", windows_table(record["windows"])]
+    if "packed" in record:
+        parts += ["### Packed sequences of long-tailed lengths", packed_table(record["packed"])]
+    return parts
 
 
 def rates(rows: list[Record]) -> dict[tuple[Any, ...], float]:
@@ -112,6 +133,53 @@ def sparse_table(rows: list[Record]) -> str:
         for r in rows
     ]  # fmt: skip
     return markdown_table(header, table, 4)
+
+
+def windows_table(rows: list[Record]) -> str:
+    header = ["backend", "op", "head_dim", "seqlen", "window", "time", "of dense", "blocks visited",
+              "allowed"]  # fmt: skip
+    sides = {"left": "{} to the left", "both": "{} around"}
+    table = [
+        [
+            r["name"], r["op"], str(r["head_dim"]), length(r["seqlen"]),
+            sides[r["sides"]].format(r["window"]), f"{r['ms']:.3f} ms",
+            f"{100 * r['of_dense']:.1f} %", f"{100 * r['visited']:.1f} %",
+            f"{115 * r['visited']:.1f} %",
+        ]
+        for r in rows
+    ]  # fmt: skip
+    text = (
+        "Time beside that without a mask, and blocks of 128 × 128 of which a part is visible.\n\n"
+    )
+    return text + markdown_table(header, table, 5)
+
+
+def packed_table(rows: list[Record]) -> str:
+    header = [
+        "backend",
+        "op",
+        "head_dim",
+        "mask",
+        "packed",
+        "equally long",
+        "packed / equally long",
+    ]
+    table = [
+        [
+            NAMES[r["name"]], r["op"], str(r["head_dim"]), "causal" if r["causal"] else "none",
+            number(r["tflops"]), number(r["equal_tflops"]), f"{r['of_equal']:.2f}",
+            f"{r['of_blocks']:.2f}",
+        ]
+        for r in rows
+    ]  # fmt: skip
+    first = rows[0]
+    text = (
+        f"{first['sequences']} sequences of at most {first['longest']} tokens, {first['tokens']} "
+        f"together, beside {first['equal_batch']} of {first['equal_seqlen']}, which are as many "
+        "FLOPs; heads × head_dim = 2048, TFLOP/s. The last column is the quotient if blocks of "
+        "128 × 128 took the same time however full they are.\n\n"
+    )
+    return text + markdown_table(header, table, 4)
 
 
 def gpt2_table(rows: list[Record]) -> str:
