@@ -67,17 +67,21 @@ touched 2 kernels
 """
 
 
-def sanitizer(folder, version=(0, "Version 2026.4.0"), families=(0, FAMILIES)):
-    """The part of that step where the programs have these statuses and print this."""
+def gpu_script():
     spec = importlib.util.spec_from_file_location("gpu_script", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def sanitizer(folder, version=(0, "Version 2026.4.0"), families=(0, FAMILIES)):
+    """The part of that step where the programs have these statuses and print this."""
     answers = {"sanitizer_version": version, "families": families}
 
     def run(name, command, *, limit):
         return *answers.get(name, (0, WATCHED)), 1.0
 
-    return script.sanitizer(
+    return gpu_script().sanitizer(
         SimpleNamespace(sanitizer="compute-sanitizer", run=run, logs=folder, build=folder, jobs=1)
     )
 
@@ -104,3 +108,77 @@ def test_a_list_of_families_that_is_none(tmp_path, families):
 def test_a_sanitizer_that_does_not_tell_its_version(tmp_path, version):
     part = sanitizer(tmp_path, version=version)
     assert not part["ok"] and version[1] in part["why"]
+
+
+def test_steps_beside_each_other_share_a_record(tmp_path):
+    """Each knows what was there when it began; what others have written since stays."""
+    script, out, passed = gpu_script(), tmp_path / "record.json", {"ok": True}
+    m, record = SimpleNamespace(build=tmp_path), {"kernel_sources": "a"}
+    old = {**record, "steps": {"soak": {"ok": False}, "overhead": passed}}
+    out.write_text(json.dumps(old))
+    first = script.write(m, out, record, {"build": passed}, "build")
+    assert first == {"build": passed}
+    script.write(m, out, record, {**first, "soak": {"ok": False}}, "soak")
+    assert list(script.write(m, out, record, {**first, "verify": passed}, "verify")) == [
+        "build",
+        "verify",
+        "soak",
+    ]
+    written = json.loads(out.read_text())
+    assert not written["ok"] and not written["complete"]
+    script.write(m, out, record, {**first, "soak": passed}, "soak")
+    assert json.loads(out.read_text())["ok"]
+
+
+# Of one process of the soak: what it prints last.
+FOUND = {
+    "first_seed": 5,
+    "seconds": 2.0,
+    "problems": 10,
+    "launches": 22,
+    "repeated": 2,
+    "refused": 1,
+    "shares": {"sm90 from sm80": {"out": 0.25, "dq": 0.5}},
+    "failures": [],
+}
+
+
+def soak(*answers):
+    """The part of that step where its processes end like this."""
+    script, left = gpu_script(), list(answers)
+
+    def run(name, command, *, limit, **env):
+        return (0, "sm80 sm90", 0.0) if name == "backends" else (*left.pop(), 1.0)
+
+    part = script.soak(SimpleNamespace(jobs=3, launches=40, soak_seconds=9, run=run))
+    assert not left
+    return part
+
+
+def test_soak_adds_up_its_processes():
+    other = {**FOUND, "first_seed": 9, "shares": {"sm90 from sm80": {"out": 0.125, "dq": 0.75}}}
+    part = soak((0, "words\n" + json.dumps(FOUND)), (0, json.dumps(other)))
+    assert part["ok"] and part["launches"] == 44 and part["repeated"] == 4
+    assert part["shares"] == {"sm90 from sm80": {"out": 0.25, "dq": 0.75}}
+    assert sorted(part["seeds"]) == [5, 9]
+
+
+def test_soak_tells_how_to_repeat_a_failure():
+    bad = {
+        **FOUND,
+        "failures": [{"seed": 7, "what": "dq of sm90 from sm80 is 3 of what is allowed"}],
+    }
+    part = soak((1, json.dumps(bad)), (0, json.dumps(FOUND)))
+    assert not part["ok"] and part["failures"] == [7]
+    assert "seed 7: dq" in part["why"] and "soak.py --seed 7" in part["why"]
+
+
+@pytest.mark.parametrize("died", [(124, "so far"), (-11, ""), (1, "Traceback")])
+def test_soak_whose_process_died(died):
+    part = soak(died, (0, json.dumps(FOUND)))
+    assert not part["ok"] and part["launches"] == 22 and f"soak.py, {died[0]}" in part["why"]
+
+
+def test_soak_that_launched_nothing():
+    part = soak(*[(0, json.dumps({**FOUND, "launches": 0}))] * 2)
+    assert not part["ok"] and "nothing" in part["why"]
