@@ -35,7 +35,10 @@ def small(script, monkeypatch):
     """Problems that a CPU is done with at once."""
     monkeypatch.setattr(script, "LARGEST", 8_000)
     monkeypatch.setattr(script, "REPEATED", 4)
-    return script
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # many small operations: threads would only wait for each other
+    yield script
+    torch.set_num_threads(threads)
 
 
 def not_empty(problems):
