@@ -116,6 +116,7 @@ struct WideBackwardTraits {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kHeadDimQ = kHeadDim_;
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
   static_assert(kBlockN == kWarpgroupRows && kHeadDim % 64 == 0 && kHeadDimV % 64 == 0);
+  static_assert(kKeyBuffers_ == 1, "shared memory has no room for the next K and V");
   static constexpr int kWarpgroups = 2;
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
@@ -156,8 +157,8 @@ struct WideBackwardTraits {
     Ring<kQueryStages> full_q;
     Ring<kStages> full_do;
     Ring<kKeyBuffers> full_k, full_v;
-    Ring<kScoreBuffers> full_ds;  // from the one warpgroup to both
-    cutlass::arch::ClusterBarrier empty_p[kScoreBuffers];
+    Ring<kScoreBuffers> full_ds;       // from the one warpgroup to both
+    EmptyRing<kScoreBuffers> empty_p;  // a named barrier says that P is there
     Ring<1> full_dq[kWarpgroups];
     Ring<2> full_work;
     Ring<kPlannedSteps> full_plan;
@@ -168,7 +169,7 @@ struct WideBackwardTraits {
       full_do.init(1, kWarps);
       full_k.init(1, kWarps);
       full_v.init(1, kWarps);
-      for (auto& barrier : empty_p) barrier.init(4);
+      empty_p.init(4);
       full_ds.init(4, kWarps);
       for (auto& ring : full_dq) ring.init(4, 1);
       full_work.init(1, kWarps + 1 + kWarpgroups);

@@ -131,7 +131,7 @@ class WideBackwardWarpgroup {
     const TileRef tile{step.m_block, step.partial};
     const auto lse_log2 = cuda::rows_of_queries(smem_.lse_log2[use.q.stage], at);
     const ScoreUse buffer = RingState<Traits::kScoreBuffers>::after(steps_);
-    smem_.empty_p[buffer.stage].wait(buffer.phase ^ 1);
+    smem_.empty_p.wait_empty(buffer);
     if constexpr (kFeatured) {
       auto factor = accumulator<MmaScores, kBlockM>();
       const auto kept = scores.featured_probabilities(as_matrix(acc_s), as_matrix(factor), at, step.head, tile,
@@ -195,7 +195,7 @@ class WideBackwardWarpgroup {
     for (int i = 0; i < kVectors; ++i) reinterpret_cast<uint4*>(p.data())[i] = source[i * kWarpgroup];
     cute::warpgroup_wait<0>();
     finished(acc_dp);
-    if (thread_ % 32 == 0) smem_.empty_p[buffer.stage].arrive();
+    smem_.empty_p.release(buffer, thread_);
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
     const auto minus_delta = cuda::rows_of_queries(smem_.minus_delta[use.dout.stage], at);
     if constexpr (kFeatured)

@@ -19,35 +19,45 @@ struct RingState {
   }
 };
 
-// The barriers of a ring, in shared memory. A buffer is full when its producer has arrived and all announced bytes are
-// there, and empty again when every consumer warp has released it.
+// How the buffers of a ring come back: one is empty again when every consumer warp has released it. In shared memory.
 template <int kStages>
-struct Ring {
+struct EmptyRing {
   using State = RingState<kStages>;
-  using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
 
   // By one thread, before a fence and __syncthreads.
-  __device__ void init(int producers, int consumers) {
-    for (int i = 0; i < kStages; ++i) {
-      full[i].init(producers);
-      empty[i].init(consumers);
-    }
+  __device__ void init(int consumers) {
+    for (auto& barrier : empty) barrier.init(consumers);
   }
 
   // Producer. All buffers are empty at first.
   __device__ void wait_empty(const State& s) const { empty[s.stage].wait(s.phase ^ 1); }
-  __device__ void announce(const State& s, std::uint32_t bytes) const { full[s.stage].arrive_and_expect_tx(bytes); }
-  __device__ void arrive_full(const State& s) const { full[s.stage].arrive(); }
-
   // Consumer. Each warp releases once, when all its reads are done. thread: its number, if it is at hand.
-  __device__ void wait_full(const State& s) const { full[s.stage].wait(s.phase); }
   __device__ __forceinline__ void release(const State& s, int thread = threadIdx.x) const {
     if (thread % 32 == 0) empty[s.stage].arrive();
   }
 
-  Full full[kStages];
   Empty empty[kStages];
+};
+
+// A ring whose barriers also tell when a buffer is full: when its producer has arrived and all announced bytes are there.
+template <int kStages>
+struct Ring : EmptyRing<kStages> {
+  using State = RingState<kStages>;
+  using Full = cutlass::arch::ClusterTransactionBarrier;
+
+  __device__ void init(int producers, int consumers) {
+    for (auto& barrier : full) barrier.init(producers);
+    EmptyRing<kStages>::init(consumers);
+  }
+
+  // Producer.
+  __device__ void announce(const State& s, std::uint32_t bytes) const { full[s.stage].arrive_and_expect_tx(bytes); }
+  __device__ void arrive_full(const State& s) const { full[s.stage].arrive(); }
+  // Consumer.
+  __device__ void wait_full(const State& s) const { full[s.stage].wait(s.phase); }
+
+  Full full[kStages];
 };
 
 }  // namespace flashsdk::sm90
