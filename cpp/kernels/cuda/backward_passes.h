@@ -26,79 +26,109 @@ __device__ void for_each_query_tile(const ForwardParams& p, Body&& body) {
 inline constexpr float kMaxTrustedLse = 1024.f;
 __device__ __forceinline__ bool trusted(float lse) { return !(fabsf(lse) > kMaxTrustedLse) || lse == -INFINITY; }
 
-// delta = rowsum(dout∘out) − dlse and lse in units of log2, for one tile of queries; clears its part of dq_accum.
-// Eight lanes a row. RowSums: see cuda/row_sums.h.
-template <class Element, int kThreads, class RowSums>
-__device__ void prepare_tile(const BackwardParams& p, const BackwardWorkspace& ws, int m_block, int head, int batch) {
-  constexpr int kLanesPerRow = 8, kVector = kVectorElements;
+// Of several rows at once, so that their loads are under way together: this lane's part of the sum of dout∘out.
+template <bool kVectors, int kLanes, int kRows, class Element>
+__device__ __forceinline__ void add_row_products(const BackwardParams& p, const Element* out, const Element* dout,
+                                                 const int (&rows)[kRows], float (&sums)[kRows]) {
+  constexpr int kVector = kVectorElements;
+  for (int c = threadIdx.x % kLanes * kVector; c < p.head_dim_v; c += kLanes * kVector) {
+    const auto load = [&](const Element* from) {
+      return kVectors ? *reinterpret_cast<const uint4*>(from) : gather_vector(from, p.head_dim_v - c);
+    };
+    uint4 a[kRows], b[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      a[i] = load(out + rows[i] * p.out.row + c);
+      b[i] = load(dout + rows[i] * p.dout.row + c);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const Element *x = reinterpret_cast<const Element*>(&a[i]), *y = reinterpret_cast<const Element*>(&b[i]);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) sums[i] = fmaf(static_cast<float>(x[e]), static_cast<float>(y[e]), sums[i]);
+    }
+  }
+}
+
+// delta = rowsum(dout∘out) − dlse and lse in units of log2, for one tile of queries. kVectors: rows of out and dout are
+// known to be vector_rows(); kClears: clears the tile's part of dq_accum,
+// as a deterministic call always does. Eight lanes a row. Returns whether the lse of
+// some row is not trusted.
+template <class Element, int kThreads, bool kVectors, bool kClears>
+__device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& ws, int m_block, int head, int batch) {
+  constexpr int kLanes = 8, kRows = 2, kStep = kThreads / kLanes;
   const SeqlenInfo seq(p, batch);
   const int m0 = m_block * ws.tile_rows;
-  if (m0 >= seq.seqlen_q) return;
+  if (m0 >= seq.seqlen_q) return false;
   const std::int64_t tile = ws.tile(p, seq, batch, head, m_block);
 
   const Element* out = seq.head_q<const Element>(p.out, batch, head);
   const Element* dout = seq.head_q<const Element>(p.dout, batch, head);
   const float* lse = seq.rows(p.lse, batch, head);
-  const bool vectors = vector_rows(out, p.out.row, p.head_dim_v) && vector_rows(dout, p.dout.row, p.head_dim_v);
-  const int lane = threadIdx.x % kLanesPerRow;
+  const bool vectors =
+      kVectors || (vector_rows(out, p.out.row, p.head_dim_v) && vector_rows(dout, p.dout.row, p.head_dim_v));
   float* lse_log2 = ws.lse_of(tile);
   const bool huge_scale = fabsf(p.score.softmax_scale) >= kScaleLimit;
   bool blind = false, untrusted = false;
-  for (int r = threadIdx.x / kLanesPerRow; r < ws.tile_rows; r += kThreads / kLanesPerRow) {
-    const int row = m0 + r;
-    const bool valid = row < seq.seqlen_q;
-    float sum = 0.f;
-    if (valid) {
-      for (int c = lane * kVector; c < p.head_dim_v; c += kLanesPerRow * kVector) {
-        const Element *from_out = out + row * p.out.row + c, *from_dout = dout + row * p.dout.row + c;
-        uint4 a, b;
-        if (vectors) {
-          a = *reinterpret_cast<const uint4*>(from_out);
-          b = *reinterpret_cast<const uint4*>(from_dout);
-        } else {
-          a = gather_vector(from_out, p.head_dim_v - c);
-          b = gather_vector(from_dout, p.head_dim_v - c);
-        }
-        const Element* x = reinterpret_cast<const Element*>(&a);
-        const Element* y = reinterpret_cast<const Element*>(&b);
+  for (int first = threadIdx.x / kLanes; first < ws.tile_rows; first += kRows * kStep) {
+    int rows[kRows];
+    float sums[kRows] = {}, row_lse[kRows];
 #pragma unroll
-        for (int e = 0; e < kVector; ++e) sum = fmaf(static_cast<float>(x[e]), static_cast<float>(y[e]), sum);
-      }
+    for (int i = 0; i < kRows; ++i) {
+      rows[i] = min_of(m0 + first + i * kStep, seq.seqlen_q - 1);  // of rows behind the end nothing is used
+      row_lse[i] = lse[rows[i] * p.lse.row];
     }
+    if (vectors)
+      add_row_products<true, kLanes>(p, out, dout, rows, sums);
+    else
+      add_row_products<false, kLanes>(p, out, dout, rows, sums);
 #pragma unroll
-    for (int step = kLanesPerRow / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (lane == 0) {
-      const float row_lse = valid ? lse[row * p.lse.row] : -INFINITY;
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int step = kLanes / 2; step > 0; step /= 2) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], step);
+      const int r = first + i * kStep;
+      if (threadIdx.x % kLanes != 0 || r >= ws.tile_rows) continue;
+      const bool valid = m0 + r < seq.seqlen_q;
       // A row that sees nothing has lse −inf; +inf makes its probabilities zero. Its out and dout may hold anything.
-      const bool sees = row_lse != -INFINITY;
-      lse_log2[r] = sees ? row_lse * kLog2e : INFINITY;
-      if (sees && p.dlse.ptr != nullptr) sum -= seq.rows(p.dlse, batch, head)[row * p.dlse.row];
-      ws.minus_delta[tile * ws.tile_rows + r] = sees ? -sum : 0.f;
+      const bool sees = valid && row_lse[i] != -INFINITY;
+      lse_log2[r] = sees ? row_lse[i] * kLog2e : INFINITY;
+      if (sees && p.dlse.ptr != nullptr) sums[i] -= seq.rows(p.dlse, batch, head)[rows[i] * p.dlse.row];
+      ws.minus_delta[tile * ws.tile_rows + r] = sees ? -sums[i] : 0.f;
       blind |= !sees && (valid || p.cu_seqlens_q != nullptr);  // packed: rows behind the end are another sequence's
-      untrusted |= !trusted(row_lse);
+      untrusted |= valid && !trusted(row_lse[i]);
     }
   }
 
-  const std::int64_t tile_size = std::int64_t{ws.tile_rows} * ws.head_dim;
-  float4* accum = reinterpret_cast<float4*>(ws.dq_accum + tile * tile_size);
-  for (int i = threadIdx.x; i < tile_size / 4; i += kThreads) accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (kClears || p.deterministic) {
+    const std::int64_t tile_size = std::int64_t{ws.tile_rows} * ws.head_dim;
+    float4* accum = reinterpret_cast<float4*>(ws.dq_accum + tile * tile_size);
+    for (int i = threadIdx.x; i < tile_size / 4; i += kThreads) accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
   if (threadIdx.x < ws.parts) ws.turn[tile * ws.parts + threadIdx.x] = 0;
 
   const bool marked = __syncthreads_or(blind || untrusted || huge_scale) != 0;
   float* top = ws.top + tile * ws.tile_rows;
   if (threadIdx.x == 0) mark_of(lse_log2, ws.tile_rows) = marked ? top : nullptr;
-  if (!marked) return;
+  if (!marked) return false;
   for (int r = threadIdx.x; r < ws.tile_rows; r += kThreads) top[r] = lse_log2[r] == INFINITY ? INFINITY : 0.f;
-  if (__syncthreads_or(untrusted)) RowSums::template take<kThreads>(p, seq, m_block, head, batch, top, lse_log2);
+  return __syncthreads_or(untrusted) != 0;
 }
 
-// Grid: query_tile_grid().
-template <class Element, int kThreads, class RowSums>
+// Grid: query_tile_grid(). RowSums: see cuda/row_sums.h; a loop of their own, so that what they need is not kept around the
+// rows of every tile.
+template <class Element, int kThreads, bool kVectors, bool kClears, class RowSums>
 __global__ void __launch_bounds__(kThreads, 5)  // what row sums need beyond these registers, others need not pay for
     backward_prepare_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace ws) {
   if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) *ws.next_work = 0;
+  bool untrusted = false;
   for_each_query_tile(p, [&](int m_block, int head, int batch) {
-    prepare_tile<Element, kThreads, RowSums>(p, ws, m_block, head, batch);
+    untrusted |= prepare_tile<Element, kThreads, kVectors, kClears>(p, ws, m_block, head, batch);
+  });
+  if (!untrusted) return;
+  for_each_query_tile(p, [&](int m_block, int head, int batch) {
+    const SeqlenInfo seq(p, batch);
+    const std::int64_t tile = ws.tile(p, seq, batch, head, m_block);
+    RowSums::template take<kThreads>(p, seq, m_block, head, batch, ws.top + tile * ws.tile_rows, ws.lse_of(tile));
   });
 }
 

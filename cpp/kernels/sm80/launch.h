@@ -109,8 +109,8 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
   using Sums = cuda::RowSums<RowScores<typename Traits::Element>, Traits::kBlockM, Traits::kBlockN, Policy, kFeatures>;
   if (has_queries) {
     cuda::launch("launching the backward's first pass",
-                 cuda::backward_prepare_kernel<typename Traits::Element, kPrepareThreads, Sums>, query_tiles,
-                 kPrepareThreads, 0, stream, p, ws);
+                 cuda::backward_prepare_kernel<typename Traits::Element, kPrepareThreads, false, true, Sums>,
+                 query_tiles, kPrepareThreads, 0, stream, p, ws);
   }
   const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(typename Traits::Element));
   if (schedule.size() != 0) {

@@ -55,14 +55,15 @@ __device__ void convert_dq_tile(const BackwardParams& p, const cuda::BackwardWor
   const int piece = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
 
   auto acc = accumulator<MmaDq, kColumns>();
-  const float* from =
-      ws.dq_accum + (ws.tile(p, seq, batch, head, m_block) * Traits::kDqPieces + piece) * Traits::kDqElements;
+  const std::int64_t place = ws.tile(p, seq, batch, head, m_block) * Traits::kDqPieces + piece;
+  const float* from = ws.dq_accum + place * Traits::kDqElements;
+  const bool written = Traits::kClearsDq || p.deterministic || ws.turn[place] != 0;
   CUTE_UNROLL
   for (int e = 0; e < cute::size(acc); e += 4) {
     const float4 four = reinterpret_cast<const float4*>(from)[e / 4 * kWarpgroup + thread];
     const float values[] = {four.x, four.y, four.z, four.w};
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) acc(e + i) = values[i] * p.score.softmax_scale;
+    for (int i = 0; i < 4; ++i) acc(e + i) = written ? values[i] * p.score.softmax_scale : 0.f;
   }
   store_transposed(convert<Element>(acc), smem[piece], thread);
   barrier_sync(named_barrier::kBackwardConvert + piece, kWarpgroup);

@@ -53,8 +53,9 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
   constexpr int kPrepareThreads = 256;
   using Product = RowScores<Element, Traits::kHeadDim, kPrepareThreads / kWarpgroup>;
   using Sums = cuda::RowSums<Product, Traits::kBlockM, Traits::kBlockN, cuda::BuiltinPolicy, kFeatures>;
-  cuda::launch("launching the backward's first pass", cuda::backward_prepare_kernel<Element, kPrepareThreads, Sums>,
-               query_tiles, kPrepareThreads, 0, stream, p, ws);
+  cuda::launch("launching the backward's first pass",
+               cuda::backward_prepare_kernel<Element, kPrepareThreads, true, Traits::kClearsDq, Sums>, query_tiles,
+               kPrepareThreads, 0, stream, p, ws);
 
   const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element));
   const int blocks = min_of(static_cast<int>(schedule.size()), cuda::device_limits(p.device.index).multiprocessors);

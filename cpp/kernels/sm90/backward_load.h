@@ -35,7 +35,7 @@ __device__ __forceinline__ void for_each_step(typename Traits::Smem& smem, unsig
     const auto use = RingState<kPlannedSteps>::after(steps);
     smem.full_plan.wait_full(use);
     const PlannedStep planned = smem.plan[use.stage];
-    smem.full_plan.release(use);
+    smem.full_plan.release(use, 0);
     last = planned.step.last;
     f(planned);
   }
@@ -139,13 +139,51 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
   });
 }
 
-// global += shared, in fp32, by the copy engine.
-__device__ __forceinline__ void bulk_add(float* global, const float* shared, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
-               "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(bytes)
-               : "memory");
+// global = shared, or += where it adds, in fp32, by the copy engine. Returns when shared has been read.
+__device__ __forceinline__ void bulk_write(float* global, const float* shared, int bytes, bool adds) {
+  const std::uint32_t from = cute::cast_smem_ptr_to_uint(shared);
+  if (adds) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(from), "r"(bytes)
+                 : "memory");
+  }
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
+
+// One thread, where dq_accum is not cleared: who comes first to a piece writes it, and the others add once that is there.
+class DqTurn {
+ public:
+  explicit __device__ DqTurn(int* turn) : turn_(turn) {}
+
+  // Whether the piece has been written.
+  __device__ __forceinline__ bool written() const {
+    int now;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn_) : "memory");
+    if (now != kWritten) return false;
+    asm volatile("fence.proxy.async;" ::: "memory");  // from here on also for the copy engine
+    return true;
+  }
+  // Whether this thread is to write it; else it has been written by now. Its dQ must be at hand: others wait.
+  __device__ __forceinline__ bool claim() const {
+    if (atomicCAS(turn_, kNothing, kWriting) == kNothing) return true;
+    while (!written()) {
+    }
+    return false;
+  }
+  // Once bulk_write() is done.
+  __device__ __forceinline__ void publish() const {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn_), "r"(kWritten) : "memory");
+  }
+
+ private:
+  static constexpr int kNothing = 0, kWriting = 1, kWritten = 2;
+  int* turn_;
+};
 
 // One thread: adds what a warpgroup leaves in shared memory to dq_accum. In a deterministic call key tiles take turns at
 // each tile of queries, in ascending order; a thread block waits only for ones whose work was taken earlier.
@@ -161,6 +199,9 @@ __device__ void add_dq(const BackwardParams& p, const cuda::BackwardWorkspace& w
       for_each_step<Traits>(smem, steps, [&](const PlannedStep& planned) {
         std::int64_t piece = std::int64_t{planned.tile} * Traits::kDqPieces + warpgroup * kPieces;
         for (int i = 0; i < kPieces; ++i, ++piece) {
+          const DqTurn first(ws.turn + piece);
+          const bool cleared = Traits::kClearsDq || p.deterministic;
+          bool adds = cleared || first.written();  // asked before there is something to add
           volatile int* turn = ws.turn + piece;
           if (p.deterministic) {
             while (*turn != planned.rank) {
@@ -170,9 +211,10 @@ __device__ void add_dq(const BackwardParams& p, const cuda::BackwardWorkspace& w
           }
           const auto use = RingState<1>::after(pieces++);
           ring.wait_full(use);
-          bulk_add(ws.dq_accum + piece * Traits::kDqElements, smem.dq[warpgroup], kBytes);
-          asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-          ring.release(use);
+          if (!adds) adds = !first.claim();
+          bulk_write(ws.dq_accum + piece * Traits::kDqElements, smem.dq[warpgroup], kBytes, adds);
+          ring.release(use, 0);
+          if (!adds) first.publish();
           if (p.deterministic) {
             asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
             __threadfence();

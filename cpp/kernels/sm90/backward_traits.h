@@ -63,6 +63,7 @@ struct NarrowBackwardTraits {
   // dQᵀ (head_dim, queries) is dealt to the warpgroups by 64 rows first, then by columns. A piece has its own place in
   // shared memory and in dq_accum, where it lies in the order of its accumulator's registers.
   static constexpr int kDqPieces = kWarpgroups;
+  static constexpr bool kClearsDq = false;  // the first key tile of a piece writes it, see DqTurn
   static constexpr int kDqRowPieces = kHeadDimQ / kWarpgroupRows;  // along head_dim
   static constexpr int kDqColumns = kBlockM * kDqRowPieces / kDqPieces;
   static constexpr int kDqElements = kWarpgroupRows * kDqColumns;
@@ -137,6 +138,7 @@ struct WideBackwardTraits {
   static constexpr int kDqRowPieces = kHeadDim / kWarpgroupRows;
   static constexpr int kDqColumns = kDqRowPieces % 2 == 0 ? kBlockM : kBlockM / 2;
   static constexpr int kDqPieces = kDqRowPieces * kBlockM / kDqColumns;
+  static constexpr bool kClearsDq = true;  // two pieces a step leave no time to ask what has been written
   static constexpr int kDqElements = kWarpgroupRows * kDqColumns;
   using MmaDq = SmemMma<Element, kDqColumns, kBlockN, kSumStrided, kSumContiguous>;
 
