@@ -420,6 +420,31 @@ def alibi() -> list[Row]:
     return rows
 
 
+def deterministic(seqlens: list[int]) -> list[Row]:
+    """What the same bits from run to run cost in the backward."""
+    rows = []
+    for dim in (64, 128, 256):
+        for causal in (False, True):
+            for seqlen in seqlens:
+                x = tensors(TOKENS // seqlen, seqlen, WIDTH // dim, dim, torch.bfloat16)
+                mask = fs.Causal() if causal else None
+                for backend in backends():
+                    runs: Runs = {}
+                    for same_bits in (False, True):
+                        found = ours(x, backend, mask=mask, deterministic=same_bits)
+                        if found:
+                            runs[same_bits] = found["bwd", backend]
+                    if len(runs) < 2:
+                        continue
+                    ms = median_ms(runs)
+                    row = {"name": backend, "head_dim": dim, "causal": causal, "seqlen": seqlen}
+                    rows.append({**row, "ms": ms[True], "of_default": ms[True] / ms[False]})
+                    where = f"{backend} d{dim} {'causal' if causal else 'full'} {seqlen}"
+                    print(f"deterministic, {where}: {rows[-1]['of_default']:.3f}", flush=True)
+                del x
+    return rows
+
+
 def features_off(library: Path) -> list[Row]:
     """What it costs to have features compiled in of which a call asks for none.
 
@@ -483,6 +508,7 @@ def main() -> None:
     record["sparse"] = sparse(2048 if args.quick else 8192)
     record["gpt2_medium"] = gpt2_medium()
     record["alibi"] = alibi()
+    record["deterministic"] = deterministic([1024] if args.quick else [2048, 16384])
     record["features_off"] = features_off(args.kernels)
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)

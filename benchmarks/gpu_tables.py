@@ -38,6 +38,8 @@ def bench_section(name: str, record: Record) -> str:
     parts += ["### Block-sparse, blocks of 128 × 128", sparse_table(record["sparse"])]
     parts += ["### The attention of GPT-2 medium", gpt2_table(record["gpt2_medium"])]
     parts += ["### ALiBi", alibi_table(record["alibi"])]
+    if "deterministic" in record:  # not in records of earlier versions
+        parts += ["### Deterministic backward", deterministic_table(record["deterministic"])]
     parts += ["### Features compiled in, all off", features_table(record["features_off"])]
     return "\n\n".join(parts)
 
@@ -200,6 +202,19 @@ def alibi_table(rows: list[Record]) -> str:
     table = [[r["name"], r["op"], str(r["head_dim"]), f"{r['of_plain']:.2f}"] for r in rows]
     text = "With slopes of 0, against the same call without.\n\n"
     return text + markdown_table(header, table, 3)
+
+
+def deterministic_table(rows: list[Record]) -> str:
+    header = ["backend", "head_dim", "mask", "seqlen", "time", "time / default"]
+    table = [
+        [
+            r["name"], str(r["head_dim"]), "causal" if r["causal"] else "none",
+            length(r["seqlen"]), f"{r['ms']:.2f} ms", f"{r['of_default']:.2f}",
+        ]
+        for r in rows
+    ]  # fmt: skip
+    text = "The same bits from run to run, against the same call without.\n\n"
+    return text + markdown_table(header, table, 4)
 
 
 def features_table(rows: list[Record]) -> str:
