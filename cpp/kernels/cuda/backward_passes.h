@@ -51,12 +51,11 @@ __device__ __forceinline__ void add_row_products(const BackwardParams& p, const 
 }
 
 // delta = rowsum(dout∘out) − dlse and lse in units of log2, for one tile of queries. kVectors: rows of out and dout are
-// known to be vector_rows(); kClears: clears the tile's part of dq_accum,
-// as a deterministic call always does. Eight lanes a row. Returns whether the lse of
-// some row is not trusted.
-template <class Element, int kThreads, bool kVectors, bool kClears>
+// known to be vector_rows(); kClears: clears the tile's part of dq_accum, as a deterministic call always does. Eight lanes
+// a row. Returns whether the lse of some row is not trusted.
+template <class Element, int kThreads, int kTileRows, bool kVectors, bool kClears>
 __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& ws, int m_block, int head, int batch) {
-  constexpr int kLanes = 8, kRows = 2, kStep = kThreads / kLanes;
+  constexpr int kLanes = 8, kStep = kThreads / kLanes, kRows = kTileRows > kStep ? 2 : 1;
   const SeqlenInfo seq(p, batch);
   const int m0 = m_block * ws.tile_rows;
   if (m0 >= seq.seqlen_q) return false;
@@ -122,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 5)  // what row sums need beyond the
   if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) *ws.next_work = 0;
   bool untrusted = false;
   for_each_query_tile(p, [&](int m_block, int head, int batch) {
-    untrusted |= prepare_tile<Element, kThreads, kVectors, kClears>(p, ws, m_block, head, batch);
+    untrusted |= prepare_tile<Element, kThreads, RowSums::kTileRows, kVectors, kClears>(p, ws, m_block, head, batch);
   });
   if (!untrusted) return;
   for_each_query_tile(p, [&](int m_block, int head, int batch) {

@@ -27,6 +27,8 @@ class RowSums {
   static_assert(kBlockM % kQueries == 0 && kBlockN % kKeys == 0);
 
  public:
+  static constexpr int kTileRows = kBlockM;
+
   // By a whole thread block, of one tile of queries: top becomes the maximum of each row whose lse is not trusted, and
   // lse_log2 the logarithm of its sum.
   template <int kThreads>
