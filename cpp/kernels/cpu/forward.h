@@ -80,22 +80,27 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
         const int key = next.index * tile_.n;
         this->announce(key, min_of(tile_.n, seqlen_.seqlen_k - key));
       }
-      for (int n = 0; n < panels; ++n) attend(w_.panel[n], keys);
+      for (int n = 0; n < panels; ++n) {
+        Panel& panel = w_.panel[n];
+        panel.lanes <= kLanes ? attend<Base::kFewVecs>(panel, keys) : attend<kVecs>(panel, keys);
+      }
     }
     for (int n = 0; n < panels; ++n) this->finish_panel(w_.panel[n]);
   }
 
+  // In the first kUsed vectors of lanes.
+  template <int kUsed>
   void attend(Panel& panel, const KeyTile<kKeys>& tile) {
     int begin, end;
     visible_rows(panel, tile, begin, end);
     if (begin >= end) return;
-    Vec maximum[kVecs];
-    this->scores(panel, begin, end, maximum);
+    Vec maximum[kUsed];
+    this->template scores<kUsed>(panel, begin, end, maximum);
     if (kFeatures || tile.partial) {
-      adjust_scores(panel, tile, begin, end);
-      this->row_maximum(panel, begin, end, maximum);
+      adjust_scores<kUsed>(panel, tile, begin, end);
+      this->template row_maximum<kUsed>(panel, begin, end, maximum);
     }
-    this->accumulate(panel, begin, end, maximum);
+    this->template accumulate<kUsed>(panel, begin, end, maximum);
   }
 
   // The tile's rows some lane of the panel can see, from a whole step on.
@@ -111,13 +116,14 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
   }
 
   // Score features and mask, on the rows [begin, end).
+  template <int kUsed>
   void adjust_scores(const Panel& panel, const KeyTile<kKeys>& tile, int begin, int end) {
     for (int n = 0; n < tile.num_segments; ++n) {
       KeySegment s = tile.segment[n];
       const int skip = max_of(0, begin - s.row);
       s = {s.row + skip, s.key + skip, min_of(s.count, end - s.row) - skip, s.partial};
       if (s.count <= 0) continue;
-      if constexpr (kFeatures) this->apply_features(panel, s);
+      if constexpr (kFeatures) this->template apply_features<kUsed>(panel, s);
       if (s.partial) mask_scores<kPanel, kPanel>(w_.s + s.row * kPanel, s, policy_, panel.keys, panel.i0, panel.lanes);
     }
   }

@@ -55,6 +55,10 @@ class ForwardTile {
   static constexpr int kPaddedKeys = kKeys + Dot::kMaxRowPadding, kPanels = Tr::kForwardQueries / kPanel;
   using SummedKeys = typename Tr::template SummedKeys<kKeys>;
 
+  // Vectors of lanes that are computed where one holds all queries of a panel, as in decoding. Tile registers have no
+  // narrower operand.
+  static constexpr int kFewVecs = Dot::kTiles ? kVecs : 1;
+
   // One panel of queries: its operand and its running state.
   struct Panel {
     alignas(64) Word q[kHeadDim / kStep * kPanel];  // Q^T (head_dim, lanes)
@@ -126,22 +130,25 @@ class ForwardTile {
   }
 
   // S^T of the tile's rows [begin, end) into the scratch, and its row maximum, which starts from the panel's.
+  template <int kUsed>
   void scores(const Panel& panel, int begin, int end, Vec* maximum) {
-    for (int v = 0; v < kVecs; ++v) maximum[v] = panel.max[v];
-    product<Dot, Strides<kRowPitch, 1, kPanel, kPanel>>(w_.k + begin * kRowPitch, panel.q, ceil_div(p_.head_dim, kStep),
-                                                        w_.s + begin * kPanel, end - begin, FromZero{}, maximum,
-                                                        &next_k_);
+    for (int v = 0; v < kUsed; ++v) maximum[v] = panel.max[v];
+    product<Dot, Strides<kRowPitch, 1, kPanel, kPanel>, kUsed>(w_.k + begin * kRowPitch, panel.q,
+                                                               ceil_div(p_.head_dim, kStep), w_.s + begin * kPanel,
+                                                               end - begin, FromZero{}, maximum, &next_k_);
   }
 
+  template <int kUsed>
   __attribute__((noinline)) void apply_features(const Panel& panel, const KeySegment& segment) {
-    features_.template apply<kPanel, kPanel>(w_.s + segment.row * kPanel, segment, panel.i0, panel.lanes,
-                                             scale_.magnitude, nullptr);
+    features_.template apply<kUsed * kLanes, kPanel>(w_.s + segment.row * kPanel, segment, panel.i0, panel.lanes,
+                                                     scale_.magnitude, nullptr);
     if (features_.dropout())
-      features_.template random_bytes<kPanel, kPanel>(segment, panel.i0, w_.random + segment.row * kPanel);
+      features_.template random_bytes<kUsed * kLanes, kPanel>(segment, panel.i0, w_.random + segment.row * kPanel);
   }
 
+  template <int kUsed>
   __attribute__((noinline)) void row_maximum(const Panel& panel, int begin, int end, Vec* maximum) const {
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < kUsed; ++v) {
       Vec m = panel.max[v];
       for (int r = begin; r < end; ++r) m = max(m, load(w_.s + r * kPanel + v * kLanes));
       maximum[v] = m;
@@ -149,17 +156,18 @@ class ForwardTile {
   }
 
   // The online softmax's step with the scores of rows [begin, end) and their maximum, and O^T += V^T·P^T.
+  template <int kUsed>
   __attribute__((noinline)) void accumulate(Panel& panel, int begin, int end, const Vec* maximum) {
     // m' and exp(m - m'); a row that has seen no key yet takes m' = 0 instead of -inf.
-    Vec rescale[kVecs], shift[kVecs];
-    for (int v = 0; v < kVecs; ++v) {
+    Vec rescale[kUsed], shift[kUsed];
+    for (int v = 0; v < kUsed; ++v) {
       shift[v] = finite_or_zero(maximum[v]);
       rescale[v] = exp2<5>(mul(sub(panel.max[v], shift[v]), set1(factor_)));
       panel.max[v] = maximum[v];
       panel.sum[v] = mul(panel.sum[v], rescale[v]);
     }
-    exponentiate(panel, begin, end, shift);
-    product<Dot, Strides<SummedKeys::kRow, SummedKeys::kStep, kPanel, kPanel>>(
+    exponentiate<kUsed>(panel, begin, end, shift);
+    product<Dot, Strides<SummedKeys::kRow, SummedKeys::kStep, kPanel, kPanel>, kUsed>(
         w_.v + begin / kStep * SummedKeys::kStep, reinterpret_cast<const Word*>(w_.s + begin * kPanel),
         ceil_div(end - begin, kStep), panel.o, p_.head_dim_v, FromScaledC{rescale}, nullptr, &next_v_);
   }
@@ -203,9 +211,10 @@ class ForwardTile {
   }
 
   // P^T = exp(S^T - m') in place, in the layout the second product reads, and its sum.
+  template <int kUsed>
   void exponentiate(Panel& panel, int begin, int end, const Vec* shift) {
-    Vec sum[kVecs];
-    for (int v = 0; v < kVecs; ++v) sum[v] = zero();
+    Vec sum[kUsed];
+    for (int v = 0; v < kUsed; ++v) sum[v] = zero();
     const Vec factor = set1(factor_);
     // The difference first: exactly 1 at the maximum, however large, where s·factor and m'·factor round apart.
     auto probability = [&](int r, int v) __attribute__((always_inline)) {
@@ -217,13 +226,13 @@ class ForwardTile {
     if constexpr (kStep == 1) {
       for (int r = begin; r < end; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < kVecs; ++v) store(w_.s + r * kPanel + v * kLanes, probability(r, v));
+        for (int v = 0; v < kUsed; ++v) store(w_.s + r * kPanel + v * kLanes, probability(r, v));
     } else {
 #if defined(__AVX512BF16__)
       auto* pairs = reinterpret_cast<std::uint32_t*>(w_.s + begin * kPanel);
       for (int r = begin; r < end; r += 2, pairs += kPanel)
 #pragma GCC unroll 4
-        for (int v = 0; v < kVecs; ++v) {
+        for (int v = 0; v < kUsed; ++v) {
           Vec even = probability(r, v), odd = r + 1 < end ? probability(r + 1, v) : zero();
           store_pairs(pairs + v * kLanes, interleave_halves(to_bf16(even, odd)));
         }
@@ -231,7 +240,7 @@ class ForwardTile {
       std::memset(pairs, 0, sizeof(Word) * (round_up(steps, Dot::kDepth) - steps) * kPanel);
 #endif
     }
-    for (int v = 0; v < kVecs; ++v) panel.sum[v] = add(panel.sum[v], sum[v]);
+    for (int v = 0; v < kUsed; ++v) panel.sum[v] = add(panel.sum[v], sum[v]);
   }
 
   FLASHSDK_HD Vec drop(Vec e, int r, int v) const {

@@ -79,21 +79,21 @@ struct FromScaledC {  // the online softmax's rescale, folded into the load
 // The sum of the steps is taken first, and C added to it: what reaches a long running sum is rounded once a product and
 // not once a step, which keeps fp32 four times as exact at 4096 rows. maximum, when not null, takes the running maximum
 // of every lane of C.
-template <class Dot, int kRows, class S, class Start>
+template <class Dot, int kRows, class S, int kUsed, class Start>
 __attribute__((noinline)) void micro_kernel(const typename Dot::Word* a, const typename Dot::Word* b, int steps,
                                             float* c, Start start, Vec* maximum) {
-  Vec acc[kRows][kVecs];
+  Vec acc[kRows][kUsed];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) acc[r][v] = zero();
+    for (int v = 0; v < kUsed; ++v) acc[r][v] = zero();
 
 // Fewer counters and branches between the products: 8 to 10 % on an AVX2 core whose sibling thread is busy.
 #pragma GCC unroll 4
   for (int s = 0; s < steps; ++s) {
-    typename Dot::Operand lane[kVecs];
+    typename Dot::Operand lane[kUsed];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < kUsed; ++v) {
       lane[v] = Dot::load_operand(b + v * kLanes);
       keep_in_register(lane[v]);
     }
@@ -101,7 +101,7 @@ __attribute__((noinline)) void micro_kernel(const typename Dot::Word* a, const t
     for (int r = 0; r < kRows; ++r) {
       typename Dot::Operand x = Dot::broadcast(a[r * S::kARow]);
 #pragma GCC unroll 16
-      for (int v = 0; v < kVecs; ++v) acc[r][v] = Dot::accumulate(acc[r][v], x, lane[v]);
+      for (int v = 0; v < kUsed; ++v) acc[r][v] = Dot::accumulate(acc[r][v], x, lane[v]);
     }
     a += S::kAStep;
     b += S::kBStep;
@@ -110,14 +110,14 @@ __attribute__((noinline)) void micro_kernel(const typename Dot::Word* a, const t
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < kUsed; ++v) {
       if constexpr (!std::is_same_v<Start, FromZero>)
         acc[r][v] = add(acc[r][v], start.template operator()<S::kCRow>(c, r, v));
       store(c + r * S::kCRow + v * kLanes, acc[r][v]);
     }
   if (maximum != nullptr) {
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < kUsed; ++v) {
       Vec m = maximum[v];
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) m = max(m, acc[r][v]);
@@ -154,18 +154,18 @@ class RowPrefetch {
   int rows_ = 0, row_bytes_ = 0;
 };
 
-// C rows [0, rows) (and padding) += or = A·B for one panel of kVecs·kLanes lanes.
-template <class Dot, class S, class Start>
+// C rows [0, rows) (and padding) += or = A·B for one panel of kVecs·kLanes lanes, or its first kUsed vectors of them.
+template <class Dot, class S, int kUsed = kVecs, class Start>
   requires(!Dot::kTiles)
 void product(const typename Dot::Word* a, const typename Dot::Word* b, int steps, float* c, int rows, Start start,
              Vec* maximum = nullptr, RowPrefetch* prefetch = nullptr) {
   const int fours = rows_by_four(rows), end = padded_rows(rows);
   int r = 0;
   for (; r < end - 4 * fours; r += 6) {
-    micro_kernel<Dot, 6, S>(a + r * S::kARow, b, steps, c + r * S::kCRow, start, maximum);
+    micro_kernel<Dot, 6, S, kUsed>(a + r * S::kARow, b, steps, c + r * S::kCRow, start, maximum);
     if (prefetch != nullptr) prefetch->advance(kRowsAhead);
   }
-  for (; r < end; r += 4) micro_kernel<Dot, 4, S>(a + r * S::kARow, b, steps, c + r * S::kCRow, start, maximum);
+  for (; r < end; r += 4) micro_kernel<Dot, 4, S, kUsed>(a + r * S::kARow, b, steps, c + r * S::kCRow, start, maximum);
 }
 
 }  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

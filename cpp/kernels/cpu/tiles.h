@@ -99,8 +99,8 @@ FLASHSDK_HD void raise_maximum(const float* c, int rows, Vec* maximum) {
   for (int v = 0; v < kVecs; ++v) maximum[v] = m[v];
 }
 
-template <class Dot, class S, class Start>
-  requires Dot::kTiles
+template <class Dot, class S, int kUsed = kVecs, class Start>
+  requires(Dot::kTiles && kUsed == kVecs)
 void product(const typename Dot::Word* a, const typename Dot::Word* b, int steps, float* c, int rows, Start start,
              Vec* maximum = nullptr, RowPrefetch* prefetch = nullptr) {
   static_assert(S::kAStep == 1);
