@@ -135,8 +135,9 @@ def test_no_keys():
 
 def test_no_batch():
     q, k, v, dout = qkv((1, 90), (8, 2), 40, batch=0)
-    out, lse = fs.mha_fwd(q, k, v)
-    assert (out.shape, lse.shape) == ((0, 1, 8, 40), (0, 8, 1))
+    for mask in (fs.SlidingWindow(20, 0), None):
+        out, lse = fs.mha_fwd(q, k, v, mask=mask)
+        assert (out.shape, lse.shape) == ((0, 1, 8, 40), (0, 8, 1))
     assert [x.shape for x in fs.mha_bwd(dout, q, k, v, out, lse)] == [q.shape, k.shape, v.shape]
 
 
