@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/params.h"
+#include "common/turn_order.h"
 
 namespace flashsdk::cuda {
 
@@ -20,7 +21,7 @@ struct TileSchedule {
 
   FLASHSDK_HD std::int64_t size() const { return std::int64_t{num_blocks} * heads_total; }
 
-  __device__ TileWork work(int index) const {
+  FLASHSDK_HD TileWork work(int index) const {
     int section_tiles = section * num_blocks;
     int first_head = index / section_tiles * section;
     int rest = index % section_tiles;
@@ -32,10 +33,11 @@ struct TileSchedule {
 };
 
 // Heads whose operands of bytes_per_head stay in L2 together.
-inline int section_of(std::int64_t bytes_per_head, int heads_total, bool uniform_tiles) {
-  constexpr std::int64_t kL2Share = 16 << 20;  // of 40 MiB (A100) to 60 MB (H200)
+inline constexpr std::int64_t kL2Share = 16 << 20;  // of 40 MiB (A100) to 60 MB (H200)
+inline int section_of(std::int64_t bytes_per_head, int heads_total, bool uniform_tiles,
+                      std::int64_t l2_share = kL2Share) {
   if (uniform_tiles || heads_total == 0) return 1;
-  std::int64_t fit = kL2Share / (bytes_per_head > 0 ? bytes_per_head : 1);
+  std::int64_t fit = l2_share / (bytes_per_head > 0 ? bytes_per_head : 1);
   return static_cast<int>(fit < 1 ? 1 : fit > heads_total ? heads_total : fit);
 }
 
@@ -49,13 +51,20 @@ inline TileSchedule forward_schedule(const ForwardParams& p, int tile_queries, s
           section_of(kv_bytes, heads_total, uniform_tiles), true};
 }
 
-// The tiles of keys, whose heads share Q, dO and the fp32 dQ in L2.
+// The tiles of keys, whose heads share Q, dO and the fp32 dQ in L2. In a deterministic call key tiles of a head take turns
+// (turn_order.h): the more heads side by side, the fewer blocks queue for the same dQ.
 inline TileSchedule backward_schedule(const ForwardParams& p, int tile_keys, std::size_t element_bytes) {
   const int heads_total = p.num_heads_kv * p.batch;
   const std::int64_t q_bytes = std::int64_t{p.seqlen_q} * p.heads_per_group() *
                                ((p.head_dim + p.head_dim_v) * element_bytes + p.head_dim * sizeof(float));
-  return {ceil_div(p.seqlen_k, tile_keys), p.num_heads_kv, heads_total,
-          section_of(q_bytes, heads_total, p.mask.kind == MaskKind::kDense), false};
+  TileSchedule schedule{ceil_div(p.seqlen_k, tile_keys), p.num_heads_kv, heads_total, 0, false};
+  if (p.deterministic) {
+    schedule.section = section_of(q_bytes, heads_total, false, 2 * kL2Share);
+    schedule.descending = last_keys_first(p.mask);
+  } else {
+    schedule.section = section_of(q_bytes, heads_total, p.mask.kind == MaskKind::kDense);
+  }
+  return schedule;
 }
 
 }  // namespace flashsdk::cuda

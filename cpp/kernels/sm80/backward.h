@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/kernel_entry.h"
+#include "common/turn_order.h"
 #include "cuda/backward_passes.h"
 #include "cuda/backward_scores.h"
 #include "cuda/backward_stream.h"
@@ -21,8 +22,7 @@ using QueryStream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy,
 template <class Traits, class Policy, cuda::Features kFeatures>
 using BackwardScores = cuda::BackwardScores<Traits::kBlockM, Traits::kBlockN, Policy, kFeatures, Traits::kWholeCalls>;
 
-// Adds a tile of dQ (without the softmax scale) to its accumulator. In a deterministic call key tiles take turns, in
-// ascending order; a thread block waits only for ones that started before it.
+// Adds a tile of dQ (without the softmax scale) to its accumulator. In a deterministic call key tiles take turns.
 template <class Traits, class Policy, class Accumulator>
 __device__ void accumulate_dq(const Accumulator& acc, const ForwardParams& p, const SeqlenInfo& seq,
                               const cuda::BackwardWorkspace& ws, const cuda::TileWork& work,
@@ -33,9 +33,10 @@ __device__ void accumulate_dq(const Accumulator& acc, const ForwardParams& p, co
   if (p.deterministic) {
     if (threadIdx.x == 0) {
       Policy policy(p.mask, seq, work.batch, item.head);
-      int rank = policy.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, item.tile.index).rank_of(work.block);
+      const TileWalk row = policy.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, item.tile.index);
+      const int mine = turn_of(p.mask, row, work.block);
       volatile int* turn = ws.turn + tile;
-      while (*turn != rank) {
+      while (*turn != mine) {
       }
       __threadfence();
     }

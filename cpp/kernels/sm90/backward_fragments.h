@@ -52,10 +52,11 @@ __device__ __forceinline__ void publish(const Ring<kStages>& ring, const RingSta
 }
 
 // A warpgroup's piece of dQ, in the order of the accumulator's registers, for the warp that adds it; publish() it then.
-template <class Accumulator>
-__device__ __forceinline__ void store_dq(float* smem, const Ring<1>& ring, const RingState<1>& use,
-                                         const Accumulator& acc, int thread) {
-  ring.wait_empty(use);
+// n: pieces before. There is one buffer, though more barriers: the piece before must have left.
+template <int kStages, class Accumulator>
+__device__ __forceinline__ void store_dq(float* smem, const Ring<kStages>& ring, unsigned n, const Accumulator& acc,
+                                         int thread) {
+  ring.wait_empty(RingState<kStages>::after(n + kStages - 1));
   float4* target = reinterpret_cast<float4*>(smem) + thread;
   CUTE_UNROLL
   for (int e = 0; e < cute::size(acc); e += 4)

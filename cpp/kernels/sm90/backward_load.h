@@ -2,6 +2,7 @@
 // and tells the others, one loads, and one for each computing warpgroup adds to dq_accum.
 #pragma once
 
+#include "common/turn_order.h"
 #include "cuda/backward_stream.h"
 #include "cuda/backward_workspace.h"
 #include "sm90/backward_traits.h"
@@ -77,10 +78,20 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
     smem.work[use.stage] = work;
     smem.full_work.arrive_full(use);
   };
+  // The first is that of the block's index, and the next is taken before work on one begins, so that nobody waits for the
+  // counter. Not so where blocks wait for each other (turn_order.h): only a block that runs may take work, and it soon
+  // begins what it has taken: all but the last kStepsLeft steps of the work before have been read.
+  const bool ahead = !p.deterministic;
+  constexpr unsigned kStepsLeft = 2;
+  auto take = [&]() -> int {
+    if (ahead) return gridDim.x + atomicAdd(ws.next_work, 1);
+    smem.full_plan.wait_empty(RingState<kPlannedSteps>::after(steps + kPlannedSteps - 1 - kStepsLeft));
+    return atomicAdd(ws.next_work, 1);
+  };
   const int count = static_cast<int>(schedule.size());
-  for (int index = blockIdx.x; index < count;) {
+  for (int index = ahead ? blockIdx.x : take(), next_index = 0; index < count; index = ahead ? next_index : take()) {
     const cuda::TileWork work = schedule.work(index);
-    index = gridDim.x + atomicAdd(ws.next_work, 1);
+    if (ahead) next_index = take();
     const SeqlenInfo seq(p, work.batch);
     if (work.block * Traits::kBlockN >= seq.seqlen_k) continue;
     const std::int64_t first_tile = ws.first_tile(p, seq, work.batch);
@@ -90,15 +101,16 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
     tell({work, more, false});
     for (; more; item = next) {
       more = stream.next(next);
-      int rank = 0;
+      int turn = 0;
       if (p.deterministic) {
         Policy policy(p.mask, seq, work.batch, item.head);
-        rank = policy.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, item.tile.index).rank_of(work.block);
+        const TileWalk row = policy.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, item.tile.index);
+        turn = turn_of(p.mask, row, work.block);
       }
       const auto tile = static_cast<int>(item.head * ws.tiles_per_head + first_tile + item.tile.index);
       const auto use = RingState<kPlannedSteps>::after(steps++);
       smem.full_plan.wait_empty(use);
-      smem.plan[use.stage] = {{item.head, item.tile.index, item.tile.partial, !more}, tile, rank};
+      smem.plan[use.stage] = {{item.head, item.tile.index, item.tile.partial, !more}, tile, turn};
       smem.full_plan.arrive_full(use);
     }
   }
@@ -154,6 +166,22 @@ __device__ __forceinline__ void bulk_write(float* global, const float* shared, i
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+// A piece of dq_accum is handed from block to block, by what one thread of each knows of it.
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ void after_acquire() {
+  asm volatile("fence.proxy.async;" ::: "memory");  // from here on also for the copy engine
+}
+// When this thread's bulk_write()s are done, but for the last kNewer.
+template <int kNewer>
+__device__ __forceinline__ void store_release(int* to, int x) {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kNewer) : "memory");
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
 // One thread, where dq_accum is not cleared: who comes first to a piece writes it, and the others add once that is there.
 class DqTurn {
  public:
@@ -161,10 +189,8 @@ class DqTurn {
 
   // Whether the piece has been written.
   __device__ __forceinline__ bool written() const {
-    int now;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn_) : "memory");
-    if (now != kWritten) return false;
-    asm volatile("fence.proxy.async;" ::: "memory");  // from here on also for the copy engine
+    if (load_acquire(turn_) != kWritten) return false;
+    after_acquire();
     return true;
   }
   // Whether this thread is to write it; else it has been written by now. Its dQ must be at hand: others wait.
@@ -175,53 +201,102 @@ class DqTurn {
     return false;
   }
   // Once bulk_write() is done.
-  __device__ __forceinline__ void publish() const {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn_), "r"(kWritten) : "memory");
-  }
+  __device__ __forceinline__ void publish() const { store_release<0>(turn_, kWritten); }
 
  private:
   static constexpr int kNothing = 0, kWriting = 1, kWritten = 2;
   int* turn_;
 };
 
-// One thread: adds what a warpgroup leaves in shared memory to dq_accum. In a deterministic call key tiles take turns at
-// each tile of queries, in ascending order; a thread block waits only for ones whose work was taken earlier.
+// What one thread does with the dQ that warpgroups leave in shared memory: it brings each piece to dq_accum.
+template <class Traits>
+class DqAdder {
+ public:
+  __device__ DqAdder(const cuda::BackwardWorkspace& ws, typename Traits::Smem& smem, int warp)
+      : ws_(ws), smem_(smem), warp_(warp) {}
+
+  // The pieces of the warpgroup with this warp's number. step: how many were before.
+  __device__ void add(int tile, unsigned step) const {
+    for (int i = 0; i < kPieces; ++i) {
+      const DqTurn first(ws_.turn + piece_of(tile, warp_, i));
+      bool adds = Traits::kClearsDq || first.written();  // asked before there is something to add
+      smem_.full_dq[warp_].wait_full(use_of(step, i));
+      if (!adds) adds = !first.claim();
+      write(tile, warp_, step, i, adds);
+      if (!adds) first.publish();
+    }
+  }
+
+  // The same when a key tile's turn has come (turn_order.h). To see a turn, to add and to pass the turn on takes longer
+  // than a step. So the warps alternate, and each adds all pieces of every second step. Not so where the warpgroups'
+  // dQ of a step comes at different times: a turn would be held longer.
+  __device__ void add_in_turn(int tile, unsigned step, int mine) {
+    if (kAlternate && step % Traits::kWarpgroups != static_cast<unsigned>(warp_)) return;
+    const int begin = kAlternate ? 0 : warp_, end = kAlternate ? Traits::kWarpgroups : warp_ + 1;
+    int* const turn = ws_.turn + piece_of(tile, begin, 0);
+    const auto use = use_of(step, 0);
+    bool come = load_acquire(turn) == mine;
+    if (!come || !smem_.full_dq[begin].full[use.stage].test_wait(use.phase)) pass_turn<0>();  // nothing else to do
+    while (!come) come = load_acquire(turn) == mine;
+    after_acquire();
+    for (int warpgroup = begin; warpgroup < end; ++warpgroup) {
+      for (int i = 0; i < kPieces; ++i) {
+        smem_.full_dq[warpgroup].wait_full(use_of(step, i));
+        write(tile, warpgroup, step, i, true);
+      }
+    }
+    pass_turn<kAlternate ? Traits::kDqPieces : kPieces>();
+    held_ = turn;
+    next_ = mine + 1;
+  }
+  // After the last step of a key tile.
+  __device__ void finish_turns() { pass_turn<0>(); }
+
+ private:
+  static constexpr bool kAlternate = !Traits::kWide;
+  static constexpr int kPieces = Traits::kDqPieces / Traits::kWarpgroups;  // of a step, for each warpgroup
+  static_assert(!kAlternate || kPieces == 1);
+
+  __device__ static std::int64_t piece_of(int tile, int warpgroup, int i) {
+    return std::int64_t{tile} * Traits::kDqPieces + warpgroup * kPieces + i;
+  }
+  __device__ static auto use_of(unsigned step, int i) {
+    return RingState<Traits::kDqPieces>::after(step * kPieces + i);
+  }
+  __device__ __forceinline__ void write(int tile, int warpgroup, unsigned step, int i, bool adds) const {
+    bulk_write(ws_.dq_accum + piece_of(tile, warpgroup, i) * Traits::kDqElements, smem_.dq[warpgroup],
+               Traits::kDqElements * static_cast<int>(sizeof(float)), adds);
+    smem_.full_dq[warpgroup].release(use_of(step, i), 0);
+  }
+  // Passes on the turn that is still held, if one is, when all but the last kNewer bulk_write()s are done.
+  template <int kNewer>
+  __device__ __forceinline__ void pass_turn() {
+    if (held_ != nullptr) store_release<kNewer>(held_, next_);
+    held_ = nullptr;
+  }
+
+  const cuda::BackwardWorkspace& ws_;
+  typename Traits::Smem& smem_;
+  int warp_;
+  int* held_ = nullptr;
+  int next_ = 0;
+};
+
+// One thread of each of the warps that add.
 template <class Traits>
 __device__ void add_dq(const BackwardParams& p, const cuda::BackwardWorkspace& ws, typename Traits::Smem& smem,
-                       int warpgroup) {
-  constexpr int kPieces = Traits::kDqPieces / Traits::kWarpgroups;  // of a step
-  constexpr int kBytes = Traits::kDqElements * static_cast<int>(sizeof(float));
-  unsigned steps = 0, pieces = 0;
-  auto& ring = smem.full_dq[warpgroup];
+                       int warp) {
+  DqAdder<Traits> adder(ws, smem, warp);
+  unsigned steps = 0;
   for_each_work<Traits, false>(smem, [&](const BackwardWork& work) {
     if (work.visited) {
       for_each_step<Traits>(smem, steps, [&](const PlannedStep& planned) {
-        std::int64_t piece = std::int64_t{planned.tile} * Traits::kDqPieces + warpgroup * kPieces;
-        for (int i = 0; i < kPieces; ++i, ++piece) {
-          const DqTurn first(ws.turn + piece);
-          const bool cleared = Traits::kClearsDq || p.deterministic;
-          bool adds = cleared || first.written();  // asked before there is something to add
-          volatile int* turn = ws.turn + piece;
-          if (p.deterministic) {
-            while (*turn != planned.rank) {
-            }
-            __threadfence();
-            asm volatile("fence.proxy.async;" ::: "memory");  // from here on also for the copy engine
-          }
-          const auto use = RingState<1>::after(pieces++);
-          ring.wait_full(use);
-          if (!adds) adds = !first.claim();
-          bulk_write(ws.dq_accum + piece * Traits::kDqElements, smem.dq[warpgroup], kBytes, adds);
-          ring.release(use, 0);
-          if (!adds) first.publish();
-          if (p.deterministic) {
-            asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-            __threadfence();
-            *turn = *turn + 1;
-          }
-        }
+        if (p.deterministic)
+          adder.add_in_turn(planned.tile, steps, planned.turn);
+        else
+          adder.add(planned.tile, steps);
       });
+      adder.finish_turns();
     }
   });
 }

@@ -22,7 +22,7 @@ struct BackwardStep {
 struct PlannedStep {
   BackwardStep step;
   int tile;  // of queries, in the workspace
-  int rank;  // deterministic: how many key tiles come before this one to that tile
+  int turn;  // there, in a deterministic call (turn_order.h)
 };
 constexpr int kPlannedSteps = 8;  // that the walking warp may be ahead
 // The next tile of keys.
@@ -85,8 +85,8 @@ struct NarrowBackwardTraits {
     Ring<kQueryStages> full_q;  // with lse_log2 and step
     Ring<kStages> full_do;      // with delta
     Ring<kKeyBuffers> full_k, full_v;
-    Ring<kScoreBuffers> full_ds;  // from and to the computing warps
-    Ring<1> full_dq[kWarpgroups];
+    Ring<kScoreBuffers> full_ds;           // from and to the computing warps
+    Ring<kDqPieces> full_dq[kWarpgroups];  // of one buffer, but two steps' barriers: see DqAdder
     Ring<2> full_work;
     Ring<kPlannedSteps> full_plan;
 
@@ -159,9 +159,9 @@ struct WideBackwardTraits {
     Ring<kQueryStages> full_q;
     Ring<kStages> full_do;
     Ring<kKeyBuffers> full_k, full_v;
-    Ring<kScoreBuffers> full_ds;       // from the one warpgroup to both
-    EmptyRing<kScoreBuffers> empty_p;  // a named barrier says that P is there
-    Ring<1> full_dq[kWarpgroups];
+    Ring<kScoreBuffers> full_ds;           // from the one warpgroup to both
+    EmptyRing<kScoreBuffers> empty_p;      // a named barrier says that P is there
+    Ring<kDqPieces> full_dq[kWarpgroups];  // of one buffer, but two steps' barriers: see DqAdder
     Ring<2> full_work;
     Ring<kPlannedSteps> full_plan;
 

@@ -162,10 +162,10 @@ class BackwardWarpgroup {
   __device__ __forceinline__ void store_dq(Accumulator& acc_dq) {
     finished(acc_dq);
     smem_.full_ds.release(RingState<Traits::kScoreBuffers>::after(steps_ - 1), thread_);
-    sm90::store_dq(smem_.dq[warpgroup_], smem_.full_dq[warpgroup_], RingState<1>::after(dq_tiles_), acc_dq, thread_);
+    sm90::store_dq(smem_.dq[warpgroup_], smem_.full_dq[warpgroup_], dq_tiles_, acc_dq, thread_);
   }
   __device__ __forceinline__ void publish_dq() {
-    publish(smem_.full_dq[warpgroup_], RingState<1>::after(dq_tiles_++), thread_);
+    publish(smem_.full_dq[warpgroup_], RingState<Traits::kDqPieces>::after(dq_tiles_++), thread_);
   }
 
   __device__ int key_buffer() const { return key_tiles_ % Traits::kKeyBuffers; }

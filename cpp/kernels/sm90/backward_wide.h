@@ -246,9 +246,8 @@ class WideBackwardWarpgroup {
     cute::warpgroup_wait<kPieces - 1 - kPiece>();
     finished(acc);
     if constexpr (kPiece + 1 == kPieces) smem_.full_ds.release(ScoreUse::after(step), thread_);
-    const auto use = RingState<1>::after(dq_pieces_++);
-    store_dq(smem_.dq[warpgroup_], smem_.full_dq[warpgroup_], use, acc, thread_);
-    publish(smem_.full_dq[warpgroup_], use, thread_);
+    store_dq(smem_.dq[warpgroup_], smem_.full_dq[warpgroup_], dq_pieces_, acc, thread_);
+    publish(smem_.full_dq[warpgroup_], RingState<Traits::kDqPieces>::after(dq_pieces_++), thread_);
     if constexpr (kPiece + 1 < kPieces) finish_dq<kPiece + 1>(pieces, step);
   }
 
