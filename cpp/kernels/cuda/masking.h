@@ -1,6 +1,7 @@
 // Cuts a tile of scores to what the mask policy allows and to the sequence ends.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 #include <utility>
 
@@ -85,6 +86,55 @@ __device__ void mask_ranges(Scores& scores, const Coordinates& coordinates, cons
       const int key = cute::get<1>(coordinates(0, k)) - cute::get<1>(origin);
       if (begin > key || end <= key) scores(q, k) = masked_value;
     }
+  }
+}
+
+// Which keys of a tile the rows of a thread see, as a bit for each of its columns: known before the scores are.
+template <int kRows, int kColumns>
+class VisibleColumns {
+ public:
+  // Columns of an accumulator come in pairs, eight keys apart. begin, end: keys counted from the thread's first.
+  __device__ void set(int row, int begin, int end) {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) bits_[row][i] = first(before(end) - 32 * i) & ~first(before(begin) - 32 * i);
+  }
+  // Hidden ones become −inf. zero: of the branch, see branch_if(). A sum is taken for new by the compiler, which then tests
+  // seven of its bits in one instruction.
+  template <class Scores>
+  __device__ void hide_others(Scores& scores, unsigned zero) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < kExtent<Scores, 1>; ++j) {
+        scores(i, j) = ((bits_[i][j / 32] + zero) & (1u << j % 32)) != 0 ? scores(i, j) : -INFINITY;
+      }
+    }
+  }
+
+ private:
+  static constexpr int kWords = (kColumns + 31) / 32;
+  static __device__ int before(int key) {
+    const int k = max_of(key, 0);
+    return k / 8 * 2 + min_of(k % 8, 2);
+  }
+  static __device__ std::uint32_t first(int count) { return count >= 32 ? ~0u : (1u << max_of(count, 0)) - 1; }
+
+  std::uint32_t bits_[kRows][kWords];
+};
+
+// Rows are queries, each of which sees an interval of keys: see mask_tile().
+template <class Policy, class Coordinates, int kRows, int kColumns>
+__device__ void find_visible(VisibleColumns<kRows, kColumns>& visible, const Coordinates& coordinates,
+                             const Policy& policy, bool partial, int m0, int n0, int seqlen_k) {
+  const int first = n0 + cute::get<1>(coordinates(0, 0));
+  CUTE_UNROLL
+  for (int q = 0; q < kRows; ++q) {
+    KeyRange seen{0, seqlen_k};
+    if (partial) {
+      seen = policy.keys_of(m0 + cute::get<0>(coordinates(q, 0)));
+      seen.end = min_of(seen.end, seqlen_k);
+    }
+    visible.set(q, seen.begin - first, seen.end - first);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cfloat>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include <cuda_runtime.h>
@@ -29,12 +30,17 @@ __device__ __forceinline__ int opaque(int x) {
 
 // if (condition) body(), where the condition is the same for the whole warp. Written as a loop whose end no compiler
 // knows (grids have no third dimension), so that it stays a branch: as predicated instructions, which ptxas makes even of
-// large bodies, what is skipped would still take its issue slots.
+// large bodies, what is skipped would still take its issue slots. A body may take a zero that no compiler knows: what it
+// computes with that is computed behind the branch, and not, as the same in every run of the loop, ahead of it.
 template <class Body>
 __device__ __forceinline__ void branch_if(bool condition, Body&& body) {
 #pragma unroll 1
   for (unsigned runs = condition; runs > 0;) {
-    body();
+    if constexpr (std::is_invocable_v<Body, unsigned>) {
+      body(runs - 1);
+    } else {
+      body();
+    }
     asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(runs));
   }
 }

@@ -65,6 +65,18 @@ class OnlineSoftmax {
     for (int i = 0; i < kRows; ++i) grows |= scale_ * (tile_max[i] - max_[i]) > kSlack;
     return __any_sync(0xffffffffu, grows) != 0;
   }
+  // For other rows, whose first tile this is: the references are the maxima of a few of their scores, for a try.
+  template <class Scores>
+  __device__ void restart_by_some(const Scores& scores) {
+    constexpr int kLast = decltype(cute::size<1>(scores))::value - 1;
+    float some[kRows];
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      some[i] = quad_max(fmaxf(fmaxf(scores(i, 0), scores(i, 1)), fmaxf(scores(i, kLast - 1), scores(i, kLast))));
+    }
+    restart(some);
+    find_offsets();
+  }
   // For other rows, whose first tile this is.
   __device__ void restart(const float (&tile_max)[kRows]) {
     CUTE_UNROLL
@@ -96,14 +108,7 @@ class OnlineSoftmax {
   // difference comes first, which is exactly 0 at the maximum.
   template <class Scores>
   __device__ void exponentiate(Scores& scores) {
-    bool large = false;
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) large |= fabsf(scale_ * finite(max_[i])) > kMaxRounded;
-    large = __any_sync(0xffffffffu, large) != 0;
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      offset_[i] = large || max_[i] == -INFINITY ? -INFINITY : scale_ * max_[i];
-    }
+    const bool large = find_offsets();
     branch_if(large, [&] {
       CUTE_UNROLL
       for (int i = 0; i < kRows; ++i) {
@@ -170,6 +175,18 @@ class OnlineSoftmax {
   }
 
  private:
+  // Whether the difference from the maximum has to come first, in some row of the warp.
+  __device__ bool find_offsets() {
+    bool large = false;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) large |= fabsf(scale_ * finite(max_[i])) > kMaxRounded;
+    large = __any_sync(0xffffffffu, large) != 0;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      offset_[i] = large || max_[i] == -INFINITY ? -INFINITY : scale_ * max_[i];
+    }
+    return large;
+  }
   static __device__ float finite(float m) { return m == -INFINITY ? 0.f : m; }
 
   float scale_;

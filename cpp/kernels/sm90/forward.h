@@ -7,9 +7,10 @@
 // softmax runs under another's. Here the tiles of all work make one stream: the first scores of the next queries are
 // computed under the last P·V of these, and the epilogue lies under the other warpgroups' products.
 //
-// Nor do the exponentials of a tile wait for its maximum. They try the maximum so far, which after the first tile nearly
-// always does: any reference is exact in floating point while exp2(scale·(score − reference)) neither overflows nor
-// loses what counts. Where the sums say that it did not do, the scores, overwritten by then, are computed once more.
+// Nor do the exponentials of a tile wait for its maximum. They try the maximum so far, or that of a few keys where the
+// queries are new, which nearly always does: any reference is exact in floating point while
+// exp2(scale·(score − reference)) neither overflows nor loses what counts. Where the sums say that it did not do, the
+// scores, overwritten by then, are computed once more.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -61,9 +62,17 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
   using Keys = RingState<Traits::kKeyStages>;
   using Values = RingState<Traits::kValueStages>;
   using Queries = RingState<Traits::kQueryStages>;
-  auto wait_for_tile = [&](unsigned index) {
-    smem.k_ring.wait_full(Keys::after(index));
-    return smem.key_tiles[index % Traits::kSlots];
+  auto announcement = [&](unsigned index) {
+    const unsigned slot = index % Traits::kSlots;
+    if constexpr (Traits::kReadsAhead) {
+      smem.announced[slot].wait(index / Traits::kSlots & 1);
+    } else {
+      smem.k_ring.wait_full(Keys::after(index));
+    }
+    return smem.key_tiles[slot];
+  };
+  auto wait_for_keys = [&](unsigned index) {
+    if constexpr (Traits::kReadsAhead) smem.k_ring.wait_full(Keys::after(index));
   };
   auto of = [&](unsigned work) -> const QueryTile& { return smem.query_tiles[work % Traits::kSlots]; };
   auto start_scores = [&](auto& acc, const KeyTile& tile, unsigned index, unsigned work) {
@@ -77,8 +86,9 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
   };
 
   unsigned index = 0, work = 0;  // of the tile whose P·V comes next: counts tiles of keys, and of queries
-  KeyTile tile = wait_for_tile(index);
+  KeyTile tile = announcement(index);
   if (tile.has(KeyTile::kEnd)) return;
+  wait_for_keys(index);
   using Scores = ForwardScores<Traits, Policy, kFeatures>;
   Scores scores(p, warpgroup);
   auto acc_out = accumulator<MmaOut, Traits::kHeadDimV>();
@@ -89,6 +99,7 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
     smem.v_ring.wait_full(v);
     start_gemm<MmaOut>(probabilities_a, values(_, _, _, v.stage), acc_out, !tile.has(KeyTile::kFirst));
   };
+  auto owes_output = [&] { return Traits::kWritesLate && tile.has(KeyTile::kFirst) && work > 0; };
   auto finish_out = [&] {
     cute::warpgroup_wait<0>();
     finished(acc_out);
@@ -105,22 +116,29 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
     scores.keep(acc, probabilities, tile, of(work));
   }
   const Turn<Traits::kWarpgroups, Traits::kTurns> turn(warpgroup);
-  for (;;) {
-    const KeyTile next = wait_for_tile(index + 1);
-    if (next.has(KeyTile::kEnd)) break;
+  KeyTile next = announcement(index + 1);
+  while (!next.has(KeyTile::kEnd)) {
+    wait_for_keys(index + 1);
     const unsigned next_work = work + (next.has(KeyTile::kFirst) ? 1 : 0);
     auto acc = accumulator<MmaScores, kBlockN>();
     turn.wait();
     start_scores(acc, next, index + 1, next_work);
+    const bool writes = owes_output();
+    cuda::branch_if(writes, [&] {
+      turn.pass();
+      scores.write(acc_out, of(work - 1));
+    });
     start_out();
-    turn.pass();
+    if (!writes) turn.pass();
+    KeyTile after;
+    if constexpr (Traits::kReadsAhead) after = announcement(index + 2);
+    const auto visible = scores.visible(next, of(next_work));
     cute::warpgroup_wait<1>();
     finished(acc);
     typename Scores::Factors factors;
     if constexpr (Traits::kTries) {
       const bool tries = scores.can_try(next);
-      if (!tries) release_keys(next, index + 1, next_work);
-      cuda::branch_if(!tries || !scores.try_apply(acc, next, of(next_work)), [&] {
+      cuda::branch_if(!tries || !scores.try_apply(acc, factors, next, of(next_work), visible), [&] {
         if (tries) {  // the scores were lost by it: once more
           cute::warpgroup_wait<0>();
           finished(acc_out);
@@ -128,25 +146,33 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
           cute::warpgroup_wait<0>();
           finished(acc);
         }
-        scores.apply(acc, factors, next, of(next_work), of(work));
+        scores.apply(acc, factors, next, of(next_work), visible, tries);
       });
-      if (tries) release_keys(next, index + 1, next_work);
+      release_keys(next, index + 1, next_work);
     } else {
       release_keys(next, index + 1, next_work);
-      scores.apply(acc, factors, next, of(next_work), of(work));
+      scores.apply(acc, factors, next, of(next_work), visible, false);
     }
     finish_out();
     scores.keep(acc, probabilities, next, of(next_work));
     factors.apply(acc_out);
-    if (next.has(KeyTile::kFirst)) scores.write(acc_out, of(work));
+    if constexpr (!Traits::kWritesLate) {
+      if (next.has(KeyTile::kFirst)) scores.write(acc_out, of(work));
+    }
     tile = next;
     work = next_work;
     ++index;
+    if constexpr (Traits::kReadsAhead) {
+      next = after;
+    } else {
+      next = announcement(index + 1);
+    }
   }
   turn.end();
+  cuda::branch_if(owes_output(), [&] { scores.write(acc_out, of(work - 1)); });
   start_out();
   typename Scores::Factors factors;
-  scores.close(of(work), factors);
+  scores.close(factors);
   finish_out();
   factors.apply(acc_out);
   scores.write(acc_out, of(work));

@@ -34,11 +34,9 @@ class KeyLoader {
                      [&](TileWalk walk) { load_work(work, seq, walk); });
     }
     const auto state = RingState<Traits::kKeyStages>::after(tiles_);
+    if (leader_) announce({0, KeyTile::kEnd, 0, 0});
     smem_.k_ring.wait_empty(state);
-    if (leader_) {
-      announce({0, KeyTile::kEnd, 0, 0});
-      smem_.k_ring.arrive_full(state);
-    }
+    if (leader_) smem_.k_ring.arrive_full(state);  // for those who wait for it to read the announcement
   }
 
  private:
@@ -55,10 +53,12 @@ class KeyLoader {
       const int flags = (first ? KeyTile::kFirst : 0) | (more ? 0 : KeyTile::kLast) |
                         (tile.partial ? KeyTile::kPartial : 0) | (masked ? KeyTile::kMasked : 0);
       const auto state = RingState<Traits::kKeyStages>::after(tiles_);
-      smem_.k_ring.wait_empty(state);
       if (leader_) {
         if (first) smem_.query_tiles[works_ % Traits::kSlots] = {work.block, work.head, work.batch, key_end};
         announce({n0, flags, seq.offset_k + n0, rows});
+      }
+      smem_.k_ring.wait_empty(state);
+      if (leader_) {
         smem_.k_ring.announce(state, Traits::SmemK::kBytes);
         load_tile<typename Traits::SmemK>(maps_.k, smem_.k_ring.full[state.stage],
                                           smem_.k + state.stage * Traits::SmemK::kElements,

@@ -17,6 +17,7 @@ class ForwardScores {
   using Element = typename Traits::Element;
   static constexpr int kRows = 2;  // a thread's rows of its warpgroup's 64
   using Softmax = cuda::OnlineSoftmax<kRows>;
+  using Visible = cuda::VisibleColumns<kRows, Traits::kBlockN / 4>;
 
  public:
   // What the output so far is to be multiplied by: to fit the maximum of the newest tile, or, when that has other
@@ -41,28 +42,55 @@ class ForwardScores {
         first_row_(warpgroup * kWarpgroupRows),
         scale_first_((cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) ||
                      !cuda::scales_exponents(p.score.softmax_scale)),
-        softmax_(unit() * cuda::kLog2e) {}
+        softmax_(unit() * cuda::kLog2e),
+        closed_(softmax_) {}
 
-  // Scores become probabilities, not yet divided by their sum. Most tiles do it by the maximum so far, if all rows of the
-  // warpgroup have one; where try_apply() fails, the scores are lost and have to be computed once more, for apply().
-  __device__ bool can_try(const KeyTile& tile) const { return can_try_ && !tile.has(KeyTile::kFirst); }
-  template <class Accumulator>
-  __device__ bool try_apply(Accumulator& acc, const KeyTile& tile, const QueryTile& of) {
-    modify_and_mask(acc, tile, of);
-    auto scores = as_matrix(acc);
-    return softmax_.try_exponentiate(scores, [&](bool holds) { return everywhere(holds); });
+  // What the mask leaves of a tile that it cuts: found while its scores are computed.
+  __device__ Visible visible(const KeyTile& tile, const QueryTile& of) const {
+    Visible visible;
+    cuda::branch_if(tile.has(KeyTile::kMasked), [&] {
+      const SeqlenInfo seq(p_, of.batch);
+      const Policy policy(p_.mask, seq, of.batch, of.head);
+      cuda::find_visible(visible, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), policy,
+                         tile.has(KeyTile::kPartial), m0(of), tile.n0, of.key_end);
+    });
+    return visible;
   }
-  // `previous` has the queries of the tile before this one.
+
+  // Scores become probabilities, not yet divided by their sum. Most tiles do it by a maximum that they have not looked for:
+  // that so far, or, if the queries are new, that of a few keys, which a mask might hide. Where try_apply() fails, the
+  // scores are lost and have to be computed once more, for apply().
+  __device__ bool can_try(const KeyTile& tile) const {
+    if (!cuda::modifies_scores(kFeatures) && scale_first_) return false;  // rare: not worth its branch in every try
+    return tile.has(KeyTile::kFirst) ? !tile.has(KeyTile::kMasked) : can_try_;
+  }
+  template <class Accumulator>
+  __device__ bool try_apply(Accumulator& acc, Factors& factors, const KeyTile& tile, const QueryTile& of,
+                            const Visible& visible) {
+    auto scores = as_matrix(acc);
+    if constexpr (cuda::modifies_scores(kFeatures)) modify(scores, of);
+    cuda::branch_if(tile.has(KeyTile::kFirst) || tile.has(KeyTile::kMasked), [&] {  // one jump over both
+      mask(scores, tile, visible);
+      cuda::branch_if(tile.has(KeyTile::kFirst), [&] {
+        close(factors);
+        softmax_.restart_by_some(scores);
+      });
+    });
+    can_try_ = softmax_.try_exponentiate(scores, [&](bool holds) { return everywhere(holds); });
+    return can_try_;
+  }
+  // tried: by try_apply(), which has closed the queries before.
   template <class Accumulator>
   __device__ void apply(Accumulator& acc, Factors& factors, const KeyTile& tile, const QueryTile& of,
-                        const QueryTile& previous) {
-    modify_and_mask(acc, tile, of);
+                        const Visible& visible, bool tried) {
     auto scores = as_matrix(acc);
+    modify(scores, of);
+    mask(scores, tile, visible);
     float tile_max[kRows];
     Softmax::find_max(scores, tile_max);
     factors.needed = true;
     if (tile.has(KeyTile::kFirst)) {
-      close(previous, factors);
+      if (!tried) close(factors);
       softmax_.restart(tile_max);
     } else {
       softmax_.raise(tile_max, factors.row);
@@ -73,29 +101,23 @@ class ForwardScores {
   // The very first tile.
   template <class Accumulator>
   __device__ void start(Accumulator& acc, const KeyTile& tile, const QueryTile& of) {
-    modify_and_mask(acc, tile, of);
     auto scores = as_matrix(acc);
+    modify(scores, of);
+    mask(scores, tile, visible(tile, of));
     float tile_max[kRows];
     Softmax::find_max(scores, tile_max);
     softmax_.restart(tile_max);
     exponentiate(scores);
   }
 
-  // Ends the softmax of a tile's queries: writes their log-sum-exp; the factors divide by the row sums.
-  __device__ void close(const QueryTile& of, Factors& factors) {
-    const SeqlenInfo seq(p_, of.batch);
-    const int first = m0(of), rows = seq.seqlen_q - first;
-    auto coordinates = matrix_coordinates<typename Traits::MmaOut, 16>();
-    float* lse = seq.rows(p_.lse, of.batch, of.head) + first * p_.lse.row;
+  // Ends the softmax of the queries so far; the factors divide by the row sums.
+  __device__ void close(Factors& factors) {
     const float dropout_scale = cuda::has_dropout(kFeatures) ? p_.score.dropout.scale() : 1.f;
     softmax_.finish();
+    closed_ = softmax_;
     factors.needed = true;
     CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      factors.row[i] = softmax_.inverse_sum(i) * dropout_scale;
-      const int row = cute::get<0>(coordinates(i, 0));
-      if (threadIdx.x % 4 == 0 && row < rows) lse[row * p_.lse.row] = softmax_.lse(i, unit());
-    }
+    for (int i = 0; i < kRows; ++i) factors.row[i] = softmax_.inverse_sum(i) * dropout_scale;
   }
 
   // The probabilities as 16-bit operand of the second product, without what dropout drops.
@@ -114,11 +136,20 @@ class ForwardScores {
     cuda::copy_words(converted, probabilities);
   }
 
+  // The output and the log-sum-exp of the queries closed last.
   template <class Out>
   __device__ void write(const Out& acc_out, const QueryTile& of) const {
     const SeqlenInfo seq(p_, of.batch);
-    Element* target = seq.head_q<Element>(p_.out, of.batch, of.head) + m0(of) * p_.out.row;
-    store_accumulator(convert<Element>(acc_out), target, p_.out.row, seq.seqlen_q - m0(of), p_.head_dim_v);
+    const int first = m0(of), rows = seq.seqlen_q - first;
+    auto coordinates = matrix_coordinates<typename Traits::MmaOut, 16>();
+    float* lse = seq.rows(p_.lse, of.batch, of.head) + first * p_.lse.row;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const int row = cute::get<0>(coordinates(i, 0));
+      if (threadIdx.x % 4 == 0 && row < rows) lse[row * p_.lse.row] = closed_.lse(i, unit());
+    }
+    Element* target = seq.head_q<Element>(p_.out, of.batch, of.head) + first * p_.out.row;
+    store_accumulator<Traits::kWholeStores>(convert<Element>(acc_out), target, p_.out.row, rows, p_.head_dim_v);
   }
 
  private:
@@ -132,10 +163,9 @@ class ForwardScores {
     return barrier_all(named_barrier::kForwardVote + first_row_ / kWarpgroupRows, kWarpgroup, mine);
   }
 
-  // Softcap, and −inf where the mask hides a key.
-  template <class Accumulator>
-  __device__ void modify_and_mask(Accumulator& acc, const KeyTile& tile, const QueryTile& of) const {
-    auto scores = as_matrix(acc);
+  // Softcap, or a scale that the exponents cannot take.
+  template <class Scores>
+  __device__ void modify(Scores& scores, const QueryTile& of) const {
     cuda::branch_if(scale_first_, [&] {
       if constexpr (cuda::modifies_scores(kFeatures)) {
         const SeqlenInfo seq(p_, of.batch);
@@ -144,12 +174,10 @@ class ForwardScores {
         cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
       }
     });
-    cuda::branch_if(tile.has(KeyTile::kMasked), [&] {
-      const SeqlenInfo seq(p_, of.batch);
-      const Policy policy(p_.mask, seq, of.batch, of.head);
-      cuda::mask_tile<false>(scores, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), policy,
-                             tile.has(KeyTile::kPartial), m0(of), tile.n0, of.key_end, -INFINITY);
-    });
+  }
+  template <class Scores>
+  __device__ void mask(Scores& scores, const KeyTile& tile, const Visible& visible) const {
+    cuda::branch_if(tile.has(KeyTile::kMasked), [&](unsigned zero) { visible.hide_others(scores, zero); });
   }
 
   // From the scores that the softmax sees to natural logarithms.
@@ -161,6 +189,7 @@ class ForwardScores {
   int first_row_;
   bool scale_first_;
   Softmax softmax_;
+  Softmax closed_;  // of the queries before, until their output is written
 };
 
 }  // namespace flashsdk::sm90

@@ -43,6 +43,11 @@ struct ForwardTraits {
   static constexpr bool kTurns = !kTries || kBlockN == 128;
   static constexpr int kWarpgroups = kBlockM / kWarpgroupRows;  // that compute; one more loads
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
+  // Each pays where registers and the time between two turns allow it, as measured: docs/sm90-forward.md, version 5.
+  static constexpr bool kReadsAhead =
+      kHeadDim > 64 && kHeadDim <= 128 && kBlockN == 128;                  // announcements, before the keys
+  static constexpr bool kWritesLate = kHeadDim <= 64 && kWarpgroups == 2;  // under the next queries' second scores
+  static constexpr bool kWholeStores = kHeadDim <= 128;                    // of the output: see store_accumulator()
   // Of 65536 a multiprocessor: what loading does not need, computing gets. S, P and the output take the most.
   static constexpr int kTileRegisters = kBlockN / 2 + kBlockN / 4 + kHeadDimV / 2;
   static constexpr bool kWide = kTileRegisters > 176;
@@ -57,7 +62,7 @@ struct ForwardTraits {
 
   // Announcements outlive the keys: they are read until the softmax of the next tile is done.
   static constexpr int kSlots = 8;
-  static_assert(kSlots >= kKeyStages + 2);
+  static_assert(kSlots >= kKeyStages + 3);  // one is announced before there is room for its keys
 
   struct Smem {
     alignas(1024) Element q[kQueryStages * SmemQ::kElements];

@@ -111,8 +111,9 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&word)[4]) {
 }
 
 // Writes a 16-bit accumulator fragment to device memory: rows below `rows`, columns below `columns` (a multiple of 8).
-// target is the first row of this warpgroup's 64.
-template <class Fragment, class Element>  // ((2, 2, N), 1, 1)
+// target is the first row of this warpgroup's 64. kWhole: stores stay of 16 bytes, of which the compiler, left to itself,
+// takes half apart into words.
+template <bool kWhole, class Fragment, class Element>  // ((2, 2, N), 1, 1)
 __device__ __forceinline__ void store_accumulator(const Fragment& fragment, Element* target, std::int64_t row_stride,
                                                   int rows, int columns) {
   auto words = cute::recast<std::uint32_t>(as_atoms(fragment));  // ((1, 2), 1, N)
@@ -130,7 +131,14 @@ __device__ __forceinline__ void store_accumulator(const Fragment& fragment, Elem
       transpose_quad(word);
       const int column = (atom + lane_of_quad) * 8;
       if (row < rows && column < columns) {
-        *reinterpret_cast<uint4*>(target + row * row_stride + column) = make_uint4(word[0], word[1], word[2], word[3]);
+        Element* const first = target + row * row_stride + column;
+        if constexpr (kWhole) {
+          asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(first), "r"(word[0]), "r"(word[1]),
+                       "r"(word[2]), "r"(word[3])
+                       : "memory");
+        } else {
+          *reinterpret_cast<uint4*>(first) = make_uint4(word[0], word[1], word[2], word[3]);
+        }
       }
     }
   }
