@@ -63,7 +63,7 @@ class ArrayImporter {
   int capsules_ = 0;
 };
 
-// "a list" as messages name what was given instead of an array.
+// "list", as messages name what was given instead of an array.
 std::string class_name(nb::handle object);
 
 // "ValueError: …", its first line.

@@ -80,14 +80,6 @@ class Row:
     standard_error_grads: float
     ok: bool
 
-    @property
-    def total(self) -> float:
-        return self.fwd + self.bwd
-
-    @property
-    def standard_total(self) -> float:
-        return self.standard_fwd + self.standard_bwd
-
 
 class Once:
     """Both calls, once: seconds, and bytes beyond what was there before."""
