@@ -376,6 +376,8 @@ def _bias(attn_mask: Tensor, batch: torch.Size, scores: tuple[int, int, int]) ->
         bias = attn_mask.reshape(1, *shape[-3:])
     else:
         bias = attn_mask.expand(*batch, *shape[-3:]).reshape(math.prod(batch), *shape[-3:])
+    if bias.stride(-1) == 0:  # a copy for all keys would be a whole score matrix
+        bias = bias[..., :1]
     return last_contiguous(bias)
 
 

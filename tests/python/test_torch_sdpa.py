@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
+import flashsdk.torch as adapter  # noqa: E402
 import torch.nn.functional as functional  # noqa: E402
 from flashsdk.torch import scaled_dot_product_attention  # noqa: E402
 from standard_attention import check  # noqa: E402
@@ -119,6 +120,15 @@ def test_boolean_masks(shape):
 )
 def test_float_masks(shape):
     same_as_torch(qkv(2), torch.randn(shape), scale=0.3)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 40, 1), (1, 4, 1, 1)], ids=str)
+def test_masks_expanded_over_keys(shape):
+    """As one for padded queries is: without a copy of the size of the scores."""
+    mask = torch.randn(shape).expand(2, 4, 40, 50)
+    same_as_torch(qkv(2), mask)
+    bias = adapter._bias(mask, torch.Size([2]), (4, 40, 50))
+    assert bias.untyped_storage().nbytes() <= 2 * 4 * 40 * bias.element_size()
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 40, 50), (3, 1, 40, 50), (2, 1, 1, 1, 50)], ids=str)
