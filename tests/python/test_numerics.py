@@ -182,6 +182,16 @@ def test_both_ends_of_softcap(runner, softcap):
         runner.check(problem((70, 210), 2, 64, dtype=dtype, softcap=softcap))
 
 
+@pytest.mark.parametrize(
+    ("softcap", "shape"), [(1.5, (1, 190)), (1.5, (4, 1145)), (50.0, (1, 366))]
+)
+def test_derivatives_of_softcap_below_float16(runner, softcap, shape):
+    """Where softcap is far exceeded its derivative, and P times it, are too small for 16 bits."""
+    for head_dim in (96, 192, 256):
+        for dtype in runner.dtypes:
+            runner.check(problem(shape, 2, head_dim, dtype=dtype, softcap=softcap, values="huge"))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("hidden_by", ["bias", "boolean bias", "mask", "mask, softcap"])
 @pytest.mark.parametrize("head_dim", [32, 160])

@@ -105,13 +105,13 @@ class BackwardScores {
     return kept;
   }
 
-  // The same in two places. Where the scores are: they become probabilities, and `factor` the derivative of softcap.
-  // Returns what dropout keeps.
+  // The same in two places. Where the scores are: they become probabilities, and `factor` the derivative of softcap, in
+  // units of 1 / kFactorOne. Returns what dropout keeps.
   template <class Scores, class Factor, class Coordinates, class Rows>
   __device__ auto featured_probabilities(Scores&& s, Factor&& factor, const Coordinates& at, int head, TileRef tile,
                                          const Rows& lse_log2, TopOfTile top) const {
     const auto kept = drop_and_keep(factor, at, head, tile);
-    for_each_element(factor, [](int, int, float& x) { x = 1.f; });
+    for_each_element(factor, [](int, int, float& x) { x = kFactorOne; });
     modify(s, factor, at, head, tile, top);
     probabilities(s, at, head, tile, lse_log2, top);
     return kept;
@@ -122,7 +122,7 @@ class BackwardScores {
     const float dropout_scale = p_.score.dropout.scale();
     for_each_pair(dp, minus_delta, [&](int i, int j, float& x, float row) {
       const float weight = static_cast<float>(p(i, j));
-      x = fabsf(weight) * fmaf(x, weight < 0.f ? 0.f : dropout_scale, row);
+      x = fabsf(weight) * (1.f / kFactorOne) * fmaf(x, weight < 0.f ? 0.f : dropout_scale, row);
     });
   }
 
@@ -143,6 +143,10 @@ class BackwardScores {
   }
 
  private:
+  // Probabilities times the derivative are handed over in 16 bits, and where softcap is far exceeded are too small for
+  // fp16: as multiples of 2⁻¹⁴ they have as many digits as the dS that they become. P may be up to 4 then.
+  static constexpr float kFactorOne = 16384.f;
+
   // A scale beyond the limit is halved: all tiles are marked then, and scores doubled.
   __device__ bool halved() const { return !modified_ && fabsf(p_.score.softmax_scale) >= kScaleLimit; }
   __device__ float unit_of_scores() const { return halved() ? 2.f : 1.f; }
