@@ -338,13 +338,18 @@ def clean(text: str) -> bool:
     return re.search(r"(ERROR SUMMARY: 0 errors|SUMMARY: 0 hazards)", text) is not None
 
 
+def short(line: str) -> str:
+    """Without the kernel's name, which the family says, but with the place in its code."""
+    return re.sub(r" at (?:void )?flashsdk::.*(\+0x)", r" at \1", line)
+
+
 def reported(text: str) -> list[str]:
     """The first lines of a tool's reports, each after the family that it is of."""
     lines, family = [], ""
     for line in text.splitlines():
         family = line if line.startswith("family ") else family
         if re.match(r"========= .*(rror|Race|nvalid|azard)", line) and "SUMMARY" not in line:
-            lines.append(f"{family}: {line}")
+            lines.append(f"{family}: {short(line)}")
     return list(dict.fromkeys(lines))
 
 
