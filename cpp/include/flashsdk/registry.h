@@ -30,7 +30,7 @@ struct Explanation {
     std::string reason;
   };
   std::vector<Refusal> refused;  // those for this dtype, head_dim and mask that come before it, in priority order
-  // Where the heads of a group are computed as rows of one head: "query heads packed: 4 rows a head of keys"; else empty.
+  // Where heads of a group are computed as rows of one head: "query heads packed: 4 rows a head of keys"; else empty.
   std::string packing;
 };
 

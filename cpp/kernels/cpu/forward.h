@@ -124,7 +124,8 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
       s = {s.row + skip, s.key + skip, min_of(s.count, end - s.row) - skip, s.partial};
       if (s.count <= 0) continue;
       if constexpr (kFeatures) this->template apply_features<kUsed>(panel, s);
-      if (s.partial) mask_scores<kPanel, kPanel>(w_.s + s.row * kPanel, s, policy_, panel.keys, panel.i0, panel.lanes);
+      if (s.partial)
+        mask_scores<kUsed * kLanes, kPanel>(w_.s + s.row * kPanel, s, policy_, panel.keys, panel.i0, panel.lanes);
     }
   }
 

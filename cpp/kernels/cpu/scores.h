@@ -1,5 +1,5 @@
-// What happens to a tile of raw scores S^T (keys, queries in kWidth lanes, rows kPitch apart) beside the exponential: the rare score
-// features, the mask, the row maximum, and dropout's random bytes. Off features are compiled out by the callers.
+// What happens to a tile of raw scores S^T (keys, queries in kWidth lanes, rows kPitch apart) beside the exponential: the
+// rare score features, the mask, the row maximum, and dropout's random bytes. Off features are compiled out by callers.
 #pragma once
 
 #include <cfloat>
@@ -47,9 +47,10 @@ struct LaneKeys {
 };
 
 // -inf where query i0 + l does not see the key.
-template <int kWidth, int kPitch, class Policy>
-void mask_scores(float* s, const KeySegment& segment, const Policy& policy, const LaneKeys<kWidth>& lane_keys, int i0,
-                 int lanes) {
+template <int kWidth, int kPitch, class Policy, int kLanesHeld>
+void mask_scores(float* s, const KeySegment& segment, const Policy& policy, const LaneKeys<kLanesHeld>& lane_keys,
+                 int i0, int lanes) {
+  static_assert(kWidth <= kLanesHeld);
   for (int r = 0; r < segment.count; ++r, s += kPitch) {
     const int j = segment.key + r;
     if constexpr (kHasKeyRange<Policy>) {
