@@ -18,7 +18,7 @@ import inspect
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,22 +74,26 @@ def tensors(
     return [torch.randn(shape, device="cuda").to(dtype) for shape in (of_q, of_k, of_k, of_q)]
 
 
-def ours(x: list[Any], backend: str, **options: Any) -> Runs:
-    """Forward and backward, each into given outputs; nothing where there is no such kernel."""
+def ours(x: list[Any], backend: str, packed: tuple[Any, ...] = (), **options: Any) -> Runs:
+    """Forward and backward, each into given outputs; nothing where there is no such kernel.
+
+    packed: of packed sequences cu_seqlens and the longest, of queries and keys.
+    """
     q, k, v, dout = x
     try:
         for op in ("fwd", "bwd"):
-            if not fs.explain(q, k, v, op=op, backend=backend, **_shown(options)).kernel:
+            if not fs.explain(q, k, v, *packed, op=op, backend=backend, **_shown(options)).kernel:
                 return {}
     except fs.Error:
         return {}
-    out, lse = fs.mha_fwd(q, k, v, backend=backend, **options)
+    forward: Any = fs.mha_varlen_fwd if packed else fs.mha_fwd
+    backward: Any = fs.mha_varlen_bwd if packed else fs.mha_bwd
+    options["backend"] = backend
+    out, lse = forward(q, k, v, *packed, **options)
     grads = {f"d{name}": torch.empty_like(t) for name, t in zip("qkv", (q, k, v), strict=True)}
     return {
-        ("fwd", backend): lambda: fs.mha_fwd(q, k, v, backend=backend, out=out, lse=lse, **options),
-        ("bwd", backend): lambda: fs.mha_bwd(
-            dout, q, k, v, out, lse, backend=backend, **grads, **options
-        ),
+        ("fwd", backend): lambda: forward(q, k, v, *packed, out=out, lse=lse, **options),
+        ("bwd", backend): lambda: backward(dout, q, k, v, out, lse, *packed, **grads, **options),
     }
 
 
@@ -110,16 +114,22 @@ def peer(x: list[Any], name: str, causal: bool, dropout: float = 0.0) -> Runs:
                 q, k, v, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
             )
 
+    return with_gradients(name, forward, (q, k, v), dout)
+
+
+def with_gradients(name: str, forward: Callable[[], Any], inputs: Any, dout: Any) -> Runs:
+    """A peer's forward and backward; nothing where it does not take the shape."""
+
+    def backward() -> Any:
+        return torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
     try:
         out = forward()
-        torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-    except RuntimeError:  # not for this shape
+        backward()
+    except RuntimeError:
         return {}
     # With gradients on: the log-sum-exp is part of a training forward, and ours always writes it.
-    return {
-        ("fwd", name): forward,
-        ("bwd", name): lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
-    }
+    return {("fwd", name): forward, ("bwd", name): backward}
 
 
 def dense(head_dims: list[int], seqlens: list[int]) -> list[Row]:
@@ -173,46 +183,43 @@ def gqa(seqlens: list[int]) -> list[Row]:
     ]
 
 
+def beside_dense(
+    x: list[Any], backend: str, masks: dict[Any, Any]
+) -> Iterator[tuple[str, Any, Row]]:
+    """For each direction and mask the time, and as a part of that without a mask."""
+    runs: Runs = {}
+    for key, mask in {"dense": None, **masks}.items():
+        runs |= {(op, key): run for (op, _), run in ours(x, backend, mask=mask).items()}
+    if ("fwd", "dense") not in runs:
+        return
+    ms = median_ms(runs)
+    for (op, key), t in ms.items():
+        if key != "dense":
+            yield op, key, {"ms": t, "of_dense": t / ms[op, "dense"]}
+
+
 def windows(seqlen: int, window: int = 1024, block: int = 128) -> list[Row]:
     """Windows, as parts of the time without one, beside the part of the blocks that they touch."""
     rows = []
-    masks = {
-        "dense": None,
-        "left": fs.SlidingWindow(window - 1, 0),
-        "both": fs.SlidingWindow(window // 2, window // 2),
+    bands = {"left": (window - 1, 0), "both": (window // 2, window // 2)}
+    masks = {sides: fs.SlidingWindow(*band) for sides, band in bands.items()}
+    visited = {
+        sides: fs.layouts.sliding_window(seqlen, seqlen, block, left=left, right=right).density
+        for sides, (left, right) in bands.items()
     }
     for dim in (64, 128):
         x = tensors(1, seqlen, WIDTH // dim, dim, torch.bfloat16)
         for backend in backends():
-            runs: Runs = {}
-            for sides, mask in masks.items():
-                found = ours(x, backend, mask=mask)
-                runs |= {(op, sides): run for (op, _), run in found.items()}
-            if ("fwd", "dense") not in runs:
-                continue
-            ms = median_ms(runs)
-            for (op, sides), t in ms.items():
-                if sides == "dense":
-                    continue
-                visited = touched_blocks(seqlen, masks[sides], block)
+            for op, sides, time in beside_dense(x, backend, masks):
                 row = {"name": backend, "op": op, "head_dim": dim, "seqlen": seqlen}
-                row |= {"window": window, "sides": sides, "visited": visited, "ms": t}
-                rows.append({**row, "of_dense": (part := t / ms[op, "dense"])})
+                row |= {"window": window, "sides": sides, "visited": visited[sides], **time}
+                rows.append(row)
                 print(
-                    f"window {sides}, {backend} {op} d{dim}: {part:.4f} of dense, "
-                    f"{visited:.4f} of the blocks",
+                    f"window {sides}, {backend} {op} d{dim}: {time['of_dense']:.4f} of dense, "
+                    f"{visited[sides]:.4f} of the blocks",
                     flush=True,
                 )
     return rows
-
-
-def touched_blocks(seqlen: int, band: Any, block: int) -> float:
-    """The part of the blocks in which the band shows a key."""
-    first = np.arange(0, seqlen, block)
-    row, column = first[:, None], first
-    last = block - 1
-    touched = (column + last - row >= -band.left) & (column - row - last <= band.right)
-    return float(touched.mean())
 
 
 def long_tailed(total: int) -> list[int]:
@@ -235,6 +242,7 @@ def packed(total: int) -> list[Row]:
     seqlen = 64 * round(squares / total / 64)
     batch = round(squares / seqlen**2)
     ends = torch.from_numpy(np.cumsum([0, *each]).astype(np.int32)).cuda()
+    of_packed = ends, ends, max(each), max(each)
     rows = []
     for dim in (64, 128):
         heads = WIDTH // dim
@@ -245,7 +253,7 @@ def packed(total: int) -> list[Row]:
             of_blocks = filled(each, causal) / filled([seqlen], causal)
             runs: Runs = {}
             for backend in backends():
-                runs |= named("packed", ours_packed(x, ends, max(each), backend, mask=mask))
+                runs |= named("packed", ours(x, backend, of_packed, mask=mask))
                 runs |= named("equal", ours(equal, backend, mask=mask))
             runs |= named("packed", peer_packed(x, ends, max(each), causal))
             runs |= named("equal", peer(equal, "fa2", causal))
@@ -282,28 +290,6 @@ def named(kind: str, runs: Runs) -> Runs:
     return {(kind, *key): run for key, run in runs.items()}
 
 
-def ours_packed(x: list[Any], ends: Any, longest: int, backend: str, **options: Any) -> Runs:
-    """As `ours`, of packed sequences."""
-    q, k, v, dout = x
-    of = ends, ends, longest, longest
-    try:
-        for op in ("fwd", "bwd"):
-            if not fs.explain(q, k, v, *of, op=op, backend=backend, **options).kernel:
-                return {}
-    except fs.Error:
-        return {}
-    out, lse = fs.mha_varlen_fwd(q, k, v, *of, backend=backend, **options)
-    grads = {f"d{name}": torch.empty_like(t) for name, t in zip("qkv", (q, k, v), strict=True)}
-    return {
-        ("fwd", backend): lambda: fs.mha_varlen_fwd(
-            q, k, v, *of, backend=backend, out=out, lse=lse, **options
-        ),
-        ("bwd", backend): lambda: fs.mha_varlen_bwd(
-            dout, q, k, v, out, lse, *of, backend=backend, **grads, **options
-        ),
-    }
-
-
 def peer_packed(x: list[Any], ends: Any, longest: int, causal: bool) -> Runs:
     """PyTorch's varlen_attn, where it has one: FlashAttention-2."""
     try:
@@ -318,15 +304,7 @@ def peer_packed(x: list[Any], ends: Any, longest: int, causal: bool) -> Runs:
     def forward() -> Any:
         return varlen_attn(q, k, v, ends, ends, longest, longest, **window)
 
-    try:
-        out = forward()
-        torch.autograd.grad(out, (q, k, v), x[3], retain_graph=True)
-    except RuntimeError:
-        return {}
-    return {
-        ("fwd", "fa2"): forward,
-        ("bwd", "fa2"): lambda: torch.autograd.grad(out, (q, k, v), x[3], retain_graph=True),
-    }
+    return with_gradients("fa2", forward, (q, k, v), x[3])
 
 
 def over(rows: list[Row], base: str) -> list[tuple[str, float]]:
@@ -354,7 +332,7 @@ def sparse(seqlen: int, block: int = 128) -> list[Row]:
     n = seqlen // block
     for dim in (64, 128):
         x = tensors(2, seqlen, WIDTH // dim, dim, torch.bfloat16)
-        masks: dict[Any, Any] = {"dense": None}
+        masks = {}
         for density in (0.0625, 0.125, 0.25, 0.5):
             masks[density] = fs.BlockMask.from_dense(
                 random_blocks(n, density)[None, None],
@@ -363,19 +341,11 @@ def sparse(seqlen: int, block: int = 128) -> list[Row]:
                 seqlen_k=seqlen,
             )
         for backend in backends():
-            runs: Runs = {}
-            for density, mask in masks.items():
-                found = ours(x, backend, mask=mask)
-                runs |= {(op, density): run for (op, _), run in found.items()}
-            if ("fwd", "dense") not in runs:
-                continue
-            ms = median_ms(runs)
-            for (op, density), t in ms.items():
-                if density != "dense":
-                    row = {"name": backend, "op": op, "head_dim": dim, "seqlen": seqlen}
-                    part = t / ms[op, "dense"]
-                    rows.append({**row, "density": density, "ms": t, "of_dense": part})
-                    print(f"sparse {backend} {op} d{dim} {density:.3f}: {part:.3f}", flush=True)
+            for op, density, time in beside_dense(x, backend, masks):
+                row = {"name": backend, "op": op, "head_dim": dim, "seqlen": seqlen}
+                rows.append({**row, "density": density, **time})
+                part = time["of_dense"]
+                print(f"sparse {backend} {op} d{dim} {density:.3f}: {part:.3f}", flush=True)
     return rows
 
 

@@ -165,6 +165,7 @@ def packed_table(rows: list[Record]) -> str:
         "packed",
         "equally long",
         "packed / equally long",
+        "by blocks",
     ]
     table = [
         [

@@ -181,6 +181,18 @@ def junit(path: Path) -> Part:
     return {"passed": tests - failed - skipped, "failed": failed, "skipped": skipped}
 
 
+def side_by_side(
+    m: Machine, name: str, command: list[str], workers: int, *, limit: float
+) -> list[tuple[int, str, float]]:
+    """What came of the same command in so many processes, which draw seeds of their own."""
+    with ThreadPoolExecutor(workers) as pool:
+        jobs = [
+            pool.submit(m.run, f"{name}_{i}", command, limit=limit, OMP_NUM_THREADS="1")
+            for i in range(workers)
+        ]
+        return [job.result() for job in jobs]
+
+
 def verify(m: Machine) -> Part:
     """Random problems against float64, in as many processes as there are cores."""
     workers = max(1, m.jobs - 2)
@@ -189,14 +201,7 @@ def verify(m: Machine) -> Part:
         each = -(-m.problems // workers)
         command = [sys.executable, "-m", "flashsdk", "verify", "--count", str(each)]
         command += ["--backend", backend]
-        with ThreadPoolExecutor(workers) as pool:
-            jobs = [
-                pool.submit(
-                    m.run, f"verify_{backend}_{i}", command, limit=1800, OMP_NUM_THREADS="1"
-                )
-                for i in range(workers)
-            ]
-            done = [job.result() for job in jobs]
+        done = side_by_side(m, f"verify_{backend}", command, workers, limit=1800)
         texts = [text for _, text, _ in done]
         part["problems"][backend] = sum(count(r"^(\d+) problems? in", text) for text in texts)
         part["refused"][backend] = sum(count(r"^(\d+) not run: ", text) for text in texts)
@@ -217,13 +222,7 @@ def soak(m: Machine) -> Part:
     script = ROOT / "scripts" / "soak.py"
     command = [sys.executable, str(script), "--launches", str(-(-m.launches // workers))]
     command += ["--seconds", str(m.soak_seconds)]
-    with ThreadPoolExecutor(workers) as pool:
-        limit = m.soak_seconds + 120
-        jobs = [
-            pool.submit(m.run, f"soak_{i}", command, limit=limit, OMP_NUM_THREADS="1")
-            for i in range(workers)
-        ]
-        done = [job.result() for job in jobs]
+    done = side_by_side(m, "soak", command, workers, limit=m.soak_seconds + 120)
     part: Part = {"ok": True, "asked": m.launches, "seconds": 0, "workers": workers}
     part |= dict.fromkeys(("launches", "problems", "repeated", "refused"), 0)
     part |= {"shares": {}, "failures": [], "seeds": []}

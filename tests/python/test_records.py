@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -182,3 +183,13 @@ def test_soak_whose_process_died(died):
 def test_soak_that_launched_nothing():
     part = soak(*[(0, json.dumps({**FOUND, "launches": 0}))] * 2)
     assert not part["ok"] and "nothing" in part["why"]
+
+
+def test_every_row_of_a_table_has_a_cell_for_each_column():
+    """What has no header is not shown."""
+    text = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
+    assert len(tables) > 10
+    for table in tables:
+        columns = [line.count("|") for line in table.splitlines()]
+        assert len(set(columns)) == 1, table
