@@ -1,4 +1,4 @@
-// The turns of deterministic calls: with the schedule's order, that everything ends, and what waiting costs.
+// The schedules' order; the turns of deterministic calls: that with it everything ends, and what waiting costs.
 #include "common/turn_order.h"
 
 #include <gtest/gtest.h>
@@ -124,6 +124,26 @@ void expect_turns_in_order(const Problem& problem, const std::string& name) {
   }
 }
 
+// The forward's schedule has each tile of queries once; places without one are left out by the kernels.
+void expect_every_tile_of_queries(const Problem& problem, const std::string& name) {
+  const ForwardParams& p = problem.p;
+  std::vector<int> found(p.batch * p.num_heads * problem.tiles_per_head(), 0);
+  const cuda::TileSchedule schedule = cuda::forward_schedule(p, problem.tile.m, 2, p.mask.kind == MaskKind::kDense);
+  for (int index = 0; index < schedule.size(); ++index) {
+    const cuda::TileWork work = schedule.work(index);
+    ASSERT_GE(work.block, 0) << name << " index " << index;
+    if (work.block * problem.tile.m < SeqlenInfo(p, work.batch).seqlen_q)
+      ++found[problem.tile_index(work.batch, work.head, work.block)];
+  }
+  for (int batch = 0; batch < p.batch; ++batch) {
+    const int tiles = ceil_div(SeqlenInfo(p, batch).seqlen_q, problem.tile.m);
+    for (int head = 0; head < p.num_heads; ++head) {
+      for (int m = 0; m < problem.tiles_per_head(); ++m)
+        ASSERT_EQ(found[problem.tile_index(batch, head, m)], m < tiles) << name << " batch " << batch << " m " << m;
+    }
+  }
+}
+
 Problem random_problem(Rng& rng, MaskKind kind, bool packed) {
   Problem problem;
   ForwardParams& p = problem.p;
@@ -154,7 +174,10 @@ void check(Problem& problem, const std::string& name) {
   if (!problem.cu_q.empty()) {
     problem.p.cu_seqlens_q = problem.cu_q.data();
     problem.p.cu_seqlens_k = problem.cu_k.data();
+    problem.p.total_q = problem.cu_q.back() + problem.tile.m;  // the last rows are of no sequence
+    problem.p.total_k = problem.cu_k.back() + problem.tile.n;
   }
+  expect_every_tile_of_queries(problem, name);
   expect_turns_in_order(problem, name);
   for (int blocks : {1, 2, 7, 132}) EXPECT_GE(steps_to_end(problem, blocks, true), 0) << name << " blocks " << blocks;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/mask_policy.h"
+#include "common/turn_order.h"
 #include "cuda/tile_scheduler.h"
 
 namespace flashsdk::cuda {
@@ -40,6 +41,11 @@ class QueryStream {
       if (item.tile.index >= tiles_) item.tile.index -= tiles_;
     }
     return true;
+  }
+  // In a deterministic call, this key tile's turn at that tile of queries.
+  __device__ int turn(const Item& item) const {
+    const Policy policy(p_.mask, seq_, batch_, item.head);
+    return turn_of(p_.mask, policy.row_walk(Tile{kBlockM, kBlockN}, item.tile.index), n_block_);
   }
 
  private:

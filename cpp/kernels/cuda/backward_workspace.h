@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/packed_tiles.h"
 #include "common/params.h"
 #include "common/seqlen_info.h"
 
@@ -38,8 +39,7 @@ struct BackwardWorkspace {
   // base may be null to learn the size alone. A tile of dq_accum is added to in `parts`.
   BackwardWorkspace(const ForwardParams& p, int tile_rows_, int head_dim_, void* base, int parts_ = 1)
       : tile_rows(tile_rows_), head_dim(head_dim_), parts(parts_) {
-    // A packed sequence starts at tile offset / tile_rows + batch, which leaves room for the rounding of each.
-    tiles_per_head = p.cu_seqlens_q != nullptr ? std::int64_t{p.total_q} / tile_rows + p.batch
+    tiles_per_head = p.cu_seqlens_q != nullptr ? first_packed_tile(p.total_q, tile_rows, p.batch)
                                                : std::int64_t{p.batch} * ceil_div(p.seqlen_q, tile_rows);
     const std::int64_t tiles = tiles_per_head * p.num_heads;
     dq_accum = static_cast<float*>(base);
@@ -60,7 +60,7 @@ struct BackwardWorkspace {
   }
   // Of a sequence's first query tile, in the first head.
   FLASHSDK_HD std::int64_t first_tile(const ForwardParams& p, const SeqlenInfo& seq, int batch) const {
-    return p.cu_seqlens_q != nullptr ? seq.offset_q / tile_rows + batch
+    return p.cu_seqlens_q != nullptr ? first_packed_tile(seq.offset_q, tile_rows, batch)
                                      : std::int64_t{batch} * ceil_div(p.seqlen_q, tile_rows);
   }
 };

@@ -6,7 +6,6 @@
 #pragma once
 
 #include "common/kernel_entry.h"
-#include "common/turn_order.h"
 #include "cuda/backward_passes.h"
 #include "cuda/backward_scores.h"
 #include "cuda/backward_stream.h"
@@ -25,16 +24,14 @@ using BackwardScores = cuda::BackwardScores<Traits::kBlockM, Traits::kBlockN, Po
 // Adds a tile of dQ (without the softmax scale) to its accumulator. In a deterministic call key tiles take turns.
 template <class Traits, class Policy, class Accumulator>
 __device__ void accumulate_dq(const Accumulator& acc, const ForwardParams& p, const SeqlenInfo& seq,
-                              const cuda::BackwardWorkspace& ws, const cuda::TileWork& work,
+                              const cuda::BackwardWorkspace& ws, int batch, const QueryStream<Traits, Policy>& stream,
                               const typename QueryStream<Traits, Policy>::Item& item) {
   constexpr int kElements = decltype(cute::size(acc))::value;
-  const std::int64_t tile = ws.tile(p, seq, work.batch, item.head, item.tile.index);
+  const std::int64_t tile = ws.tile(p, seq, batch, item.head, item.tile.index);
   float* target = ws.dq_accum + tile * (Traits::kBlockM * Traits::kHeadDim);
   if (p.deterministic) {
     if (threadIdx.x == 0) {
-      Policy policy(p.mask, seq, work.batch, item.head);
-      const TileWalk row = policy.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, item.tile.index);
-      const int mine = turn_of(p.mask, row, work.block);
+      const int mine = stream.turn(item);
       volatile int* turn = ws.turn + tile;
       while (*turn != mine) {
       }
@@ -205,7 +202,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     cute::clear(acc_dq);
     gemm(mma_queries, acc_dq, operand_a(mma_queries, transposed(smem_ds, SmemScores{}), SumStrided{}),
          operand_b(mma_queries, transposed(smem_k, SmemKV{}), SumStrided{}));
-    accumulate_dq<Traits, Policy>(acc_dq, p, seq, ws, work, item);
+    accumulate_dq<Traits, Policy>(acc_dq, p, seq, ws, work.batch, stream, item);
 
     item = next;
     more = has_next;
@@ -262,7 +259,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads)
     backward_convert_dq_kernel(const __grid_constant__ BackwardParams p,
                                const __grid_constant__ cuda::BackwardWorkspace ws) {
-  cuda::for_each_query_tile(p, [&](int m_block, int head, int batch) {
+  cuda::for_each_query_tile(p, Traits::kBlockM, [&](int m_block, int head, int batch) {
     convert_dq_tile<Traits>(p, ws, m_block, head, batch);
     __syncthreads();  // shared memory is free for the next one
   });

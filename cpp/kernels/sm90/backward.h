@@ -85,7 +85,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kDqPieces* kWarpgroup)
     backward_convert_dq_kernel(const __grid_constant__ BackwardParams p,
                                const __grid_constant__ cuda::BackwardWorkspace ws) {
-  cuda::for_each_query_tile(p, [&](int m_block, int head, int batch) {
+  cuda::for_each_query_tile(p, Traits::kBlockM, [&](int m_block, int head, int batch) {
     convert_dq_tile<Traits>(p, ws, m_block, head, batch);
     __syncthreads();  // shared memory is free for the next one
   });

@@ -2,7 +2,6 @@
 // and tells the others, one loads, and one for each computing warpgroup adds to dq_accum.
 #pragma once
 
-#include "common/turn_order.h"
 #include "cuda/backward_stream.h"
 #include "cuda/backward_workspace.h"
 #include "sm90/backward_traits.h"
@@ -16,14 +15,13 @@ struct BackwardMaps {
 
 // What every role but the walking one does, by whole warps or by one thread: f(work) for each key tile of this thread
 // block.
-template <class Traits, bool kWarps, class F>
+template <class Traits, class F>
 __device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
   for (unsigned n = 0;; ++n) {
     const auto use = RingState<2>::after(n);
     smem.full_work.wait_full(use);
     const BackwardWork work = smem.work[use.stage];
-    if constexpr (kWarps) __syncwarp();
-    smem.full_work.release(use);
+    smem.full_work.release_by_lane(use);
     if (work.stop) return;
     f(work);
   }
@@ -101,12 +99,7 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
     tell({work, more, false});
     for (; more; item = next) {
       more = stream.next(next);
-      int turn = 0;
-      if (p.deterministic) {
-        Policy policy(p.mask, seq, work.batch, item.head);
-        const TileWalk row = policy.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, item.tile.index);
-        turn = turn_of(p.mask, row, work.block);
-      }
+      const int turn = p.deterministic ? stream.turn(item) : 0;
       const auto tile = static_cast<int>(item.head * ws.tiles_per_head + first_tile + item.tile.index);
       const auto use = RingState<kPlannedSteps>::after(steps++);
       smem.full_plan.wait_empty(use);
@@ -124,7 +117,7 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
   using SmemQ = typename Traits::SmemQ;
   using SmemDo = typename Traits::SmemDo;
   unsigned steps = 0, key_tiles = 0;
-  for_each_work<Traits, false>(smem, [&](const BackwardWork& work) {
+  for_each_work<Traits>(smem, [&](const BackwardWork& work) {
     if (work.visited) {
       const SeqlenInfo seq(p, work.tile.batch);
       const int batch = p.cu_seqlens_q != nullptr ? 0 : work.tile.batch;
@@ -288,7 +281,7 @@ __device__ void add_dq(const BackwardParams& p, const cuda::BackwardWorkspace& w
                        int warp) {
   DqAdder<Traits> adder(ws, smem, warp);
   unsigned steps = 0;
-  for_each_work<Traits, false>(smem, [&](const BackwardWork& work) {
+  for_each_work<Traits>(smem, [&](const BackwardWork& work) {
     if (work.visited) {
       for_each_step<Traits>(smem, steps, [&](const PlannedStep& planned) {
         if (p.deterministic)

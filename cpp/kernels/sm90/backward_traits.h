@@ -98,7 +98,7 @@ struct NarrowBackwardTraits {
       full_v.init(1, kWarps);
       full_ds.init(kWarps, kWarps);
       for (auto& ring : full_dq) ring.init(4, 1);
-      full_work.init(1, kWarps + 1 + kWarpgroups);
+      full_work.init(1, 32 * kWarps + 1 + kWarpgroups);  // lanes of warps that compute, threads of the others
       full_plan.init(1, 1 + kWarpgroups);
     }
   };
@@ -167,14 +167,14 @@ struct WideBackwardTraits {
 
     __device__ void init() {
       constexpr int kWarps = 4 * kWarpgroups;
-      full_q.init(1, kWarps);
+      full_q.init(1, 32 * kWarps);
       full_do.init(1, kWarps);
       full_k.init(1, kWarps);
       full_v.init(1, kWarps);
       empty_p.init(4);
       full_ds.init(4, kWarps);
       for (auto& ring : full_dq) ring.init(4, 1);
-      full_work.init(1, kWarps + 1 + kWarpgroups);
+      full_work.init(1, 32 * kWarps + 1 + kWarpgroups);  // lanes of warps that compute, threads of the others
       full_plan.init(1, 1 + kWarpgroups);
     }
   };

@@ -32,7 +32,7 @@ class BackwardWarpgroup {
       : p_(p), smem_(smem), warpgroup_(warpgroup), thread_(kept_thread()) {}
 
   __device__ void run() {
-    for_each_work<Traits, true>(smem_, [&](const BackwardWork& work) { compute(work); });
+    for_each_work<Traits>(smem_, [&](const BackwardWork& work) { compute(work); });
   }
 
  private:

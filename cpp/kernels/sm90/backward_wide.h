@@ -34,7 +34,7 @@ class WideBackwardWarpgroup {
       : p_(p), smem_(smem), warpgroup_(warpgroup), thread_(kept_thread()) {}
 
   __device__ void run() {
-    for_each_work<Traits, true>(smem_, [&](const BackwardWork& work) {
+    for_each_work<Traits>(smem_, [&](const BackwardWork& work) {
       if (warpgroup_ == 0)
         compute_dv(work);
       else
@@ -116,7 +116,7 @@ class WideBackwardWarpgroup {
     if constexpr (!kFirst) start_dq(acc_dq, steps_ - 1);
     cute::warpgroup_wait<kFirst ? 0 : kPieces>();
     finished(acc_dv);
-    smem_.full_q.release(use.q, thread_);  // and lse
+    smem_.full_q.release_by_lane(use.q);  // and lse
     smem_.full_do.release(use.dout, thread_);
     if constexpr (!kFirst) finish_dq(acc_dq, steps_ - 1);
     ++steps_;
@@ -214,7 +214,7 @@ class WideBackwardWarpgroup {
     start_dq(acc_dq, steps_);
     cute::warpgroup_wait<kPieces>();
     finished(acc_dk);
-    smem_.full_q.release(use.q, thread_);
+    smem_.full_q.release_by_lane(use.q);  // and the mark
     finish_dq(acc_dq, steps_);
     ++steps_;
     return step.last;

@@ -19,7 +19,7 @@ struct RingState {
   }
 };
 
-// How the buffers of a ring come back: one is empty again when every consumer warp has released it. In shared memory.
+// How the buffers of a ring come back: one is empty again when every consumer has released it. In shared memory.
 template <int kStages>
 struct EmptyRing {
   using State = RingState<kStages>;
@@ -36,6 +36,9 @@ struct EmptyRing {
   __device__ __forceinline__ void release(const State& s, int thread = threadIdx.x) const {
     if (thread % 32 == 0) empty[s.stage].arrive();
   }
+  // Consumer. Each lane releases for itself: where lanes have read words that the next round's producer stores anew, and
+  // nothing has brought them together since (docs/gpu.md, racecheck).
+  __device__ __forceinline__ void release_by_lane(const State& s) const { empty[s.stage].arrive(); }
 
   Empty empty[kStages];
 };
