@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from ._errors import Error, integer, real, shown, truth
 
 flag = truth
+ONCE_IN_REVERSE = "as attention has no second derivative, and no forward-mode one"
 
 
 def switch(name: str, value: object) -> bool:
@@ -91,5 +92,8 @@ def no_tangent(name: str, x: object) -> None:
         x = functorch.get_unwrapped(x)
     dual = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
     if dual.tangent is not None:
-        allowed = "one without, as attention has no forward-mode derivative"
-        raise Error(f"{name}: a tensor with a tangent; {allowed}", "unsupported")
+        refuse_tangent(name)
+
+
+def refuse_tangent(name: str) -> NoReturn:
+    raise Error(f"{name}: a tensor with a tangent; one without, {ONCE_IN_REVERSE}", "unsupported")

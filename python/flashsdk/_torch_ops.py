@@ -20,7 +20,17 @@ from torch.autograd import Function, forward_ad
 from . import ops
 from ._block_lists import INT32_MAX, LISTS, Csr
 from ._errors import Error, integer, shown
-from ._torch_checks import check_constant, check_rows, flag, no_tangent, number, tensor, whole
+from ._torch_checks import (
+    ONCE_IN_REVERSE,
+    check_constant,
+    check_rows,
+    flag,
+    no_tangent,
+    number,
+    refuse_tangent,
+    tensor,
+    whole,
+)
 from ._torch_eager import Keywords, Operation, constant, detached, draw_seed, last_contiguous
 from .masks import Band, BlockMask, Dense, Mask
 
@@ -207,7 +217,7 @@ def _define(
         pass
 
     def refuse(ctx: Any, *grads: Tensor) -> None:
-        raise Error("create_graph: True; attention has no second derivative", "unsupported")
+        raise Error(f"create_graph: True; False, {ONCE_IN_REVERSE}", "unsupported")
 
     qkv = "Tensor q, Tensor k, Tensor v, "
     schema = f"{name}_bwd(Tensor dout, Tensor? dlse, {qkv}Tensor out, Tensor lse, {rest_schema})"
@@ -241,13 +251,18 @@ def _operator(
     def forward(*inputs: Any) -> Any:
         return operator(*inputs)
 
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def tangents(ctx: Any, *given: Tensor | None) -> None:
+        # Those below a tensor that torch.func takes a gradient of, as torch.func.hessian does:
+        # no_tangent sees what is above.
+        refuse_tangent(next(n for n, x in zip(names, given, strict=True) if x is not None))
+
     # Function.apply asks for the signature every time, and to work it out is most of its work.
     forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-    methods = {"forward": forward, "setup_context": save, "backward": gradient}
+    methods = {"forward": forward, "setup_context": save, "backward": gradient, "jvp": tangents}
     members = {method: staticmethod(function) for method, function in methods.items()}
     function: Any = type(name, (Function,), {**members, "generate_vmap_rule": True})
-
-    names = [argument.name for argument in operator._schema.arguments]
 
     def call(*inputs: Any) -> Any:
         compiling = torch.compiler.is_compiling()

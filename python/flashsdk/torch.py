@@ -9,7 +9,7 @@ What all share:
 
 - Gradients reach q, k and v, through the output and through the log-sum-exp. Saved for backward
   are the arguments, out and lse: memory is linear in the sequence length. There is no second
-  derivative, and none with respect to bias or alibi_slopes: both are errors.
+  derivative, no forward-mode one, and none with respect to bias or alibi_slopes: all are errors.
 - float32, float16 and bfloat16. Under torch.autocast q, k and v become the autocast dtype.
 - With dropout and no seed, a seed is drawn from torch's CPU generator on each call, whatever the
   device of the tensors: torch.manual_seed repeats it, and nothing is synchronised.

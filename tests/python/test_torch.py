@@ -152,11 +152,38 @@ def test_retained_graph_gives_the_same_again():
         torch.autograd.grad(loss, inputs)
 
 
-def test_no_second_derivative():
-    inputs = with_gradients(qkv())
-    gradient = torch.autograd.grad(attention(*inputs).sum(), inputs[0], create_graph=True)[0]
-    with pytest.raises(fs.Error, match="second derivative"):
-        gradient.sum().backward()
+def twice(loss, x):
+    x = x.requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    gradient.sum().backward()
+
+
+SECOND_DERIVATIVES = {
+    "backward twice": twice,
+    "functional.hessian": torch.autograd.functional.hessian,
+    "hessian": lambda loss, x: torch.func.hessian(loss)(x),
+    "hessian in vmap": lambda loss, x: torch.func.vmap(torch.func.hessian(loss))(x[None]),
+    "grad of grad": lambda loss, x: torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x),
+    "jvp of grad": lambda loss, x: torch.func.jvp(torch.func.grad(loss), (x,), (x,)),
+    "grad of jvp": lambda loss, x: torch.func.grad(lambda y: torch.func.jvp(loss, (y,), (x,))[1])(
+        x
+    ),
+}
+
+
+# Of torch, when it loads its forward-mode derivatives.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize("derive", SECOND_DERIVATIVES.values(), ids=SECOND_DERIVATIVES)
+def test_no_second_derivative(derive, name):
+    inputs = dict(zip("qkv", qkv(seqlen_q=3, seqlen_k=3, batch=1, heads=1, dim=4), strict=True))
+
+    def loss(x):
+        return attention(**inputs | {name: x}).square().sum()
+
+    with pytest.raises(fs.Error, match="as attention has no second derivative") as caught:
+        derive(loss, inputs[name])
+    assert caught.value.code == "unsupported"
 
 
 def test_graph_free_modes():
