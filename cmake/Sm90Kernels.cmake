@@ -2,7 +2,8 @@
 # the kernel table for all masks.
 #
 # flashsdk_sm90_kernels(dtypes head_dims) writes build/generated/cuda/sm90_*.cu and sets in the caller SM90_SOURCES,
-# SM90_DECLARATIONS and SM90_CALLS, in the order of priority, and SM90_HOST_SOURCES. Nothing where CMAKE_CUDA_ARCHITECTURES has no 90a.
+# SM90_DECLARATIONS and SM90_CALLS, in the order of priority, and SM90_HOST_SOURCES. Nothing where
+# CMAKE_CUDA_ARCHITECTURES has no 90a.
 include(${PROJECT_SOURCE_DIR}/cpp/kernels/instantiate/sm90_table.cmake)
 
 # Writes one kernel.

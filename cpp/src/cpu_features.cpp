@@ -40,8 +40,8 @@ constexpr bool has(std::uint64_t value, std::initializer_list<int> bits) {
   return true;
 }
 
-// Linux gives a process the tile registers' 8 KiB of state when it asks for them, and refuses where its signal stacks are
-// too small or the kernel or its configuration does not know them. Granted once, it holds for every thread.
+// Linux gives a process the tile registers' 8 KiB of state when it asks for them, and refuses where its signal stacks
+// are too small or the kernel or its configuration does not know them. Granted once, it holds for every thread.
 bool tile_registers_granted() {
 #if defined(__linux__)
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

@@ -81,8 +81,8 @@ std::string machine_refusal(const KernelKey& key, const std::string& forced_isa)
   return {};
 }
 
-// Whether a kernel for GPUs runs on one of this machine. Listings alone ask: a call knows its device, and a process that
-// calls only the CPU should not start the driver.
+// Whether a kernel for GPUs runs on one of this machine. Listings alone ask: a call knows its device, and a process
+// that calls only the CPU should not start the driver.
 bool gpu_available([[maybe_unused]] const KernelKey& key) {
 #if FLASHSDK_HAVE_CUDA
   return cuda::machine_refusal(key.arch).empty();

@@ -114,8 +114,8 @@ Mask to_mask(nb::handle mask, ArrayImporter& arrays) {
 // ---- calls
 
 // One call's arguments. `tensors` begins with q, k, v; `packed` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-// max_seqlen_k), `options` is (softmax_scale, mask, bias, alibi_slopes, softcap, dropout_p, seed, offset, deterministic,
-// stream, backend).
+// max_seqlen_k), `options` is (softmax_scale, mask, bias, alibi_slopes, softcap, dropout_p, seed, offset,
+// deterministic, stream, backend).
 template <class Args>
 struct Call {
   Args args;

@@ -1,7 +1,7 @@
 // Random and absurd calls: each runs, or is refused in one line, and nothing crashes or writes where it must not.
 //
-// As a gtest: a seeded loop of 10^6 calls; FLASHSDK_FUZZ_SEED and FLASHSDK_FUZZ_COUNT repeat a part of it. As a libFuzzer
-// target: compiled with FLASHSDK_LIBFUZZER by a Clang that has it.
+// As a gtest: a seeded loop of 10^6 calls; FLASHSDK_FUZZ_SEED and FLASHSDK_FUZZ_COUNT repeat a part of it. As a
+// libFuzzer target: compiled with FLASHSDK_LIBFUZZER by a Clang that has it.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What surrounds the backward's main pass: its workspace, the order in which jobs add to dQ, and the pre- and post-pass.
+// What surrounds the backward's main pass: its workspace, the order in which jobs add to dQ, the pre- and post-pass.
 #pragma once
 
 #include "cpu/jobs.h"

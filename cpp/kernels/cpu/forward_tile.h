@@ -55,8 +55,8 @@ class ForwardTile {
   static constexpr int kPaddedKeys = kKeys + Dot::kMaxRowPadding, kPanels = Tr::kForwardQueries / kPanel;
   using SummedKeys = typename Tr::template SummedKeys<kKeys>;
 
-  // Vectors of lanes that are computed where one holds all queries of a panel, as in decoding. Products on tile registers
-  // take whole panels.
+  // Vectors of lanes that are computed where one holds all queries of a panel, as in decoding. Products on tile
+  // registers take whole panels.
   static constexpr int kFewVecs = Dot::kTiles ? kVecs : 1;
 
   // One panel of queries: its operand and its running state.

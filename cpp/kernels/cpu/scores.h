@@ -1,4 +1,4 @@
-// What happens to a tile of raw scores S^T (keys, queries in kWidth lanes, rows kPitch apart) beside the exponential: the
+// What happens to a tile of raw scores S^T (keys, queries in kWidth lanes, rows kPitch apart) beside the exponential:
 // rare score features, the mask, the row maximum, and dropout's random bytes. Off features are compiled out by callers.
 #pragma once
 
@@ -141,8 +141,8 @@ class ScoreFeatures {
   }
 
  private:
-  // Of each word, the byte at `shift` for the first 8 rows of its group of 16 and the next one for the other 8. dst holds
-  // the rows from `first` on.
+  // Of each word, the byte at `shift` for the first 8 rows of its group of 16 and the next one for the other 8. dst
+  // holds the rows from `first` on.
   template <int kWidth>
   static void spread_bytes(const std::uint32_t* word, int shift, int first, std::uint8_t* dst) {
     constexpr int kGroups = ceil_div(kWidth, 16), kCalls = 8 * kGroups;

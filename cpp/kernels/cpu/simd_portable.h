@@ -1,4 +1,4 @@
-// Any processor: GCC and Clang vector extensions, 128 bits (SSE2, NEON). Correct everywhere, fast where the compiler is.
+// Any processor: GCC and Clang vector extensions, 128 bits (SSE2, NEON). Correct everywhere, as fast as the compiler.
 #pragma once
 
 namespace flashsdk::cpu::FLASHSDK_ISA_NS {

@@ -1,8 +1,8 @@
 // AMX: the same product as microkernel.h on tile registers, 16 x 16 x 32 multiply-adds to an instruction.
 //
 // A tile register holds 16 rows of 64 bytes. Packed rows of bf16 are operand A as they lie, pairs of neighbouring steps
-// by lanes are operand B, and C is fp32 as everywhere; so only the widths of reads change: whole tiles, that is steps in
-// multiples of 16 words and rows in multiples of 16, which buffers are padded to with zeros.
+// by lanes are operand B, and C is fp32 as everywhere; so only the widths of reads change: whole tiles, that is steps
+// in multiples of 16 words and rows in multiples of 16, which buffers are padded to with zeros.
 #pragma once
 
 #include "cpu/microkernel.h"
@@ -30,9 +30,9 @@ struct alignas(64) TileShapes {
 static_assert(sizeof(TileShapes) == 64);
 inline constexpr TileShapes kTileShapes;  // static: the intrinsic tells the compiler of its first bytes only
 
-// Tile registers are usable between these two calls. They end in their initial state, which costs later context switches
-// nothing and leaves the caller's own thread as the ABI has it. No class with a destructor: its clean-up for exceptions,
-// which kernels do not throw, would bring in a symbol that all instruction sets share.
+// Tile registers are usable between these two calls. They end in their initial state, which costs later context
+// switches nothing and leaves the caller's own thread as the ABI has it. No class with a destructor: its clean-up for
+// exceptions, which kernels do not throw, would bring in a symbol that all instruction sets share.
 FLASHSDK_HD void take_tile_registers() { _tile_loadconfig(&kTileShapes); }
 FLASHSDK_HD void release_tile_registers() { _tile_release(); }
 

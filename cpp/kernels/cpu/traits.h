@@ -36,21 +36,22 @@ struct Traits {
   static constexpr int kRowPitch = kHeadDim / Dot::kStep + kPadding;
   static constexpr int kWidePitch = kHeadDim + kPadding;
 
-  // K and V tiles of 192 x 128 floats fill 192 KiB of L2 next to the panels; processors with AVX2 alone have less of it,
-  // and wider heads take fewer keys. 96 to 384 are within a few points of each other. Products on tile registers are so
-  // fast that what a job loads and packs shows: 256 keys in the backward gained a tenth, more leave cores without jobs.
+  // K and V tiles of 192 x 128 floats fill 192 KiB of L2 next to the panels; processors with AVX2 alone have less of
+  // it, and wider heads take fewer keys. 96 to 384 are within a few points of each other. Products on tile registers
+  // are so fast that what a job loads and packs shows: 256 keys in the backward gained a tenth, more leave cores
+  // without jobs.
   static constexpr int kKeys = kHeadDim > 128 ? 96 : (kLanes == 16 ? 192 : 144);
   static constexpr int kBackwardKeys = kHeadDim <= 128 && Dot::kTiles ? 256 : kKeys;
-  // Queries that share a packed K and V tile in the forward. Packing reads rows that are pages apart: at head_dim 64 and
-  // 128 queries it costs 15 % of the products. Their operands and accumulators take 256 KiB of L2; where there are tile
-  // registers it is twice as large.
+  // Queries that share a packed K and V tile in the forward. Packing reads rows that are pages apart: at head_dim 64
+  // and 128 queries it costs 15 % of the products. Their operands and accumulators take 256 KiB of L2; where there are
+  // tile registers it is twice as large.
   static constexpr int kForwardQueries = kHeadDim > 128 ? 128 : (Dot::kTiles ? 512 : 256);
   // Queries of a backward tile; dK and dV accumulators are loaded and stored once in so many steps.
   static constexpr int kBackwardQueries = 64;
   static_assert(kForwardQueries % kPanel == 0 && kBackwardQueries % kPanel == 0);
 
-  // V and K where a product sums over keys: pairs of rows as operand A by columns, or their transpose (head_dim, keys in
-  // pairs) where A is read by rows. Words from one row of A to the next, and from one step to the next.
+  // V and K where a product sums over keys: pairs of rows as operand A by columns, or their transpose (head_dim, keys
+  // in pairs) where A is read by rows. Words from one row of A to the next, and from one step to the next.
   static constexpr int pair_pitch(int keys) { return round_up(keys / Dot::kStep, 2 * kPadding) + kPadding; }
   template <int kRows>
   struct SummedKeys {

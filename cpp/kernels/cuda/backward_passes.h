@@ -31,8 +31,8 @@ __device__ void for_each_query_tile(const ForwardParams& p, int tile_rows, Body&
     body(m_block, i % p.num_heads, packed ? sequence : i / p.num_heads);
 }
 
-// P = exp(score − lse) takes over the rounding of the lse, up to here less than 1e-4 of P. Beyond, the row's sum is taken
-// anew: at 1e9 the lse no longer tells one key from twenty.
+// P = exp(score − lse) takes over the rounding of the lse, up to here less than 1e-4 of P. Beyond, the row's sum is
+// taken anew: at 1e9 the lse no longer tells one key from twenty.
 inline constexpr float kMaxTrustedLse = 1024.f;
 __device__ __forceinline__ bool trusted(float lse) { return !(fabsf(lse) > kMaxTrustedLse) || lse == -INFINITY; }
 
@@ -61,8 +61,8 @@ __device__ __forceinline__ void add_row_products(const BackwardParams& p, const 
 }
 
 // delta = rowsum(dout∘out) − dlse and lse in units of log2, for one tile of queries. kVectors: rows of out and dout are
-// known to be vector_rows(); kClears: clears the tile's part of dq_accum, as a deterministic call always does. Eight lanes
-// a row. Returns whether the lse of some row is not trusted.
+// known to be vector_rows(); kClears: clears the tile's part of dq_accum, as a deterministic call always does. Eight
+// lanes a row. Returns whether the lse of some row is not trusted.
 template <class Element, int kThreads, int kTileRows, bool kVectors, bool kClears>
 __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& ws, int m_block, int head, int batch) {
   constexpr int kLanes = 8, kStep = kThreads / kLanes, kRows = kTileRows > kStep ? 2 : 1;
@@ -123,8 +123,8 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
   return __syncthreads_or(untrusted) != 0;
 }
 
-// Grid: query_tile_grid(). RowSums: see cuda/row_sums.h; a loop of their own, so that what they need is not kept around the
-// rows of every tile.
+// Grid: query_tile_grid(). RowSums: see cuda/row_sums.h; a loop of their own, so that what they need is not kept around
+// the rows of every tile.
 template <class Element, int kThreads, bool kVectors, bool kClears, class RowSums>
 __global__ void __launch_bounds__(kThreads, 5)  // what row sums need beyond these registers, others need not pay for
     backward_prepare_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace ws) {

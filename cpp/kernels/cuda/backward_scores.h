@@ -9,8 +9,8 @@
 
 namespace flashsdk::cuda {
 
-// A value for each of a thread's queries: rows(j) has those of columns j and j + 1 of its accumulator, from a tile's rows
-// in shared memory.
+// A value for each of a thread's queries: rows(j) has those of columns j and j + 1 of its accumulator, from a tile's
+// rows in shared memory.
 template <class Coordinates>
 __device__ __forceinline__ auto rows_of_queries(const float* rows, const Coordinates& at) {
   return [rows, at](int j) { return *reinterpret_cast<const float2*>(rows + cute::get<1>(at(0, j))); };
@@ -59,9 +59,9 @@ class BackwardScores {
                   [&](int i, int j, float& x, float row) { x = static_cast<float>(p(i, j)) * (x + row); });
   }
 
-  // The same for kernels that hold P as well, as the fragment ((2, 2), M, N) of 16 bits that weighs dO. Where dropout is
-  // the only feature, both lose what is dropped. By 16 queries, so that no more of `weights` is there beside p than is
-  // being drawn for, and no mask has to be kept.
+  // The same for kernels that hold P as well, as the fragment ((2, 2), M, N) of 16 bits that weighs dO. Where dropout
+  // is the only feature, both lose what is dropped. By 16 queries, so that no more of `weights` is there beside p than
+  // is being drawn for, and no mask has to be kept.
   template <class Fragment, class Probabilities, class Gradients, class Coordinates, class Rows>
   __device__ void gradients(Fragment& weights, const Probabilities& p, Gradients&& dp, const Coordinates& at, int head,
                             TileRef tile, const Rows& minus_delta) const {

@@ -31,10 +31,10 @@ std::string machine_refusal(const std::string& arch);
 // Throws kInvalidArgument unless work on the device can be put into the stream (a cudaStream_t).
 void check_stream(void* stream, int device);
 
-// Waits until a stream of the device has done all that is in it. For bindings whose framework cannot be told of streams.
+// Waits until a stream of the device has done all that is in it: for frameworks that cannot be told of streams.
 void synchronize(void* stream, int device);
 
-// Read once a device and kept. Throws kUnsupported when this build has no code for it, kRuntime when it cannot be asked.
+// Read once a device and kept. Throws kUnsupported if this build has no code for it, kRuntime if it cannot be asked.
 const DeviceLimits& device_limits(int device);
 
 // Makes a device current, and the one before it on leaving.

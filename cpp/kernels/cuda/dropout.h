@@ -83,11 +83,11 @@ class KeptPairs {
   std::uint32_t words_[(kPairs + 15) / 16] = {};
 };
 
-// Rows are keys: a lane holds keys {k, k + 8} and queries {q, q + 1} of each 16 x 8 atom, and atoms 2n and 2n + 1 of its
-// columns are the two halves of 16 queries. For those of columns j to j + 3, f(i, j, mask) for each pair of elements (i, j)
-// and (i, j + 1) of Matrix, with 16 bits of ones for each of the two that is kept. The lanes of keys k and k ^ 1 need the same bytes: one draws those of
-// query q, the other those of q + 1, and they swap. kWholeCalls: atoms 2n and 2n + 1 of a lane's rows are the two halves
-// of 32 keys, so that no byte is drawn for nothing.
+// Rows are keys: a lane holds keys {k, k + 8} and queries {q, q + 1} of each 16 x 8 atom, and atoms 2n and 2n + 1 of
+// its columns are the two halves of 16 queries. For those of columns j to j + 3, f(i, j, mask) for each pair of
+// elements (i, j) and (i, j + 1) of Matrix, with 16 bits of ones for each of the two that is kept. The lanes of keys k
+// and k ^ 1 need the same bytes: one draws those of query q, the other those of q + 1, and they swap. kWholeCalls:
+// atoms 2n and 2n + 1 of a lane's rows are the two halves of 32 keys, so that no byte is drawn for nothing.
 template <bool kWholeCalls, class Matrix, class Coordinates, class F>
 __device__ void for_each_kept_transposed(int j, const Coordinates& coordinates, const DropoutRng& rng, int threshold,
                                          int m0, int n0, F&& f) {

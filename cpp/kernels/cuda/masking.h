@@ -98,8 +98,8 @@ class VisibleColumns {
     CUTE_UNROLL
     for (int i = 0; i < kWords; ++i) bits_[row][i] = first(before(end) - 32 * i) & ~first(before(begin) - 32 * i);
   }
-  // Hidden ones become −inf. zero: of the branch, see branch_if(). A sum is taken for new by the compiler, which then tests
-  // seven of its bits in one instruction.
+  // Hidden ones become −inf. zero: of the branch, see branch_if(). A sum is taken for new by the compiler, which then
+  // tests seven of its bits in one instruction.
   template <class Scores>
   __device__ void hide_others(Scores& scores, unsigned zero) const {
     CUTE_UNROLL

@@ -18,7 +18,7 @@ inline constexpr int kExtent = decltype(cute::size<kMode>(std::declval<const Ten
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kScaleLimit = FLT_MAX / kLog2e;  // from here on a scale's product with log2(e) may be infinite
 
-// Hides a value's origin from the compiler: what is computed from it is not kept in registers from one tile to the next.
+// Hides a value's origin from the compiler: what is computed from it is not kept in registers from tile to tile.
 __device__ __forceinline__ std::int64_t opaque(std::int64_t x) {
   asm volatile("" : "+l"(x));
   return x;
@@ -29,9 +29,9 @@ __device__ __forceinline__ int opaque(int x) {
 }
 
 // if (condition) body(), where the condition is the same for the whole warp. Written as a loop whose end no compiler
-// knows (grids have no third dimension), so that it stays a branch: as predicated instructions, which ptxas makes even of
-// large bodies, what is skipped would still take its issue slots. A body may take a zero that no compiler knows: what it
-// computes with that is computed behind the branch, and not, as the same in every run of the loop, ahead of it.
+// knows (grids have no third dimension), so that it stays a branch: as predicated instructions, which ptxas makes even
+// of large bodies, what is skipped would still take its issue slots. A body may take a zero that no compiler knows:
+// what it computes with that is computed behind the branch, and not, as the same in every run of the loop, ahead of it.
 template <class Body>
 __device__ __forceinline__ void branch_if(bool condition, Body&& body) {
 #pragma unroll 1
@@ -45,8 +45,8 @@ __device__ __forceinline__ void branch_if(bool condition, Body&& body) {
   }
 }
 
-// Ends a basic block, within which ptxas moves instructions freely: work of many registers before and behind it does not
-// get mixed.
+// Ends a basic block, within which ptxas moves instructions freely: work of many registers before and behind it does
+// not get mixed.
 __device__ __forceinline__ void end_block() {
   branch_if(opaque(0) > 0, [] {});
 }

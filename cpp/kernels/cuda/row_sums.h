@@ -1,5 +1,5 @@
-// The sums of the softmax, taken anew for the backward where a float32 lse cannot say them (docs/numerics.md). It happens
-// to large scores alone, so it is short rather than fast.
+// The sums of the softmax, taken anew for the backward where a float32 lse cannot say them (docs/numerics.md). It
+// happens to large scores alone, so it is short rather than fast.
 #pragma once
 
 #include "cuda/backward_passes.h"
@@ -17,8 +17,9 @@ __device__ __forceinline__ std::uint32_t load_pair(const Element* row, int colum
 }
 
 // Product: the main kernel's Sᵀ = K·Qᵀ of kKeys keys and eight queries, by the same instruction in the same order. The
-// sums must be those of the main kernel's scores: among scores of 1e9 their last bits decide between exp(0) and exp(64).
-// A lane holds keys {k, k + 8} and queries {q, q + 1}, as in any 16 x 8 atom. kBlockM and kBlockN are the main kernel's.
+// sums must be those of the main kernel's scores: among scores of 1e9 their last bits decide between exp(0) and
+// exp(64). A lane holds keys {k, k + 8} and queries {q, q + 1}, as in any 16 x 8 atom.
+// kBlockM and kBlockN are the main kernel's.
 template <class Product, int kBlockM, int kBlockN, class Policy, Features kFeatures>
 class RowSums {
   using Element = typename Product::Element;

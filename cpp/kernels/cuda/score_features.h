@@ -22,8 +22,8 @@ constexpr bool has_bias(Features f) { return has(f, Features::kBias); }  // and 
 constexpr bool modifies_scores(Features f) { return has(f, Features::kSoftcap) || has_bias(f); }
 
 // (query, key) of the elements of a tile's accumulator. They differ by constants from the first one's, which is hidden
-// from the compiler: what follows from it would be computed ahead of the loop over tiles, whether a feature asks or not,
-// and the registers it takes would be missing there.
+// from the compiler: what follows from it would be computed ahead of the loop over tiles, whether a feature asks or
+// not, and the registers it takes would be missing there.
 template <bool kTransposed, class Coordinates>
 class TileCoordinates {
  public:
@@ -135,9 +135,9 @@ class ScoreFeatures {
     return bias == -INFINITY ? -INFINITY : max_or_nan(s + bias, -FLT_MAX);
   }
 
-  // 16 bits are either of the two types: one loop for both keeps the code small. A piece's values are all asked for before
-  // the first is needed. All of a tile's would take as many registers as its scores, and the loop over tiles would lack
-  // them whether there is a bias or not: each piece is a branch of its own.
+  // 16 bits are either of the two types: one loop for both keeps the code small. A piece's values are all asked for
+  // before the first is needed. All of a tile's would take as many registers as its scores, and the loop over tiles
+  // would lack them whether there is a bias or not: each piece is a branch of its own.
   template <bool kTransposed, class T, class Scores, class Coordinates>
   __device__ void add_bias(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at) const {
     constexpr bool kBool = std::is_same_v<T, bool>;

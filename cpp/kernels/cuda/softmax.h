@@ -129,9 +129,9 @@ class OnlineSoftmax {
 
   // The same by the maximum so far, without looking at that of this tile: no exponential waits for a maximum, and none
   // need be found. Probabilities may exceed 1, which changes nothing in floating point, but not by so much that they
-  // leave 16 bits. False where they do, nothing was seen so far, the difference has to come first, or there is a NaN: then
-  // the scores are lost, and take raise() and exponentiate(). everywhere(holds) tells those who compute them together
-  // whether it holds for all of them.
+  // leave 16 bits. False where they do, nothing was seen so far, the difference has to come first, or there is a NaN:
+  // then the scores are lost, and take raise() and exponentiate(). everywhere(holds) tells those who compute them
+  // together whether it holds for all of them.
   template <class Scores, class Vote>
   __device__ bool try_exponentiate(Scores& scores, Vote&& everywhere) {
     float sum[kRows];
@@ -166,8 +166,8 @@ class OnlineSoftmax {
     for (int i = 0; i < kRows; ++i) sum_[i] = quad_sum(sum_[i]);
   }
   __device__ float inverse_sum(int i) const { return sum_[i] == 0.f ? 0.f : reciprocal(sum_[i]); }
-  // unit: from the scores' unit to that of the natural logarithm. An lse beyond float stays at its end, as −inf says that
-  // no key was seen.
+  // unit: from the scores' unit to that of the natural logarithm. An lse beyond float stays at its end, as −inf says
+  // that no key was seen.
   __device__ float lse(int i, float unit) const {
     if (sum_[i] == 0.f) return -INFINITY;
     const float lse = fmaf(max_[i], unit, logf(sum_[i]));

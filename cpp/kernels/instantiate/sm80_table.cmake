@@ -1,7 +1,8 @@
 # The table of SM80 kernels: which tiles exist for a head dimension, fastest first. Measured on an H200.
 #
 # forward:  block_m x block_n _ warps _ stages _ Q in registers _ thread blocks a multiprocessor [_ any alignment]
-# backward: block_m x block_n _ warps _ warps along the keys of S _ of dK, dV _ along the queries of dQ _ thread blocks _ staggered [_ any alignment]
+# backward: block_m x block_n _ warps _ warps along the keys of S _ of dK, dV _ along the queries of dQ
+#   _ thread blocks _ staggered [_ any alignment]
 set(FLASHSDK_SM80_ALL_DTYPES float16 bfloat16)
 set(FLASHSDK_SM80_TYPE_float16 cutlass::half_t)
 set(FLASHSDK_SM80_TYPE_bfloat16 cutlass::bfloat16_t)
@@ -16,9 +17,9 @@ set(FLASHSDK_SM80_CI_HEAD_DIMS 64)
 set(FLASHSDK_SM80_CI_FEATURES None All Any)
 set(FLASHSDK_SM80_CI_POLICIES Band BlockSparse)  # Dense asks for less of the same code
 
-# Two thread blocks a multiprocessor leave 255 registers a thread. Some plain kernels need a few more: bytes spilled are 20
-# forward at head_dim 64, 48 and 24 at 32 and 96 with a band, 38 at 128 with a layout; 12 backward at 64 and 256 with a
-# band. At head_dim 64, smaller tiles, which spill nothing, were slower.
+# Two thread blocks a multiprocessor leave 255 registers a thread. Some plain kernels need a few more: bytes spilled are
+# 20 forward at head_dim 64, 48 and 24 at 32 and 96 with a band, 38 at 128 with a layout; 12 backward at 64 and 256 with
+# a band. At head_dim 64, smaller tiles, which spill nothing, were slower.
 set(FLASHSDK_SM80_FORWARD_32 128x128_4_1_true_2)
 set(FLASHSDK_SM80_FORWARD_64 128x128_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_96 128x64_4_1_false_2)

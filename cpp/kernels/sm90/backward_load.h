@@ -76,9 +76,9 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
     smem.work[use.stage] = work;
     smem.full_work.arrive_full(use);
   };
-  // The first is that of the block's index, and the next is taken before work on one begins, so that nobody waits for the
-  // counter. Not so where blocks wait for each other (turn_order.h): only a block that runs may take work, and it soon
-  // begins what it has taken: all but the last kStepsLeft steps of the work before have been read.
+  // The first is that of the block's index, and the next is taken before work on one begins, so that nobody waits for
+  // the counter. Not so where blocks wait for each other (turn_order.h): only a block that runs may take work, and it
+  // soon begins what it has taken: all but the last kStepsLeft steps of the work before have been read.
   const bool ahead = !p.deterministic;
   constexpr unsigned kStepsLeft = 2;
   auto take = [&]() -> int {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void store_release(int* to, int x) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
-// One thread, where dq_accum is not cleared: who comes first to a piece writes it, and the others add once that is there.
+// One thread, where dq_accum is not cleared: who comes first to a piece writes it, and the others add after that.
 class DqTurn {
  public:
   explicit __device__ DqTurn(int* turn) : turn_(turn) {}

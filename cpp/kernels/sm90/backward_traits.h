@@ -107,8 +107,8 @@ struct NarrowBackwardTraits {
 };
 
 // For larger head dimensions, where dK and dV of 64 keys fill the registers of a warpgroup each: one warpgroup computes
-// Pᵀ and dV, the other dSᵀ and dK, and dQ is shared out in pieces. Both own the same 64 keys. kStages: buffers of dO, and
-// Q has one more, as dK needs it last.
+// Pᵀ and dV, the other dSᵀ and dK, and dQ is shared out in pieces. Both own the same 64 keys. kStages: buffers of dO,
+// and Q has one more, as dK needs it last.
 template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_,
           bool kStaggered_>
 struct WideBackwardTraits {

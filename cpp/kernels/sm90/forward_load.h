@@ -131,8 +131,8 @@ class ValueLoader {
   }
 
  private:
-  // The last rows of the box belong to the next packed sequence. Their probabilities are 0, but 0·inf is NaN: clear them
-  // before anyone else sees the buffer.
+  // The last rows of the box belong to the next packed sequence. Their probabilities are 0, but 0·inf is NaN: clear
+  // them before anyone else sees the buffer.
   __device__ void load_cut(typename Traits::Element* buffer, TileOrigin at, int rows) {
     if (leader_) {
       smem_.tail.arrive_and_expect_tx(SmemV::kBytes);

@@ -57,9 +57,9 @@ class ForwardScores {
     return visible;
   }
 
-  // Scores become probabilities, not yet divided by their sum. Most tiles do it by a maximum that they have not looked for:
-  // that so far, or, if the queries are new, that of a few keys, which a mask might hide. Where try_apply() fails, the
-  // scores are lost and have to be computed once more, for apply().
+  // Scores become probabilities, not yet divided by their sum. Most tiles do it by a maximum that they have not looked
+  // for: that so far, or, if the queries are new, that of a few keys, which a mask might hide. Where try_apply() fails,
+  // the scores are lost and have to be computed once more, for apply().
   __device__ bool can_try(const KeyTile& tile) const {
     if (!cuda::modifies_scores(kFeatures) && scale_first_) return false;  // rare: not worth its branch in every try
     return tile.has(KeyTile::kFirst) ? !tile.has(KeyTile::kMasked) : can_try_;

@@ -6,7 +6,7 @@
 
 namespace flashsdk::sm90 {
 
-// What the warp that loads Q and K tells all others. They know nothing else of what is to be done: no mask, no schedule.
+// What the warp that loads Q and K tells all others. They know nothing else of the work: no mask, no schedule.
 struct alignas(16) QueryTile {
   int m_block, head, batch;
   int key_end;  // keys from here on do not exist

@@ -111,8 +111,8 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&word)[4]) {
 }
 
 // Writes a 16-bit accumulator fragment to device memory: rows below `rows`, columns below `columns` (a multiple of 8).
-// target is the first row of this warpgroup's 64. kWhole: stores stay of 16 bytes, of which the compiler, left to itself,
-// takes half apart into words.
+// target is the first row of this warpgroup's 64. kWhole: stores stay of 16 bytes, of which the compiler, left to
+// itself, takes half apart into words.
 template <bool kWhole, class Fragment, class Element>  // ((2, 2, N), 1, 1)
 __device__ __forceinline__ void store_accumulator(const Fragment& fragment, Element* target, std::int64_t row_stride,
                                                   int rows, int columns) {

@@ -36,14 +36,14 @@ struct EmptyRing {
   __device__ __forceinline__ void release(const State& s, int thread = threadIdx.x) const {
     if (thread % 32 == 0) empty[s.stage].arrive();
   }
-  // Consumer. Each lane releases for itself: where lanes have read words that the next round's producer stores anew, and
-  // nothing has brought them together since (docs/gpu.md, racecheck).
+  // Consumer. Each lane releases for itself: where lanes have read words that the next round's producer stores anew,
+  // and nothing has brought them together since (docs/gpu.md, racecheck).
   __device__ __forceinline__ void release_by_lane(const State& s) const { empty[s.stage].arrive(); }
 
   Empty empty[kStages];
 };
 
-// A ring whose barriers also tell when a buffer is full: when its producer has arrived and all announced bytes are there.
+// A ring whose barriers also tell when a buffer is full: its producer has arrived and all announced bytes are there.
 template <int kStages>
 struct Ring : EmptyRing<kStages> {
   using State = RingState<kStages>;
