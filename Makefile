@@ -33,7 +33,8 @@ PY_DIRS = $(wildcard python tests benchmarks examples scripts)
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-asan test-tsan test-package test-gpu bench-gpu build-cuda-ci bench lint format wheel clean distclean
+.PHONY: help setup build demo test test-asan test-tsan test-package test-gpu bench-gpu build-cuda-ci bench lint format \
+	wheel clean distclean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -112,6 +113,7 @@ lint:
 	@$(BIN)/ruff format --check $(PY_DIRS)
 	@$(BIN)/mypy
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+	@! LC_ALL=C.UTF-8 grep -nE '.{121}' $(CPP_FILES) || { echo "lint: longer than 120 columns"; exit 1; }
 
 format:
 	@$(BOOTSTRAP) lint
