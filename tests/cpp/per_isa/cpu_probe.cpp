@@ -49,27 +49,34 @@ void probe_transpose(const float* src, std::int64_t src_stride, float* dst, std:
 
 constexpr int kPanelLanes = kVecs * kLanes;
 
-template <class S, class Start>
-void run_product(const float* a, const float* b, int steps, float* c, int rows, Start start, float* maximum) {
-  Vec highest[kVecs];
-  if (maximum == nullptr) return product<DotF32, S>(a, b, steps, c, rows, start);
-  for (int v = 0; v < kVecs; ++v) highest[v] = load(maximum + v * kLanes);
-  product<DotF32, S>(a, b, steps, c, rows, start, highest);
-  for (int v = 0; v < kVecs; ++v) store(maximum + v * kLanes, highest[v]);
+// Of the first kUsed vectors of a panel, whose strides are S.
+template <int kUsed, class S>
+void run_product(const float* a, const float* b, int steps, float* c, int rows, bool add, const float* rescale,
+                 float* maximum) {
+  Vec highest[kUsed], scale[kUsed];
+  for (int v = 0; v < kUsed; ++v) {
+    if (maximum != nullptr) highest[v] = load(maximum + v * kLanes);
+    if (rescale != nullptr) scale[v] = load(rescale + v * kLanes);
+  }
+  Vec* to_raise = maximum != nullptr ? highest : nullptr;
+  if (rescale != nullptr) {
+    product<DotF32, S, kUsed>(a, b, steps, c, rows, FromScaledC{scale}, to_raise);
+  } else if (add) {
+    product<DotF32, S, kUsed>(a, b, steps, c, rows, FromC{}, to_raise);
+  } else {
+    product<DotF32, S, kUsed>(a, b, steps, c, rows, FromZero{}, to_raise);
+  }
+  if (maximum != nullptr)
+    for (int v = 0; v < kUsed; ++v) store(maximum + v * kLanes, highest[v]);
 }
 
+template <int kUsed>
 int probe_product(const float* a, bool a_transposed, const float* b, int steps, float* c, int rows, bool add,
-                  float* maximum) {
+                  const float* rescale, float* maximum) {
   constexpr int kLd = flashsdk::testing::CpuProbe::kALd;
-  using ByRows = Strides<kLd, 1, kPanelLanes, kPanelLanes>;
-  using ByColumns = Strides<1, kLd, kPanelLanes, kPanelLanes>;
-  if (a_transposed) {
-    add ? run_product<ByColumns>(a, b, steps, c, rows, FromC{}, maximum)
-        : run_product<ByColumns>(a, b, steps, c, rows, FromZero{}, maximum);
-  } else {
-    add ? run_product<ByRows>(a, b, steps, c, rows, FromC{}, maximum)
-        : run_product<ByRows>(a, b, steps, c, rows, FromZero{}, maximum);
-  }
+  a_transposed
+      ? run_product<kUsed, Strides<1, kLd, kPanelLanes, kPanelLanes>>(a, b, steps, c, rows, add, rescale, maximum)
+      : run_product<kUsed, Strides<kLd, 1, kPanelLanes, kPanelLanes>>(a, b, steps, c, rows, add, rescale, maximum);
   return padded_rows(rows);
 }
 
@@ -134,7 +141,8 @@ constinit const CpuProbe FLASHSDK_JOIN(cpu_probe_, FLASHSDK_ISA_NS) = {
     probe_keep_at_least,
     probe_finite_or_zero,
     probe_transpose,
-    probe_product,
+    probe_product<kVecs>,
+    probe_product<1>,
     probe_tile_product,
     probe_tiles_released,
 };

@@ -30,13 +30,16 @@ struct CpuProbe {
   void (*transpose)(const float* src, std::int64_t src_stride, float* dst, std::int64_t dst_stride);
 
   // C (padded rows, panel) = or += A (rows, steps) · B (steps, panel), A by rows of kALd or transposed, as the kernels
-  // do; maximum, when not null, takes the running maximum of each column of C. Returns the rows written.
+  // do; rescale, when not null, multiplies each column of C before A·B is added to it; maximum, when not null, takes the
+  // running maximum of each column of C. Returns the rows written.
   static constexpr int kALd = 64;
-  int (*product)(const float* a, bool a_transposed, const float* b, int steps, float* c, int rows, bool add,
-                 float* maximum);
+  using Product = int(const float* a, bool a_transposed, const float* b, int steps, float* c, int rows, bool add,
+                      const float* rescale, float* maximum);
+  Product* product;
+  Product* narrow_product;  // of the first vector of lanes alone
 
   // The same on tile registers, null where there are none: words hold pairs of bf16, `words` of them (a multiple of 16)
-  // are summed over, and rescale, when not null, multiplies each column of C before A·B is added to it.
+  // are summed over.
   int (*tile_product)(const std::uint32_t* a, const std::uint32_t* b, int words, float* c, int rows,
                       const float* rescale, float* maximum);
   // Whether the calling thread's tile registers are in their initial state.
