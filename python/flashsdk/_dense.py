@@ -1,7 +1,8 @@
 """The definition in float64 and its error bounds, for all heads of a problem at once in PyTorch.
 
 ``_reference`` walks over queries, which takes too long for problems by the hundred thousand. Here
-S and P are whole matrices, (batch, num_heads, longest seqlen_q, longest seqlen_k), on any device.
+S and P are whole matrices, (batch, num_heads, longest seqlen_q, longest seqlen_k), on any device:
+those of ``_naive``, which the tests hold against ``_reference``, and so they do with this.
 Packed sequences are padded, with queries that see no key and keys that no query sees. No bias and
 no ALiBi: the fast kernels of a GPU take neither.
 """
@@ -14,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import _tolerance
-from ._naive import Matrices
+from . import _naive, _tolerance
 from ._problems import BandSpec, Problem
 from ._reference import Blocks, Features
 
@@ -92,14 +92,16 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
         seed=p.dropout_seed, offset=p.dropout_offset,
     )  # fmt: skip
     heads = Heads(f, q, k, v, dout, dlse, f.scale(p.head_dim))
-    m = _matrices(heads, _visible(p, of_q, of_k))
+    visible = _visible(p, of_q, of_k)
+    drop = None
+    if threshold := f.dropout_threshold():
+        kept = random_bytes(f.seed, f.offset, q.new_empty(*q.shape[:-1], of_k.longest)) >= threshold
+        drop = kept.double() * (256 / (256 - threshold))
+    m: Any = _naive.from_products(heads, q @ k.mT, None, visible, drop, xp=torch)
 
-    dropped = m.p * m.drop
-    out = dropped @ v
-    delta = (dout * out).sum(-1) - dlse
-    ds = heads.scale * m.p * m.slope * (m.drop * (dout @ v.mT) - delta[..., None])
-    exact = {"out": out, "lse": torch.logsumexp(m.score, -1), "dq": ds @ k}
-    exact |= {"dk": ds.mT @ q, "dv": dropped.mT @ dout}
+    out = (m.p * m.drop) @ v
+    exact: dict[str, Tensor] = {"out": out, "lse": torch.logsumexp(m.score, -1)}
+    exact |= _naive.gradients(heads, m, out)
     bounds: Any = _tolerance.bounds
     bound = bounds(heads, m, p.dtype, torch)
     unit, underflow = _tolerance.UNIT_ROUNDOFF[p.dtype], _tolerance.UNDERFLOW[p.dtype]
@@ -115,25 +117,6 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
         for of, unseen in ((exact, -torch.inf), (bound, 0.0))
     ]  # fmt: skip
     return given[0], given[1]
-
-
-def _matrices(h: Heads, visible: Tensor) -> Any:
-    score = h.scale * (h.q @ h.k.mT)
-    slope = torch.ones_like(score)
-    if h.f.softcap > 0:
-        softcap = float(np.float32(h.f.softcap))
-        tanh = torch.tanh(score / softcap)
-        score, slope = softcap * tanh, 1 - tanh**2
-    score = torch.where(visible, score, -torch.inf)
-    top = score.amax(-1, keepdim=True)
-    e = torch.exp(score - torch.where(top == -torch.inf, 0, top))
-    p = e / e.sum(-1, keepdim=True).clamp(min=1e-300)
-    drop = torch.ones_like(score)
-    if threshold := h.f.dropout_threshold():
-        kept = random_bytes(h.f.seed, h.f.offset, score) >= threshold
-        drop = kept.double() * (256 / (256 - threshold))
-    matrices: Any = Matrices
-    return matrices(score, p, drop, slope)
 
 
 def _visible(p: Problem, of_q: Padding, of_k: Padding) -> Tensor:

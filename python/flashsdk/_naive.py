@@ -2,12 +2,15 @@
 
 ``standard`` rounds like a chain of framework operators, ``flash_backward`` like FlashAttention.
 With storage float64 nothing is rounded: a second opinion on _reference.py.
+
+What ``xp`` is an argument of takes PyTorch's tensors too, with ``xp=torch`` and any dimensions
+before the two of a head: ``_dense`` is made of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,33 +44,58 @@ class Matrices:
 
 def matrices(head: Head, round_to: Round) -> Matrices:
     q, k = round_to(head.q), round_to(head.k)
-    rows, of = range(len(q)), q.dtype.type
-    shape = len(q), len(k)
-    score = round_to(round_to(q @ k.T) * of(head.scale))
-    slope = np.ones_like(score)
-    if head.f.softcap > 0:
-        softcap = of(np.float32(head.f.softcap))
-        tanh = round_to(np.tanh(round_to(score / softcap)))
-        score, slope = round_to(softcap * tanh), round_to(1 - tanh**2)
+    score = round_to(q @ k.T)
+
+    def of_rows(row: Callable[[int], Array], dtype: Any) -> Array:
+        return np.array([row(i) for i in range(len(q))], dtype).reshape(score.shape)
+
+    added = visible = drop = None
     if head.f.bias is not None or head.f.alibi_slopes is not None:
-        bias = np.array([head.bias(i) for i in rows], score.dtype).reshape(shape)
-        score = round_to(score + bias)
+        added = of_rows(head.bias, score.dtype)
     if head.f.mask is not None or head.f.bias is not None:
-        visible = np.array([head.visible(i) for i in rows], bool).reshape(shape)
-        score = np.where(visible, score, -np.inf)
-    top = finite_max(score)
-    e = np.exp(score - top)
-    p = round_to(e / np.maximum(e.sum(axis=1, keepdims=True), np.finfo(e.dtype).tiny))
-    drop = np.ones_like(score)
+        visible = of_rows(head.visible, bool)
     if head.f.dropout_threshold():
-        drop = np.array([head.drop(i) for i in rows], score.dtype).reshape(shape)
-    return Matrices(score, p, drop, slope)
+        drop = of_rows(head.drop, score.dtype)
+    return from_products(head, score, added, visible, drop, round_to)
 
 
-def finite_max(score: Array) -> Array:
+def from_products(
+    head: Any,
+    qk: Array,
+    added: Array | None,  # bias and ALiBi
+    visible: Array | None,
+    drop: Array | None,
+    round_to: Round = lambda x: x,
+    xp: Any = np,
+) -> Matrices:
+    """S and P from q·k; of the head only its scale and softcap."""
+    score = round_to(qk * head.scale)
+    slope = xp.ones_like(score)
+    if head.f.softcap > 0:
+        softcap = float(np.float32(head.f.softcap))
+        tanh = round_to(xp.tanh(round_to(score / softcap)))
+        score, slope = round_to(softcap * tanh), round_to(1 - tanh**2)
+    if added is not None:
+        score = round_to(score + added)
+    if visible is not None:
+        score = xp.where(visible, score, -np.inf)
+    e = xp.exp(score - finite_max(score, xp))
+    total = xp.clip(e.sum(-1), 1, None)  # the largest e is 1, and all are 0 where no key is seen
+    p = round_to(e / total[..., None])
+    return Matrices(score, p, xp.ones_like(score) if drop is None else drop, slope)
+
+
+def finite_max(score: Array, xp: Any = np) -> Array:
     """The largest score (seqlen_q, 1) of each row, 0 where it sees no key."""
-    top = score.max(axis=1, initial=-np.inf, keepdims=True)
-    return np.where(np.isneginf(top), 0, top).astype(score.dtype)
+    if score.shape[-1] == 0:
+        return np.zeros((*score.shape[:-1], 1), score.dtype)
+    top = xp.amax(score, -1)[..., None]
+    finite: Array = xp.where(xp.isneginf(top), xp.zeros_like(top), top)
+    return finite
+
+
+def transposed(x: Any) -> Any:
+    return x.swapaxes(-1, -2)
 
 
 def standard(head: Head, storage: Any) -> dict[str, Array]:
@@ -102,17 +130,23 @@ def flash_backward(head: Head, storage: Any, lag: float = 0.0) -> dict[str, Arra
     """
     assert head.dout is not None
     round_to, to32 = rounding(storage), rounding(np.float32)
+    given: Any = {name: to32(getattr(head, name)) for name in ("q", "k", "v", "dout", "dlse")}
+    head = replace(head, **given)
     m = matrices(head, to32)
-    q, k, v, dout = (to32(x) for x in (head.q, head.k, head.v, head.dout))
     e = np.exp(m.score - finite_max(m.score))
-    total = e.sum(axis=1, keepdims=True)
-    total = np.where(total > 0, total, np.float32(1))
+    total = np.clip(e.sum(axis=1, keepdims=True), 1, None)
     several = np.isfinite(m.score).sum(axis=1, keepdims=True) > 1  # a single key is its own maximum
     raised = np.where(several, np.float32(2**lag), np.float32(1))
-    out = round_to(round_to(e * raised) * m.drop @ v / (total * raised))
+    out = round_to(round_to(e * raised) * m.drop @ head.v / (total * raised))
+    return gradients(head, m, out, round_to)
 
-    p = e / total
-    dp = m.drop * (dout @ v.T)
-    delta = (dout * out).sum(axis=1) - to32(head.dlse)
-    ds = np.float32(head.scale) * round_to(p * m.slope * (dp - delta[:, None]))
-    return {"dq": ds @ k, "dk": ds.T @ q, "dv": (round_to(p) * m.drop).T @ dout}
+
+def gradients(
+    head: Any, m: Matrices, out: Array, round_to: Round = lambda x: x
+) -> dict[str, Array]:
+    """dq, dk and dv, of a head with q, k, v, dout, dlse and scale: dk and dv are its part alone."""
+    dp = m.drop * (head.dout @ transposed(head.v))
+    delta = (head.dout * out).sum(-1) - head.dlse
+    ds = head.scale * round_to(m.p * m.slope * (dp - delta[..., None]))
+    dropped = round_to(m.p) * m.drop
+    return {"dq": ds @ head.k, "dk": transposed(ds) @ head.q, "dv": transposed(dropped) @ head.dout}

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ._naive import Matrices
+from ._naive import Matrices, finite_max, transposed
 from ._reference import Float64, Head
 
 U32 = 2.0**-24  # unit roundoff of float32
@@ -48,14 +48,9 @@ def _sum_of_equals(terms: int) -> float:
     return _sum_error(terms) + U32 * min(terms, 512) / 2
 
 
-def _transposed(x: Float64) -> Float64:
-    transposed: Float64 = x.swapaxes(-1, -2)
-    return transposed
-
-
 def _dot_error(a: Float64, b: Float64, xp: Any) -> Float64:
     """Largest errors (m, n) of the float32 dot products of rows a (m, d) and b (n, d)."""
-    b = _transposed(b)
+    b = transposed(b)
     return _walk_error(a @ b, a**2 @ b**2, abs(a) @ abs(b), a.shape[-1], xp)
 
 
@@ -141,10 +136,10 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
     e_others = e_scores - m.p * e_score + e_row
     # In dv and dk these are independent: each row has its own.
     e_dropped = dropped * (e_own + e_others) + e_rounded
-    e_dv = _reach(_transposed(e_dropped), dout, xp)
-    e_dv += _sum_error(seqlen_q) * (_transposed(dropped) @ abs(dout))
+    e_dv = _reach(transposed(e_dropped), dout, xp)
+    e_dv += _sum_error(seqlen_q) * (transposed(dropped) @ abs(dout))
 
-    d_dropped = dout @ _transposed(v)
+    d_dropped = dout @ transposed(v)
     terms = dout * out
     dp, mean = m.drop * d_dropped, terms.sum(-1)
     delta = mean - head.dlse
@@ -169,8 +164,8 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
     e_dq += _reach(xp.copysign(e_ds + m.p * e_score * abs(ds), ds), k, xp)
     e_dq += _sum_error(seqlen_k) * (abs(ds) @ abs(k))
     e_ds += e_others * abs(ds) + e_delta[..., None] * p
-    e_dk = _reach(_transposed(xp.copysign(e_ds, ds)), q, xp)
-    e_dk += _sum_error(seqlen_q) * (_transposed(abs(ds)) @ abs(q))
+    e_dk = _reach(transposed(xp.copysign(e_ds, ds)), q, xp)
+    e_dk += _sum_error(seqlen_q) * (transposed(abs(ds)) @ abs(q))
     # The scale comes last: a sum below the normal numbers, which may become 0, is multiplied by it.
     e_dq += FLOAT32_NORMAL * seen.any(-1)[..., None]
     e_dk += FLOAT32_NORMAL * seen.any(-2)[..., None]
@@ -199,10 +194,7 @@ def sizes(head: Head, m: Matrices) -> dict[str, Float64]:
 
 def _logsumexp(score: Float64, xp: Any) -> Float64:
     """(seqlen_q,), 0 for rows that see nothing."""
-    if score.shape[-1] == 0:
-        return np.zeros(score.shape[:-1])
-    top = xp.amax(score, -1)
-    top = xp.where(top == -np.inf, 0, top)
-    total = xp.exp(score - top[..., None]).sum(-1)
-    lse: Float64 = xp.where(total > 0, top + xp.log(xp.where(total > 0, total, 1)), 0)
+    top = finite_max(score, xp)
+    total = xp.clip(xp.exp(score - top).sum(-1), 1, None)
+    lse: Float64 = top[..., 0] + xp.log(total)
     return lse
