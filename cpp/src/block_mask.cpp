@@ -53,11 +53,6 @@ int checked(const char* name, int n, int min) {
   return n;
 }
 
-int checked_block(const char* name, int block) {
-  if (block <= 0 || block % 16 != 0) fail(name, std::to_string(block), "a positive multiple of 16");
-  return block;
-}
-
 }  // namespace
 
 struct BlockMaskStorage::Impl {
@@ -74,8 +69,8 @@ BlockMaskStorage& BlockMaskStorage::operator=(BlockMaskStorage&&) noexcept = def
 
 BlockMaskStorage BlockMaskStorage::from_dense(const std::uint8_t* blocks, int batch, int num_heads, int rows, int cols,
                                               int block_q, int block_k, std::optional<Band> band) {
-  checked_block("block_q", block_q);
-  checked_block("block_k", block_k);
+  check_block("block_q", block_q);
+  check_block("block_k", block_k);
   const Matrix matrix{blocks, checked("batch", batch, 1), checked("num_heads", num_heads, 1), checked("rows", rows, 0),
                       checked("cols", cols, 0)};
   std::size_t size;

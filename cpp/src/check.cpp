@@ -103,6 +103,12 @@ void check_extent(const char* name, const char* dim, std::int64_t extent, std::i
        extent > max ? ErrorCode::kUnsupported : ErrorCode::kInvalidArgument);
 }
 
+int check_block(const char* name, int block) {
+  if (block <= 0 || block % 16 != 0 || block > (1 << 24))
+    fail(name, std::to_string(block), "a positive multiple of 16, at most 16777216");
+  return block;
+}
+
 void MemoryMap::add(const char* name, const TensorView& t, Access access) {
   if (is_empty(t)) return;
   // Bytes below and above the address of element (0, …, 0).

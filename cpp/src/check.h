@@ -38,6 +38,7 @@ void check_shape(const char* name, const TensorView& t, std::initializer_list<Di
 void check_last_dim_contiguous(const char* name, const TensorView& t);
 void check_row_major(const char* name, const TensorView& t);
 void check_extent(const char* name, const char* dim, std::int64_t extent, std::int64_t min, std::int64_t max);
+int check_block(const char* name, int block);  // the size of a layout's blocks, which it returns
 
 // Without elements strides mean nothing, and no memory is touched.
 inline bool is_empty(const TensorView& t) {

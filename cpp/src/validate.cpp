@@ -262,7 +262,7 @@ std::optional<Backend> forced_backend(const AttentionArgs& args) {
   } else if (args.backend == "sm90") {
     backend = Backend::kSm90;
   } else {
-    fail("backend", shown(args.backend), "cpu, sm80 or sm90; by default the best that fits");
+    fail("backend", shown(args.backend), R"("cpu", "sm80", "sm90" or none)");
   }
   if (on_cpu != (backend == Backend::kCpu))
     fail("backend", args.backend,

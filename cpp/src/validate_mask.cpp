@@ -129,12 +129,6 @@ void check_transposed(const ListName& row_name, const BlockLists& rows, const Bl
     }
 }
 
-int check_block(const char* name, int block) {
-  if (block <= 0 || block % 16 != 0 || block > (1 << 24))
-    fail(name, std::to_string(block), "a positive multiple of 16, at most 16777216");
-  return block;
-}
-
 void check_length(const char* name, std::int64_t made_for, const char* what, int seqlen) {
   if (made_for != 0 && made_for != seqlen)
     fail(name, std::to_string(made_for), std::string(what) + ", which is " + std::to_string(seqlen));

@@ -48,6 +48,7 @@ float to_probability(const char* name, nb::handle value) {
 
 template <class T>
 T to_integer(const char* name, nb::handle value, const std::string& allowed) {
+  if (PyBool_Check(value.ptr())) fail(name, value, allowed);
   nb::object index = nb::steal(PyNumber_Index(value.ptr()));
   T result{};
   if (index.is_valid()) {
@@ -64,7 +65,7 @@ T to_integer(const char* name, nb::handle value, const std::string& allowed) {
   return result;
 }
 
-constexpr const char* kUint64 = "an integer from 0 to 2**64 - 1";
+constexpr const char* kUint64 = "an integer from 0 to 2^64 - 1";
 constexpr const char* kInteger = "an integer of 64 bits";
 
 bool to_bool(const char* name, nb::handle value) {
@@ -314,7 +315,7 @@ nb::dict describe_build() {
 void set_threads(nb::handle n) {
   const std::string allowed = "1 to " + std::to_string(kMaxThreads);
   const auto threads = to_integer<std::int64_t>("n", n, allowed);
-  if (nb::isinstance<nb::bool_>(n) || static_cast<int>(threads) != threads) fail("n", n, allowed);
+  if (static_cast<int>(threads) != threads) fail("n", n, allowed);
   set_num_threads(static_cast<int>(threads));
 }
 

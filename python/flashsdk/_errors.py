@@ -37,18 +37,23 @@ def shown(value: object) -> str:
 
 
 def integer(
-    name: str, value: object, minimum: int | None = None, *, allowed: str = "an integer"
+    name: str,
+    value: object,
+    minimum: int | None = None,
+    maximum: int | None = None,
+    *,
+    allowed: str = "",
 ) -> int:
-    """``value`` as an int. NumPy's too; no bool, no float, none below ``minimum``."""
-    if minimum is not None:
-        allowed += f" >= {minimum}"
+    """``value`` as an int. NumPy's too; no bool, no float, none outside of the two limits."""
+    allowed = allowed or ("an integer" if minimum is None else f"an integer >= {minimum}")
     if not isinstance(value, bool):
         try:
             number = operator.index(value)  # type: ignore[arg-type]
         except Exception:
             pass
         else:
-            if minimum is None or number >= minimum:
+            least, most = (number if limit is None else limit for limit in (minimum, maximum))
+            if least <= number <= most:
                 return number
     raise Error(f"{name}: {shown(value)}; {allowed}")
 

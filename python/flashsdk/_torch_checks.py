@@ -44,11 +44,17 @@ def tensor(name: str, x: object) -> Tensor:
     return x
 
 
+_DIMS = {
+    "q": ("q", "num_heads", "head_dim"),
+    "k": ("k", "num_heads_kv", "head_dim"),
+    "v": ("k", "num_heads_kv", "head_dim_v"),
+}
+
+
 def check_rows(name: str, x: object, *, packed: bool) -> None:
     """Refuses what is not q, k or v: a tensor of the right rank."""
-    rank = 3 if packed else 4
-    if tensor(name, x).dim() != rank:
-        shape = ("" if packed else "batch, ") + "seqlen, num_heads, head_dim"
+    if tensor(name, x).dim() != (3 if packed else 4):
+        shape = ("total_" if packed else "batch, seqlen_") + ", ".join(_DIMS[name])
         raise Error(f"{name}: {shape_of(x)}; ({shape})")
 
 
@@ -69,9 +75,7 @@ def whole(name: str, value: Any) -> Any:
     """``value`` if it is an integer of 64 bits, of the compiler's too."""
     if torch.compiler.is_compiling() and isinstance(value, int | torch.SymInt):
         return value  # to compare it would fix it
-    if not -(2**63) <= integer(name, value) < 2**63:
-        raise Error(f"{name}: {value}; an integer of 64 bits")
-    return integer(name, value)
+    return integer(name, value, -(2**63), 2**63 - 1, allowed="an integer of 64 bits")
 
 
 def check_constant(name: str, x: Tensor) -> None:

@@ -32,7 +32,7 @@ from ._torch_checks import (
     whole,
 )
 from ._torch_eager import Keywords, Operation, constant, detached, draw_seed, last_contiguous
-from .masks import Band, BlockMask, Dense, Mask
+from .masks import Band, BlockMask, Dense, Mask, no_mask
 
 Operator: TypeAlias = Callable[..., Any]
 
@@ -353,16 +353,13 @@ def _checked(
 ) -> Keywords:
     """The keywords of a call as ``flashsdk.ops`` takes them, or an Error."""
     if not (mask is None or isinstance(mask, Dense | Band | BlockMask)):
-        allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
-        raise Error(f"mask: {shown(mask)}; {allowed}")
+        raise no_mask(mask)
     if bias is not None:
         check_constant("bias", tensor("bias", bias))
     if alibi_slopes is not None:
         check_constant("alibi_slopes", tensor("alibi_slopes", alibi_slopes))
     if seed is not None:
-        seed = integer("seed", seed, 0)
-        if seed >= _UINT64:
-            raise Error(f"seed: {seed}; an integer from 0 to 2^64 - 1")
+        seed = integer("seed", seed, 0, _UINT64 - 1, allowed="an integer from 0 to 2^64 - 1")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if backend is not None and not isinstance(backend, str):

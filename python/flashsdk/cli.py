@@ -146,11 +146,11 @@ def _number(kind: Callable[[str], Number], text: str, least: float, allowed: str
 
 
 def positive_int(text: str) -> int:
-    return _number(int, text, 1, "a whole number from 1 on")
+    return _number(int, text, 1, "an integer >= 1")
 
 
 def natural(text: str) -> int:
-    return _number(int, text, 0, "a whole number from 0 on")
+    return _number(int, text, 0, "an integer >= 0")
 
 
 def duration(text: str) -> float:

@@ -186,6 +186,12 @@ def band_or_all(band: Band | None) -> Band:
     raise Error(f"band: {shown(band)}; a Band, Causal(), SlidingWindow() or None")
 
 
+def no_mask(mask: object) -> Error:
+    """What is raised where a call's ``mask`` is none."""
+    allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
+    return Error(f"mask: {shown(mask)}; {allowed}")
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
     """The scores in blocks of block_q x block_k, of which only the listed ones are visited.

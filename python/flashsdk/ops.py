@@ -28,7 +28,7 @@ Keywords of all four functions::
     softcap        > 0: scores s become softcap * tanh(s / softcap), before bias; 0 is off
     dropout_p      probability to drop an element of softmax's result, 0 <= dropout_p < 1, rounded
                    to the nearest 1/256
-    seed, offset   what the dropout pattern is a function of; 0 to 2**64 - 1
+    seed, offset   what the dropout pattern is a function of; 0 to 2^64 - 1
     deterministic  the same bits from run to run, or an Error; CPU kernels always are
     stream         address of a CUDA stream; None is the current one. None on a CPU
     backend        "cpu", "sm80" or "sm90"; None is the fastest that fits
@@ -46,7 +46,7 @@ from typing import Any, Literal, TypeVar
 
 from . import _bindings, _frameworks
 from ._errors import Error, shown
-from .masks import Band, BlockMask, Dense, Mask
+from .masks import Band, BlockMask, Dense, Mask, no_mask
 
 __all__ = [
     "Explanation",
@@ -357,8 +357,7 @@ def _mask(mask: object, q: Any) -> _bindings.Mask:
         return (*mask.block_size, mask.seqlen_q, mask.seqlen_k, band, *_lists(mask, q))
     if isinstance(mask, PlacedLayout):
         return (*mask.block_size, mask.seqlen_q, mask.seqlen_k, _mask(mask.band, q), *mask.arrays)
-    allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
-    raise Error(f"mask: {shown(mask)}; {allowed}")
+    raise no_mask(mask)
 
 
 def _lists(mask: BlockMask, q: Any) -> tuple[Any, ...]:

@@ -105,8 +105,8 @@ TEST(BlockMaskStorage, RefusesWhatIsNoLayout) {
   };
   EXPECT_EQ(message(blocks.data(), 1, 1, 16, 16), "");
   EXPECT_EQ(message(blocks.data(), 1, 2, 16, 16), "blocks: 3; 0 (skip), 1 (full) or 2 (partial)");
-  EXPECT_EQ(message(blocks.data(), 1, 1, 17, 16), "block_q: 17; a positive multiple of 16");
-  EXPECT_EQ(message(blocks.data(), 1, 1, 16, -16), "block_k: -16; a positive multiple of 16");
+  EXPECT_EQ(message(blocks.data(), 1, 1, 17, 16), "block_q: 17; a positive multiple of 16, at most 16777216");
+  EXPECT_EQ(message(blocks.data(), 1, 1, 16, -16), "block_k: -16; a positive multiple of 16, at most 16777216");
   EXPECT_EQ(message(blocks.data(), 0, 1, 16, 16), "batch: 0; 1 to 2147483646");
   EXPECT_EQ(message(blocks.data(), 1, -1, 16, 16), "rows: -1; 0 to 2147483646");
   EXPECT_EQ(message(nullptr, 1, 1, 16, 16), "blocks: a null pointer; 2 bytes");

@@ -330,11 +330,11 @@ TEST_F(Validation, Layouts) {
 }
 
 TEST_F(Validation, Backends) {
-  forward("invalid_argument: backend: gpu; cpu, sm80 or sm90; by default the best that fits",
+  forward("invalid_argument: backend: gpu; \"cpu\", \"sm80\", \"sm90\" or none",
           [](ForwardArgs& a) { a.backend = "gpu"; });
-  forward("invalid_argument: backend: two lines; cpu, sm80 or sm90; by default the best that fits",
+  forward("invalid_argument: backend: two lines; \"cpu\", \"sm80\", \"sm90\" or none",
           [](ForwardArgs& a) { a.backend = "two\nlines"; });
-  forward("invalid_argument: backend: " + std::string(79, 'x') + "…; cpu, sm80 or sm90; by default the best that fits",
+  forward("invalid_argument: backend: " + std::string(79, 'x') + "…; \"cpu\", \"sm80\", \"sm90\" or none",
           [](ForwardArgs& a) { a.backend = std::string(79, 'x') + "µ" + std::string(99, 'x'); });
   forward("invalid_argument: backend: sm90; cpu, as q is on cpu", [](ForwardArgs& a) { a.backend = "sm90"; });
   EXPECT_EQ(error_of([&] {

@@ -300,7 +300,7 @@ def test_no_arrays(bad):
 
 
 @pytest.mark.parametrize("name", ["seed", "offset"])
-@pytest.mark.parametrize("bad", [-1, 2**64, 1.5, "1"])
+@pytest.mark.parametrize("bad", [-1, 2**64, 1.5, "1", True])
 def test_seeds(name, bad):
     refused("mha_fwd", batched() | {name: bad, "dropout_p": 0.1}, name, str(bad))
 

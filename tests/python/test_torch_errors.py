@@ -75,6 +75,37 @@ def test_wrong_types_are_named(name):
             refused(name, f"^{argument}: ", None, **{argument: wrong})
 
 
+X = torch.zeros(BATCH, SEQLEN, HEADS, DIM)
+
+
+@pytest.mark.parametrize(
+    "argument, wrong",
+    [
+        *[("seed", wrong) for wrong in (-1, 2**64, 1.5, "a", True, LONG)],
+        *[("max_seqlen_q", wrong) for wrong in (1.5, "a", 2**63, -1, 3, True, None)],
+        *[(name, x) for name in "qkv" for x in (X[0, 0], X[None], X[0, 0, 0])],
+        *[("backend", wrong) for wrong in (3, "tpu", "sm90", LONG)],
+        *[("mask", wrong) for wrong in ("causal", LONG)],
+        *[("softcap", wrong) for wrong in ("a", -1.0, 1e39)],
+        *[("deterministic", wrong) for wrong in (1, "no")],
+    ],
+    ids=lambda x: str(getattr(x, "shape", x)),
+)
+def test_the_core_says_the_same(argument, wrong):
+    """Of a mistake that both check, in the same words."""
+
+    def line(function, name):
+        with pytest.raises(fs.Error) as caught:
+            function(**arguments(name) | {argument: wrong})
+        return str(caught.value), caught.value.code
+
+    pairs = [(fs.mha_varlen_fwd, "varlen_attention")]
+    if argument != "max_seqlen_q":
+        pairs.append((fs.mha_fwd, "attention"))
+    for core, name in pairs:
+        assert line(core, name) == line(getattr(adapter, name), name)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("name", adapter.__all__)

@@ -78,8 +78,7 @@ struct TensorView {
  private:
   static int checked_rank(std::int64_t r) {
     if (r < 0 || r > kMaxTensorRank) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "tensor: has " + std::to_string(r) + " dimensions; at most 5 are supported");
+      throw Error(ErrorCode::kInvalidArgument, "tensor: " + std::to_string(r) + " dimensions; at most 5");
     }
     return static_cast<int>(r);
   }
