@@ -128,7 +128,7 @@ double largest_error(const Layer<T>& layer, int head_kv) {
   double error = 0;
   auto note = [&](double ours, double expected) {
     const double e = std::fabs(ours - expected);
-    error = e <= error ? error : e;  // NaN counts
+    if (std::isnan(e) || e > error) error = e;  // NaN stays
   };
   auto matrix = [d](const Layer<T>& l, const std::vector<T>& t, int head) {
     std::vector<double> m;

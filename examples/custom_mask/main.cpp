@@ -145,7 +145,7 @@ class BruteForce {
   }
   void note(double ours, double expected) {
     const double error = std::fabs(ours - expected);
-    error_ = error <= error_ ? error_ : error;  // NaN counts
+    if (std::isnan(error) || error > error_) error_ = error;  // NaN stays
   }
 
   const Problem& p_;
