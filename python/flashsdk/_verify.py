@@ -162,7 +162,7 @@ def run(
         if r is not t[name]:
             faults.append(f"{name}: the array given as {name}= was not the one returned")
         arrays[name] = given.read(name, outputs[name])
-        if not given.only_wrote_inside(name, outputs[name]):
+        if not given.only_wrote_inside(outputs[name]):
             faults.append(f"{name}: memory outside of the array was written")
     faults += [
         f"{n}: an input was changed"
@@ -231,7 +231,7 @@ class _Given:
         copied: Array = p.view.copy()
         return copied
 
-    def only_wrote_inside(self, name: str, p: Placed) -> bool:
+    def only_wrote_inside(self, p: Placed) -> bool:
         """After read(): what is not the array still holds NaN."""
         p.view[...] = np.nan
         return bool(np.isnan(p.buffer.astype(np.float32)).all())

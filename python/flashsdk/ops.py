@@ -14,7 +14,8 @@ Shapes, batched and packed (varlen)::
 float32, bfloat16 or float16, all the same; lse and dlse are float32. head_dim and head_dim_v are 1
 to 256, num_heads is a multiple of num_heads_kv. Any strides, except that the last dimension is
 contiguous. Inputs may be read-only. Tensors of PyTorch that require gradients are read like any
-other: autograd belongs to ``flashsdk.torch``.
+other (an older PyTorch, whose DLPack refuses to lend them, is an Error): autograd belongs to
+``flashsdk.torch``.
 
 Keywords of all four functions::
 

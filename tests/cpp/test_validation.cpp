@@ -13,9 +13,6 @@
 namespace flashsdk::testing {
 namespace {
 
-constexpr auto kInvalid = ErrorCode::kInvalidArgument;
-constexpr auto kUnsupported = ErrorCode::kUnsupported;
-
 // What a call threw, as "code: message"; "" when it threw nothing.
 template <class F>
 std::string error_of(F call) {

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import flashsdk as fs
 import numpy as np
 from flashsdk._problems import Problem, numpy_dtype
 
@@ -64,6 +65,12 @@ def qkv(
     (sq, sk), (h, hk), (d, dv) = _pair(seqlen), _pair(heads), _pair(head_dim)
     shapes = (batch, sq, h, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, h, dv)
     return normal(*shapes, dtype=dtype, seed=seed)
+
+
+def both(q: Any, k: Any, v: Any, dout: Any, **keywords: Any) -> tuple[Any, ...]:
+    """out, lse, dq, dk, dv."""
+    out, lse = fs.mha_fwd(q, k, v, **keywords)
+    return (out, lse, *fs.mha_bwd(dout, q, k, v, out, lse, **keywords))
 
 
 def bits(x: np.ndarray) -> np.ndarray:

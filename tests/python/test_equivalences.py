@@ -3,13 +3,8 @@
 import flashsdk as fs
 import numpy as np
 import pytest
-from cases import CPU_DTYPES, assert_same_bits, problem, qkv
+from cases import CPU_DTYPES, assert_same_bits, both, problem, qkv
 from flashsdk._problems import BandSpec, generate, inputs
-
-
-def both(q, k, v, dout, **keywords):
-    out, lse = fs.mha_fwd(q, k, v, **keywords)
-    return (out, lse, *fs.mha_bwd(dout, q, k, v, out, lse, **keywords))
 
 
 def assert_close(a, b, dtype) -> None:
