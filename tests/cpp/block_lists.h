@@ -36,4 +36,29 @@ struct Csr {
   }
 };
 
+// The four lists of several layouts, as a mask holds them.
+class MaskLists {
+ public:
+  explicit MaskLists(const std::vector<Layout>& layouts)
+      : row_full_(layouts, 1, false),
+        row_partial_(layouts, 2, false),
+        col_full_(layouts, 1, true),
+        col_partial_(layouts, 2, true),
+        rows_(layouts[0].rows),
+        cols_(layouts[0].cols) {}
+
+  // The mask must not outlive these lists. Steps as in Csr::param().
+  void put_into(MaskParam& mask, std::int64_t batch_step, std::int64_t head_step) const {
+    mask.kind = MaskKind::kBlockSparse;
+    mask.row_full = row_full_.param(batch_step, head_step, rows_);
+    mask.row_partial = row_partial_.param(batch_step, head_step, rows_);
+    mask.col_full = col_full_.param(batch_step, head_step, cols_);
+    mask.col_partial = col_partial_.param(batch_step, head_step, cols_);
+  }
+
+ private:
+  Csr row_full_, row_partial_, col_full_, col_partial_;
+  int rows_, cols_;
+};
+
 }  // namespace flashsdk::testing

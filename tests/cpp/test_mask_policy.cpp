@@ -132,19 +132,13 @@ TEST(BlockSparsePolicy, RandomLayouts) {
   Rng rng(3);
   for (int round = 0; round < 1500 && !::testing::Test::HasFailure(); ++round) {
     const SparseCase c = random_sparse(rng, kBatch, kHeads);
-    const Csr row_full(c.layouts, 1, false), row_partial(c.layouts, 2, false);
-    const Csr col_full(c.layouts, 1, true), col_partial(c.layouts, 2, true);
-    const int rows = c.layouts[0].rows, cols = c.layouts[0].cols;
+    const MaskLists lists(c.layouts);
     const int head_step = c.per_head ? 1 : 0, batch_step = c.per_batch ? (c.per_head ? kHeads : 1) : 0;
     MaskParam mask;
-    mask.kind = MaskKind::kBlockSparse;
     mask.band = c.band;
     mask.block_q = c.block_q;
     mask.block_k = c.block_k;
-    mask.row_full = row_full.param(batch_step, head_step, rows);
-    mask.row_partial = row_partial.param(batch_step, head_step, rows);
-    mask.col_full = col_full.param(batch_step, head_step, cols);
-    mask.col_partial = col_partial.param(batch_step, head_step, cols);
+    lists.put_into(mask, batch_step, head_step);
     const Tile tile{c.block_q / c.split_m, c.block_k / c.split_n};
 
     for (int batch = 0; batch < kBatch; ++batch) {
@@ -168,16 +162,11 @@ TEST(BlockSparsePolicy, PackedSequencesShorterThanTheLayout) {
   Layout layout{6, 6, {}};
   Rng rng(4);
   for (int b = 0; b < 36; ++b) layout.kind.push_back(between(rng, 0, 2));
-  const std::vector<Layout> layouts{layout};
-  const Csr row_full(layouts, 1, false), row_partial(layouts, 2, false);
-  const Csr col_full(layouts, 1, true), col_partial(layouts, 2, true);
+  const MaskLists lists({layout});
   MaskParam mask;
   mask.band.right = 0;
   mask.block_q = mask.block_k = 16;
-  mask.row_full = row_full.param(0, 0, 6);
-  mask.row_partial = row_partial.param(0, 0, 6);
-  mask.col_full = col_full.param(0, 0, 6);
-  mask.col_partial = col_partial.param(0, 0, 6);
+  lists.put_into(mask, 0, 0);
   for (int seqlen_q = 0; seqlen_q <= 96; seqlen_q += 7) {
     for (int seqlen_k = 0; seqlen_k <= 96; seqlen_k += 5) {
       auto visible = [&](int i, int j) {

@@ -204,12 +204,8 @@ TEST(TurnOrder, RandomLayouts) {
       for (int b = 0; b < layout.rows * layout.cols; ++b) layout.kind.push_back(between(rng, 0, 2));
       layouts.push_back(layout);
     }
-    const Csr row_full(layouts, 1, false), row_partial(layouts, 2, false);
-    const Csr col_full(layouts, 1, true), col_partial(layouts, 2, true);
-    mask.row_full = row_full.param(0, 1, layouts[0].rows);
-    mask.row_partial = row_partial.param(0, 1, layouts[0].rows);
-    mask.col_full = col_full.param(0, 1, layouts[0].cols);
-    mask.col_partial = col_partial.param(0, 1, layouts[0].cols);
+    const MaskLists lists(layouts);
+    lists.put_into(mask, 0, 1);
     check(problem, "round " + std::to_string(round));
   }
 }
