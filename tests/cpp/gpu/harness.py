@@ -142,14 +142,7 @@ class Harness:
         words += [batch, heads, kv, p.q.shape[-1], p.v.shape[-1], *sizes]
         words += [p.cu_q.data_ptr(), p.cu_k.data_ptr()] if packed else [0, 0]
         words.append(int(p.deterministic))
-        for t in (p.q, p.k, p.v, out, dout, dq, dk, dv):
-            if t is None:
-                words += [0] * 4
-            elif packed:
-                words += [t.data_ptr(), 0, t.stride(0), t.stride(1)]
-            else:
-                words += [t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)]
-        for t in (lse, dlse):
+        for t in (p.q, p.k, p.v, out, dout, dq, dk, dv, lse, dlse):
             if t is None:
                 words += [0] * 4
             elif packed:
