@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import platform
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from flashsdk._commands.machine import commit, source_root, version
+from flashsdk._commands.machine import hash_of, header_of, source_root
 
 PEERS = ("torch", "cupy-cuda13x", "cupy-cuda12x", "jax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 TESTS = Path("benchmarks", "results", "gpu_tests.json")
 
 
 def header(kind: str, device: str) -> dict[str, Any]:
-    import flashsdk as fs
-
-    return {
-        "kind": kind,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "flashsdk": fs.__version__,
-        "commit": commit(),
-        "kernel_sources": sources_hash(),
-        "device": device,
-        "python": platform.python_version(),
-        "versions": {name: v for name in PEERS if (v := version(name)) is not None},
-    }
+    return header_of(kind, sources_hash(), {"device": device}, PEERS)
 
 
 def sources_hash(root: Path | None = None) -> str | None:
@@ -38,11 +24,7 @@ def sources_hash(root: Path | None = None) -> str | None:
     kernels = root / "cpp" / "kernels"
     files = [p for name in ("common", "cuda", "sm80", "sm90") for p in (kernels / name).rglob("*")]
     files += [p for p in (kernels / "instantiate").iterdir() if not p.name.startswith("cpu")]
-    digest = hashlib.sha256()
-    for path in sorted(p for p in files if p.is_file()):
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return hash_of(root, files)
 
 
 def staleness(root: Path | None = None) -> str | None:

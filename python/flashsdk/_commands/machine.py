@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,27 @@ PEERS = ("numpy", "torch")
 
 def record_header(kind: str) -> dict[str, Any]:
     """`kind` is the command that makes the record."""
+    where = {
+        "cpu": cpu_name(),
+        "isa": fs.build_info()["cpu_isa"],
+        "threads": fs.get_num_threads(),
+    }
+    return header_of(kind, kernel_sources_hash(), where, PEERS)
+
+
+def header_of(
+    kind: str, sources: str | None, where: dict[str, Any], peers: Sequence[str]
+) -> dict[str, Any]:
+    """What every record begins with, of a CPU or a GPU."""
     return {
         "kind": kind,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "flashsdk": fs.__version__,
         "commit": commit(),
-        "kernel_sources": kernel_sources_hash(),
-        "cpu": cpu_name(),
-        "isa": fs.build_info()["cpu_isa"],
-        "threads": fs.get_num_threads(),
+        "kernel_sources": sources,
+        **where,
         "python": platform.python_version(),
-        "versions": {name: v for name in PEERS if (v := version(name)) is not None},
+        "versions": {name: v for name in peers if (v := version(name)) is not None},
     }
 
 
@@ -64,10 +75,13 @@ def kernel_sources_hash() -> str | None:
     """One hash over all of cpp/, which decides what the kernels compute; compilers and flags are
     not in it."""
     root = source_root()
-    if root is None:
-        return None
+    return None if root is None else hash_of(root, (root / "cpp").rglob("*"))
+
+
+def hash_of(root: Path, paths: Iterable[Path]) -> str:
+    """One hash over the names and contents of files below ``root``."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in (root / "cpp").rglob("*") if p.is_file()):
+    for path in sorted(p for p in paths if p.is_file()):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
