@@ -54,14 +54,18 @@ struct BackwardWorkspace {
 
   FLASHSDK_HD float* lse_of(std::int64_t tile) const { return lse_log2 + tile * (tile_rows + kMarkWords); }
 
-  // Index of a query tile over all heads and sequences.
+  // Index of a query tile over all heads and sequences. kTileRows: tile_rows, where the compiler knows it: a division by
+  // it, for each tile that a kernel walks, is a shift then.
+  template <int kTileRows = 0>
   FLASHSDK_HD std::int64_t tile(const ForwardParams& p, const SeqlenInfo& seq, int batch, int head, int m_block) const {
-    return head * tiles_per_head + first_tile(p, seq, batch) + m_block;
+    return head * tiles_per_head + first_tile<kTileRows>(p, seq, batch) + m_block;
   }
   // Of a sequence's first query tile, in the first head.
+  template <int kTileRows = 0>
   FLASHSDK_HD std::int64_t first_tile(const ForwardParams& p, const SeqlenInfo& seq, int batch) const {
-    return p.cu_seqlens_q != nullptr ? first_packed_tile(seq.offset_q, tile_rows, batch)
-                                     : std::int64_t{batch} * ceil_div(p.seqlen_q, tile_rows);
+    const int rows = kTileRows != 0 ? kTileRows : tile_rows;
+    return p.cu_seqlens_q != nullptr ? first_packed_tile(seq.offset_q, rows, batch)
+                                     : std::int64_t{batch} * ceil_div(p.seqlen_q, rows);
   }
 };
 

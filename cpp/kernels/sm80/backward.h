@@ -27,7 +27,7 @@ __device__ void accumulate_dq(const Accumulator& acc, const ForwardParams& p, co
                               const cuda::BackwardWorkspace& ws, int batch, const QueryStream<Traits, Policy>& stream,
                               const typename QueryStream<Traits, Policy>::Item& item) {
   constexpr int kElements = decltype(cute::size(acc))::value;
-  const std::int64_t tile = ws.tile(p, seq, batch, item.head, item.tile.index);
+  const std::int64_t tile = ws.tile<Traits::kBlockM>(p, seq, batch, item.head, item.tile.index);
   float* target = ws.dq_accum + tile * (Traits::kBlockM * Traits::kHeadDim);
   if (p.deterministic) {
     if (threadIdx.x == 0) {
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     constexpr int kLseVectors = kLseWords / 4, kVectors = Traits::kRowWords / 4;  // 16 bytes of lse, then of -delta
     static_assert(kVectors <= kThreads);
     if (thread < kVectors) {
-      const std::int64_t tile = ws.tile(p, seq, work.batch, item.head, item.tile.index);
+      const std::int64_t tile = ws.tile<kBlockM>(p, seq, work.batch, item.head, item.tile.index);
       const float* from = thread < kLseVectors ? ws.lse_of(tile) + thread * 4
                                                : ws.minus_delta + tile * kBlockM + (thread - kLseVectors) * 4;
       float* to = smem_rows + stage * Traits::kRowWords + thread * 4;
@@ -240,7 +240,7 @@ __device__ void convert_dq_tile(const BackwardParams& p, const cuda::BackwardWor
 
   typename Traits::MmaQueries mma;
   auto acc = cute::partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kHeadDim>>{});
-  const float* tile = ws.dq_accum + ws.tile(p, seq, batch, head, m_block) * (kBlockM * kHeadDim);
+  const float* tile = ws.dq_accum + ws.tile<kBlockM>(p, seq, batch, head, m_block) * (kBlockM * kHeadDim);
   CUTE_UNROLL
   for (int e = 0; e < cute::size(acc); ++e) {
     acc.data()[e] = tile[cuda::dq_accum_index<kThreads>(e, threadIdx.x)] * p.score.softmax_scale;
