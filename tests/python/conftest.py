@@ -17,7 +17,9 @@ def runner(request) -> Runner:
     target = request.param
     if target.missing:
         pytest.skip(target.missing)
-    return Runner.of(target)
+    runner = Runner.of(target)
+    runner.ran = runner.refused = 0
+    return runner
 
 
 @pytest.fixture
@@ -62,6 +64,17 @@ def errors_are_one_line(monkeypatch):
     for line in lines:
         assert len(line.splitlines()) == 1, line
         assert ": " in line and "; " in line, line
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test has not passed if its backend refused all that it asked."""
+    report = (yield).get_result()
+    runner = getattr(item, "funcargs", {}).get("runner")
+    if report.when == "call" and report.passed and runner and runner.refused and not runner.ran:
+        report.outcome = "skipped"
+        file, line, _ = item.location
+        report.longrepr = (file, line, f"Skipped: {runner.backend} refuses all of it")
 
 
 def pytest_sessionfinish() -> None:
