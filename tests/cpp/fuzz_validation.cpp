@@ -478,6 +478,7 @@ TEST(FuzzValidation, MillionRandomCalls) {
               static_cast<unsigned long long>(counts.accepted), static_cast<unsigned long long>(counts.launched));
   EXPECT_GE(counts.refused, count / 4) << "the calls are not bad enough";
   EXPECT_GE(counts.accepted, count / 4) << "the calls are too bad";
+  EXPECT_GE(counts.launched, count / 100) << "too few of those accepted run";
 }
 
 }  // namespace
