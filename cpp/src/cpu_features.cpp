@@ -70,6 +70,11 @@ struct Features {
   }
 };
 
+const Features& features() {
+  static const Features found;
+  return found;
+}
+
 }  // namespace
 #endif
 
@@ -81,19 +86,17 @@ const std::vector<std::string>& known_cpu_isas() {
 bool cpu_supports(const std::string& isa) {
   if (isa == "portable") return true;
 #if defined(__x86_64__)
-  static const Features features;
-  if (isa == "avx2") return features.v3;
-  if (isa == "avx512") return features.v4;
-  if (isa == "avx512_bf16") return features.bf16;
-  if (isa == "avx512_amx") return features.amx;
+  if (isa == "avx2") return features().v3;
+  if (isa == "avx512") return features().v4;
+  if (isa == "avx512_bf16") return features().bf16;
+  if (isa == "avx512_amx") return features().amx;
 #endif
   return false;
 }
 
 bool cpu_prefers(const std::string& isa) {
 #if defined(__x86_64__)
-  static const Features features;
-  if (isa == "avx512_bf16" && features.intel) return false;
+  if (isa == "avx512_bf16" && features().intel) return false;
 #endif
   return cpu_supports(isa);
 }
