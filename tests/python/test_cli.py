@@ -27,6 +27,9 @@ from flashsdk._commands.timing import Interleaved
 from flashsdk._problems import generate
 from flashsdk._verify import Report
 
+# Of JAX, which other tests have imported: the child starts another program at once.
+pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called")
+
 PNG = b"\x89PNG"
 has_matplotlib = pytest.mark.skipif(
     machine.version("matplotlib") is None, reason="matplotlib is not installed"

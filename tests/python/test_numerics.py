@@ -10,6 +10,9 @@ from cases import CPU_DTYPES, assert_same_bits, problem, qkv
 from flashsdk import _naive, _verify
 from flashsdk._problems import BandSpec, inputs, numpy_dtype
 
+# Of the yardstick: standard attention overflows where ours must not.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+
 CAUSAL = BandSpec(None, 0, "bottom_right")
 
 
