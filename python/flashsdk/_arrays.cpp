@@ -171,7 +171,8 @@ DType dtype_of(ArrayImporter::Role role, nb::handle array, const ArrayStruct& a)
   fail_dtype(role, given);
 }
 
-// Whether a producer says that its memory is a CUDA device's. Whatever else is wrong with it shows elsewhere.
+// Whether a producer says that its memory is a CUDA device's, or managed by CUDA. Whatever else is wrong with it shows
+// elsewhere.
 bool on_gpu(nb::handle array) {
   const nb::object method = attribute(array, "__dlpack_device__");
   if (!method.is_valid()) return false;
@@ -179,7 +180,8 @@ bool on_gpu(nb::handle array) {
   const nb::object type = device.is_valid() ? nb::steal(PySequence_GetItem(device.ptr(), 0)) : nb::object();
   const long number = type.is_valid() ? PyLong_AsLong(type.ptr()) : -1;
   PyErr_Clear();
-  return number == static_cast<long>(DeviceType::kCUDA);
+  constexpr long kCuda = 2, kCudaManaged = 13;  // DLPack's, which device_from_dlpack() takes for the same
+  return number == kCuda || number == kCudaManaged;
 }
 
 }  // namespace

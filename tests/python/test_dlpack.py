@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import assert_same_bits, qkv
 
-CPU, CUDA, FLOAT = 1, 2, 2
+CPU, CUDA, CUDA_MANAGED, FLOAT = 1, 2, 13, 2
 api = ctypes.pythonapi
 api.PyCapsule_New.restype = ctypes.py_object
 api.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -72,6 +72,7 @@ class Lent:
         return self.fields["device_type"], 0
 
     def __dlpack__(self, **keywords):
+        self.asked = keywords
         if self.old and keywords:
             raise TypeError("no keywords before version 1")
         tensor = Tensor(**self.fields)
@@ -178,6 +179,19 @@ def test_memory_of_a_gpu():
     with pytest.raises(fs.Error, match=r"^q: on cuda:0; cpu.*FLASHSDK_CUDA=ON") as caught:
         fs.mha_fwd(*on_gpu, **{n: Lent(x, device_type=CUDA) for n, x in outputs(q, v).items()})
     assert caught.value.code == "unsupported"
+
+
+@pytest.mark.parametrize("device", [CUDA, CUDA_MANAGED])
+def test_memory_of_a_gpu_is_asked_for_on_a_stream(device):
+    """So that the producer has our stream wait for what is still being written."""
+    q, k, v, _ = qkv((20, 30), 2, 16)
+    lent = Lent(k, device_type=device)
+    with pytest.raises(fs.Error, match=r"^k: on cuda:0; cpu"):
+        fs.mha_fwd(q, lent, v)
+    assert lent.asked == {"stream": 1, "max_version": (1, 0)}  # 1 is the default one
+    lent = Lent(k)
+    fs.mha_fwd(q, lent, v)
+    assert lent.asked == {"max_version": (1, 0)}
 
 
 def test_read_only_memory():
