@@ -54,8 +54,8 @@ struct BackwardWorkspace {
 
   FLASHSDK_HD float* lse_of(std::int64_t tile) const { return lse_log2 + tile * (tile_rows + kMarkWords); }
 
-  // Index of a query tile over all heads and sequences. kTileRows: tile_rows, where the compiler knows it: a division by
-  // it, for each tile that a kernel walks, is a shift then.
+  // Index of a query tile over all heads and sequences. kTileRows: tile_rows, where the compiler knows it: a division
+  // by it, for each tile that a kernel walks, is a shift then.
   template <int kTileRows = 0>
   FLASHSDK_HD std::int64_t tile(const ForwardParams& p, const SeqlenInfo& seq, int batch, int head, int m_block) const {
     return head * tiles_per_head + first_tile<kTileRows>(p, seq, batch) + m_block;

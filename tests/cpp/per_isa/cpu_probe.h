@@ -30,8 +30,8 @@ struct CpuProbe {
   void (*transpose)(const float* src, std::int64_t src_stride, float* dst, std::int64_t dst_stride);
 
   // C (padded rows, panel) = or += A (rows, steps) · B (steps, panel), A by rows of kALd or transposed, as the kernels
-  // do; rescale, when not null, multiplies each column of C before A·B is added to it; maximum, when not null, takes the
-  // running maximum of each column of C. Returns the rows written.
+  // do; rescale, when not null, multiplies each column of C before A·B is added to it; maximum, when not null, takes
+  // the running maximum of each column of C. Returns the rows written.
   static constexpr int kALd = 64;
   using Product = int(const float* a, bool a_transposed, const float* b, int steps, float* c, int rows, bool add,
                       const float* rescale, float* maximum);
