@@ -41,6 +41,7 @@ using Work = std::vector<Step>;
 struct Problem {
   ForwardParams p;
   Tile tile{};
+  bool by_place = false;  // the schedule that knows packed sequences
   std::vector<std::int32_t> cu_q, cu_k;
 
   int tiles_per_head() const { return ceil_div(p.seqlen_q, tile.m); }
@@ -48,20 +49,37 @@ struct Problem {
 
   // In the order in which thread blocks take it.
   std::vector<Work> schedule() const {
-    const cuda::TileSchedule schedule = cuda::backward_schedule(p, tile.n, 2);
-    std::vector<Work> works;
+    const cuda::TileSchedule tiles = cuda::backward_schedule(p, tile.n, 2);
+    if (!by_place) return works(tiles);
+    switch (tile.n) {
+      case 1:
+        return works(cuda::PlaceSchedule<1>(tiles, p));
+      case 2:
+        return works(cuda::PlaceSchedule<2>(tiles, p));
+      case 3:
+        return works(cuda::PlaceSchedule<3>(tiles, p));
+      case 4:
+        return works(cuda::PlaceSchedule<4>(tiles, p));
+      default:
+        return works(cuda::PlaceSchedule<128>(tiles, p));
+    }
+  }
+
+ private:
+  template <class Schedule>
+  std::vector<Work> works(const Schedule& schedule) const {
+    std::vector<Work> found;
     for (int index = 0; index < schedule.size(); ++index) {
       const cuda::TileWork taken = schedule.work(index);
       Work work;
       if (taken.block * tile.n < SeqlenInfo(p, taken.batch).seqlen_k) {
         for (int h = 0; h < p.heads_per_group(); ++h) add_steps(taken, taken.head * p.heads_per_group() + h, work);
       }
-      works.push_back(work);
+      found.push_back(work);
     }
-    return works;
+    return found;
   }
 
- private:
   void add_steps(const cuda::TileWork& taken, int head, Work& work) const {
     with_policy(p, taken.batch, head, [&](const auto& policy) {
       TileWalk walk = policy.col_walk(tile, taken.block);
@@ -124,26 +142,6 @@ void expect_turns_in_order(const Problem& problem, const std::string& name) {
   }
 }
 
-// The forward's schedule has each tile of queries once; places without one are left out by the kernels.
-void expect_every_tile_of_queries(const Problem& problem, const std::string& name) {
-  const ForwardParams& p = problem.p;
-  std::vector<int> found(p.batch * p.num_heads * problem.tiles_per_head(), 0);
-  const cuda::TileSchedule schedule = cuda::forward_schedule(p, problem.tile.m, 2, p.mask.kind == MaskKind::kDense);
-  for (int index = 0; index < schedule.size(); ++index) {
-    const cuda::TileWork work = schedule.work(index);
-    ASSERT_GE(work.block, 0) << name << " index " << index;
-    if (work.block * problem.tile.m < SeqlenInfo(p, work.batch).seqlen_q)
-      ++found[problem.tile_index(work.batch, work.head, work.block)];
-  }
-  for (int batch = 0; batch < p.batch; ++batch) {
-    const int tiles = ceil_div(SeqlenInfo(p, batch).seqlen_q, problem.tile.m);
-    for (int head = 0; head < p.num_heads; ++head) {
-      for (int m = 0; m < problem.tiles_per_head(); ++m)
-        ASSERT_EQ(found[problem.tile_index(batch, head, m)], m < tiles) << name << " batch " << batch << " m " << m;
-    }
-  }
-}
-
 Problem random_problem(Rng& rng, MaskKind kind, bool packed) {
   Problem problem;
   ForwardParams& p = problem.p;
@@ -169,6 +167,10 @@ Problem random_problem(Rng& rng, MaskKind kind, bool packed) {
   return problem;
 }
 
+void expect_an_end(const Problem& problem, const std::string& name) {
+  for (int blocks : {1, 2, 7, 132}) EXPECT_GE(steps_to_end(problem, blocks, true), 0) << name << " blocks " << blocks;
+}
+
 // Everything that must hold for one problem. The pointers of packed sequences are set here, where it no longer moves.
 void check(Problem& problem, const std::string& name) {
   if (!problem.cu_q.empty()) {
@@ -177,9 +179,11 @@ void check(Problem& problem, const std::string& name) {
     problem.p.total_q = problem.cu_q.back() + problem.tile.m;  // the last rows are of no sequence
     problem.p.total_k = problem.cu_k.back() + problem.tile.n;
   }
-  expect_every_tile_of_queries(problem, name);
-  expect_turns_in_order(problem, name);
-  for (int blocks : {1, 2, 7, 132}) EXPECT_GE(steps_to_end(problem, blocks, true), 0) << name << " blocks " << blocks;
+  for (const bool by_place : {false, true}) {
+    problem.by_place = by_place;
+    expect_turns_in_order(problem, name);
+    expect_an_end(problem, name);
+  }
 }
 
 TEST(TurnOrder, RandomDenseAndBand) {

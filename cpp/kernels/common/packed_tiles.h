@@ -9,12 +9,10 @@
 
 namespace flashsdk {
 
-FLASHSDK_HD std::int64_t first_packed_tile(std::int64_t offset, int tile_rows, int batch) {
-  return offset / tile_rows + batch;
-}
+FLASHSDK_HD int first_packed_tile(int offset, int tile_rows, int batch) { return offset / tile_rows + batch; }
 
 // The sequence that a place belongs to. cu_seqlens: (batch + 1), ascending; batch at least 1.
-FLASHSDK_HD int sequence_at(const std::int32_t* cu_seqlens, int batch, int tile_rows, std::int64_t place) {
+FLASHSDK_HD int sequence_at(const std::int32_t* cu_seqlens, int batch, int tile_rows, int place) {
   int first = 0, last = batch - 1;
   while (first < last) {
     const int middle = (first + last + 1) / 2;

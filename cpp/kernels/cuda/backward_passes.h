@@ -4,7 +4,6 @@
 #include "common/params.h"
 #include "cuda/backward_workspace.h"
 #include "cuda/math.h"
-#include "cuda/tile_scheduler.h"
 #include "cuda/vector_io.h"
 
 namespace flashsdk::cuda {
@@ -13,22 +12,13 @@ namespace flashsdk::cuda {
 // take, a block does several. Never empty, as a launch may not be: rows of packed tensors need no sequence.
 inline dim3 query_tile_grid(const ForwardParams& p, int tile_rows) {
   constexpr int kMost = 65535;
-  const TileSchedule tiles = tile_schedule(p.cu_seqlens_q, p.seqlen_q, p.total_q, p.batch, p.num_heads, tile_rows);
-  return dim3(static_cast<unsigned>(max_of(1, tiles.num_blocks)),
-              static_cast<unsigned>(max_of(1, min_of(tiles.heads_total, kMost))));  // no third: see branch_if()
+  return dim3(static_cast<unsigned>(max_of(1, ceil_div(p.seqlen_q, tile_rows))),
+              static_cast<unsigned>(max_of(1, min_of(p.num_heads * p.batch, kMost))));  // no third: see branch_if()
 }
 template <class Body>
-__device__ void for_each_query_tile(const ForwardParams& p, int tile_rows, Body&& body) {
-  if (p.batch == 0) return;
-  const bool packed = p.cu_seqlens_q != nullptr;
-  int m_block = blockIdx.x, sequence = 0;
-  if (packed) {
-    sequence = sequence_at(p.cu_seqlens_q, p.batch, tile_rows, m_block);
-    m_block -= static_cast<int>(first_packed_tile(p.cu_seqlens_q[sequence], tile_rows, sequence));
-  }
-  const int heads_total = packed ? p.num_heads : p.num_heads * p.batch;
-  for (int i = blockIdx.y; i < heads_total; i += gridDim.y)
-    body(m_block, i % p.num_heads, packed ? sequence : i / p.num_heads);
+__device__ void for_each_query_tile(const ForwardParams& p, Body&& body) {
+  for (int i = blockIdx.y; i < p.num_heads * p.batch; i += gridDim.y)
+    body(static_cast<int>(blockIdx.x), i % p.num_heads, i / p.num_heads);
 }
 
 // P = exp(score − lse) takes over the rounding of the lse, up to here less than 1e-4 of P. Beyond, the row's sum is
@@ -69,7 +59,7 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
   const SeqlenInfo seq(p, batch);
   const int m0 = m_block * ws.tile_rows;
   if (m0 >= seq.seqlen_q) return false;
-  const std::int64_t tile = ws.tile(p, seq, batch, head, m_block);
+  const std::int64_t tile = ws.tile<kTileRows>(p, seq, batch, head, m_block);
 
   const Element* out = seq.head_q<const Element>(p.out, batch, head);
   const Element* dout = seq.head_q<const Element>(p.dout, batch, head);
@@ -130,13 +120,13 @@ __global__ void __launch_bounds__(kThreads, 5)  // what row sums need beyond the
     backward_prepare_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace ws) {
   if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) *ws.next_work = 0;
   bool untrusted = false;
-  for_each_query_tile(p, ws.tile_rows, [&](int m_block, int head, int batch) {
+  for_each_query_tile(p, [&](int m_block, int head, int batch) {
     untrusted |= prepare_tile<Element, kThreads, RowSums::kTileRows, kVectors, kClears>(p, ws, m_block, head, batch);
   });
   if (!untrusted) return;
-  for_each_query_tile(p, ws.tile_rows, [&](int m_block, int head, int batch) {
+  for_each_query_tile(p, [&](int m_block, int head, int batch) {
     const SeqlenInfo seq(p, batch);
-    const std::int64_t tile = ws.tile(p, seq, batch, head, m_block);
+    const std::int64_t tile = ws.tile<RowSums::kTileRows>(p, seq, batch, head, m_block);
     RowSums::template take<kThreads>(p, seq, m_block, head, batch, ws.top + tile * ws.tile_rows, ws.lse_of(tile));
   });
 }

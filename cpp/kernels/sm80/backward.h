@@ -73,6 +73,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages;
   constexpr int kLseWords = kBlockM + cuda::kMarkWords;
+  // Under a band ptxas would keep more from tile to tile than there are registers (head_dim 64: 508 bytes spilled).
+  constexpr int kKnownRows = std::is_same_v<Policy, BandPolicy> ? 0 : kBlockM;
   using QIo = TileIo<Element, kBlockM, kHeadDim, kThreads, Traits::kAnyAlignment>;
   using KvIo = TileIo<Element, kBlockN, kHeadDim, kThreads, Traits::kAnyAlignment>;
 
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     constexpr int kLseVectors = kLseWords / 4, kVectors = Traits::kRowWords / 4;  // 16 bytes of lse, then of -delta
     static_assert(kVectors <= kThreads);
     if (thread < kVectors) {
-      const std::int64_t tile = ws.tile<kBlockM>(p, seq, work.batch, item.head, item.tile.index);
+      const std::int64_t tile = ws.tile<kKnownRows>(p, seq, work.batch, item.head, item.tile.index);
       const float* from = thread < kLseVectors ? ws.lse_of(tile) + thread * 4
                                                : ws.minus_delta + tile * kBlockM + (thread - kLseVectors) * 4;
       float* to = smem_rows + stage * Traits::kRowWords + thread * 4;
@@ -259,7 +261,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads)
     backward_convert_dq_kernel(const __grid_constant__ BackwardParams p,
                                const __grid_constant__ cuda::BackwardWorkspace ws) {
-  cuda::for_each_query_tile(p, Traits::kBlockM, [&](int m_block, int head, int batch) {
+  cuda::for_each_query_tile(p, [&](int m_block, int head, int batch) {
     convert_dq_tile<Traits>(p, ws, m_block, head, batch);
     __syncthreads();  // shared memory is free for the next one
   });

@@ -15,7 +15,7 @@ template <class Traits, class Policy, cuda::Features kFeatures>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
                     const __grid_constant__ cuda::BackwardWorkspace ws,
-                    const __grid_constant__ cuda::TileSchedule schedule) {
+                    const __grid_constant__ typename Traits::Schedule schedule) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::Smem*>(smem_bytes);
   if (threadIdx.x == 0) smem.init();
@@ -55,7 +55,7 @@ __device__ void convert_dq_tile(const BackwardParams& p, const cuda::BackwardWor
   const int piece = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
 
   auto acc = accumulator<MmaDq, kColumns>();
-  const std::int64_t place = ws.tile(p, seq, batch, head, m_block) * Traits::kDqPieces + piece;
+  const std::int64_t place = ws.tile<Traits::kBlockM>(p, seq, batch, head, m_block) * Traits::kDqPieces + piece;
   const float* from = ws.dq_accum + place * Traits::kDqElements;
   const bool written = Traits::kClearsDq || p.deterministic || ws.turn[place] != 0;
   CUTE_UNROLL
@@ -85,7 +85,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kDqPieces* kWarpgroup)
     backward_convert_dq_kernel(const __grid_constant__ BackwardParams p,
                                const __grid_constant__ cuda::BackwardWorkspace ws) {
-  cuda::for_each_query_tile(p, Traits::kBlockM, [&](int m_block, int head, int batch) {
+  cuda::for_each_query_tile(p, [&](int m_block, int head, int batch) {
     convert_dq_tile<Traits>(p, ws, m_block, head, batch);
     __syncthreads();  // shared memory is free for the next one
   });

@@ -28,6 +28,15 @@ const char* refuse_backward(const ForwardParams& p) {
 }
 
 template <class Traits>
+typename Traits::Schedule backward_schedule(const ForwardParams& p) {
+  const cuda::TileSchedule tiles = cuda::backward_schedule(p, Traits::kBlockN, sizeof(typename Traits::Element));
+  if constexpr (std::is_same_v<typename Traits::Schedule, cuda::TileSchedule>)
+    return tiles;
+  else
+    return {tiles, p};
+}
+
+template <class Traits>
 BackwardMaps backward_maps(const BackwardParams& p) {
   auto map = [&](const TensorParam& t, const TensorExtent& extent, auto tile) {
     return make_tensor_map(t, extent, p.dtype, decltype(tile)::kRows, decltype(tile)::kSlabColumns);
@@ -57,7 +66,7 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
                cuda::backward_prepare_kernel<Element, kPrepareThreads, true, Traits::kClearsDq, Sums>, query_tiles,
                kPrepareThreads, 0, stream, p, ws);
 
-  const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element));
+  const auto schedule = backward_schedule<Traits>(p);
   const int blocks = min_of(static_cast<int>(schedule.size()), cuda::device_limits(p.device.index).multiprocessors);
   if (blocks != 0) {
     cuda::launch("launching the backward kernel", kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,

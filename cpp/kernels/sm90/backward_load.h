@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtenso
 // few registers of these warps and is slow, so this thread does nothing else and is several steps ahead of the others.
 template <class Traits, class Policy>
 __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspace& ws,
-                           const cuda::TileSchedule& schedule, typename Traits::Smem& smem) {
+                           const typename Traits::Schedule& schedule, typename Traits::Smem& smem) {
   using Stream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy, Traits::kStaggered>;
   unsigned works = 0, steps = 0;  // so far
   auto tell = [&](const BackwardWork& work) {
@@ -92,7 +92,7 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
     if (ahead) next_index = take();
     const SeqlenInfo seq(p, work.batch);
     if (work.block * Traits::kBlockN >= seq.seqlen_k) continue;
-    const std::int64_t first_tile = ws.first_tile(p, seq, work.batch);
+    const std::int64_t first_tile = ws.first_tile<Traits::kBlockM>(p, seq, work.batch);
     Stream stream(p, seq, work);
     typename Stream::Item item, next;
     bool more = stream.next(item);

@@ -116,7 +116,7 @@ class WideBackwardWarpgroup {
     if constexpr (!kFirst) start_dq(acc_dq, steps_ - 1);
     cute::warpgroup_wait<kFirst ? 0 : kPieces>();
     finished(acc_dv);
-    smem_.full_q.release_by_lane(use.q);  // and lse
+    smem_.full_q.release_after_reading(use.q, thread_);  // and lse
     smem_.full_do.release(use.dout, thread_);
     if constexpr (!kFirst) finish_dq(acc_dq, steps_ - 1);
     ++steps_;
@@ -214,7 +214,7 @@ class WideBackwardWarpgroup {
     start_dq(acc_dq, steps_);
     cute::warpgroup_wait<kPieces>();
     finished(acc_dk);
-    smem_.full_q.release_by_lane(use.q);  // and the mark
+    smem_.full_q.release(use.q, thread_);
     finish_dq(acc_dq, steps_);
     ++steps_;
     return step.last;

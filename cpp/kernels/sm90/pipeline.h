@@ -36,9 +36,14 @@ struct EmptyRing {
   __device__ __forceinline__ void release(const State& s, int thread = threadIdx.x) const {
     if (thread % 32 == 0) empty[s.stage].arrive();
   }
-  // Consumer. Each lane releases for itself: where lanes have read words that the next round's producer stores anew,
-  // and nothing has brought them together since (docs/gpu.md, racecheck).
+  // Where lanes have read words that are stored anew, and nothing has brought them together since, each releases for
+  // itself (docs/gpu.md, racecheck).
   __device__ __forceinline__ void release_by_lane(const State& s) const { empty[s.stage].arrive(); }
+  // The same by one lane, where the copy engine stores: behind a fence of all.
+  __device__ __forceinline__ void release_after_reading(const State& s, int thread = threadIdx.x) const {
+    cutlass::arch::fence_view_async_shared();
+    release(s, thread);
+  }
 
   Empty empty[kStages];
 };

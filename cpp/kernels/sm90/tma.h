@@ -33,15 +33,4 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, cutlass::arch:
   }
 }
 
-// Starts writing one tile; rows and columns beyond the tensor are not written. Shared memory must have been made
-// visible to the copy (cute::tma_store_fence) by those who wrote it. Follow with cute::tma_store_arrive.
-template <class kTile>
-__device__ __forceinline__ void store_tile(const CUtensorMap& map, const void* smem, TileOrigin at) {
-#pragma unroll
-  for (int slab = 0; slab < kTile::kSlabs; ++slab) {
-    cute::SM90_TMA_STORE_4D::copy(&map, static_cast<const char*>(smem) + slab * kTile::kSlabBytes,
-                                  slab * kTile::kSlabColumns, at.row, at.head, at.batch);
-  }
-}
-
 }  // namespace flashsdk::sm90
