@@ -8,9 +8,10 @@
 
 namespace flashsdk::cuda {
 
-// visit(walk) with the walk of a row of tiles.
+// visit(walk) with the walk of a row of tiles. m0: its first query, which is m_block · tile.m except where tiles are
+// counted from the end of a sequence.
 template <class Policy, class Visit>
-__device__ void visit_row_walk(const Policy& policy, flashsdk::Tile tile, int m_block, Visit&& visit) {
+__device__ void visit_row_walk(const Policy& policy, flashsdk::Tile tile, int m_block, int /*m0*/, Visit&& visit) {
   visit(policy.row_walk(tile, m_block));
 }
 
@@ -21,11 +22,12 @@ class BuiltinPolicy {
 
   // Runs and lists apart: the compiler then keeps in registers what the one or the other needs, not both.
   template <class Visit>
-  friend __device__ void visit_row_walk(const BuiltinPolicy& policy, flashsdk::Tile tile, int m_block, Visit&& visit) {
+  friend __device__ void visit_row_walk(const BuiltinPolicy& policy, flashsdk::Tile tile, int m_block, int m0,
+                                        Visit&& visit) {
     if (policy.mask_.kind == MaskKind::kBlockSparse) {
       visit(BlockSparsePolicy(policy.mask_, policy.seq_, policy.batch_, policy.head_).row_walk(tile, m_block));
     } else if (policy.mask_.kind == MaskKind::kBand) {
-      visit(BandPolicy(policy.mask_, policy.seq_, policy.batch_, policy.head_).row_walk(tile, m_block));
+      visit(BandPolicy(policy.mask_, policy.seq_, policy.batch_, policy.head_).row_walk_from(tile, m0));
     } else {
       visit(DensePolicy(policy.mask_, policy.seq_, policy.batch_, policy.head_).row_walk(tile, m_block));
     }

@@ -122,16 +122,16 @@ class VisibleColumns {
   std::uint32_t bits_[kRows][kWords];
 };
 
-// Rows are queries, each of which sees an interval of keys: see mask_tile().
-template <class Policy, class Coordinates, int kRows, int kColumns>
+// Rows are queries, each of which sees an interval of keys, keys_of(query): see mask_tile().
+template <class KeysOf, class Coordinates, int kRows, int kColumns>
 __device__ void find_visible(VisibleColumns<kRows, kColumns>& visible, const Coordinates& coordinates,
-                             const Policy& policy, bool partial, int m0, int n0, int seqlen_k) {
+                             const KeysOf& keys_of, bool partial, int m0, int n0, int seqlen_k) {
   const int first = n0 + cute::get<1>(coordinates(0, 0));
   CUTE_UNROLL
   for (int q = 0; q < kRows; ++q) {
     KeyRange seen{0, seqlen_k};
     if (partial) {
-      seen = policy.keys_of(m0 + cute::get<0>(coordinates(q, 0)));
+      seen = keys_of(m0 + cute::get<0>(coordinates(q, 0)));
       seen.end = min_of(seen.end, seqlen_k);
     }
     visible.set(q, seen.begin - first, seen.end - first);

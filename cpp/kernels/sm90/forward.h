@@ -10,7 +10,8 @@
 // Nor do the exponentials of a tile wait for its maximum. They try the maximum so far, or that of a few keys where the
 // queries are new, which nearly always does: any reference is exact in floating point while
 // exp2(scale·(score − reference)) neither overflows nor loses what counts. Where the sums say that it did not do, the
-// scores, overwritten by then, are computed once more.
+// scores, overwritten by then, are computed once more: at once, after a vote, or, where the vote is deferred, before
+// the next scores, if some thread has left the tile's number in shared memory.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -44,6 +45,38 @@ class Turn {
   int warpgroup_;
 };
 
+// What the loading warps hand over, by the numbers of tiles of keys and of queries.
+template <class Traits>
+class ForwardInput {
+ public:
+  using Keys = RingState<Traits::kKeyStages>;
+  using Values = RingState<Traits::kValueStages>;
+  using Queries = RingState<Traits::kQueryStages>;
+
+  __device__ explicit ForwardInput(typename Traits::Smem& smem) : smem_(smem) {}
+
+  __device__ KeyTile announcement(unsigned index) const {
+    const unsigned slot = index % Traits::kSlots;
+    if constexpr (Traits::kReadsAhead) {
+      smem_.announced[slot].wait(index / Traits::kSlots & 1);
+    } else {
+      smem_.k_ring.wait_full(Keys::after(index));
+    }
+    return smem_.key_tiles[slot];
+  }
+  __device__ void wait_for_keys(unsigned index) const {
+    if constexpr (Traits::kReadsAhead) smem_.k_ring.wait_full(Keys::after(index));
+  }
+  __device__ void release_keys(const KeyTile& tile, unsigned index, unsigned work) const {
+    smem_.k_ring.release(Keys::after(index));
+    if (tile.has(KeyTile::kLast)) smem_.q_ring.release(Queries::after(work));
+  }
+  __device__ const QueryTile& queries_of(unsigned work) const { return smem_.query_tiles[work % Traits::kSlots]; }
+
+ private:
+  typename Traits::Smem& smem_;
+};
+
 template <class Traits, class Policy, cuda::Features kFeatures>
 __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& smem, int warpgroup) {
   using cute::_;
@@ -59,43 +92,26 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
   const auto keys = operand_b<MmaScores>(sK);
   const auto values = operand_b<MmaOut>(sVt);
 
-  using Keys = RingState<Traits::kKeyStages>;
-  using Values = RingState<Traits::kValueStages>;
-  using Queries = RingState<Traits::kQueryStages>;
-  auto announcement = [&](unsigned index) {
-    const unsigned slot = index % Traits::kSlots;
-    if constexpr (Traits::kReadsAhead) {
-      smem.announced[slot].wait(index / Traits::kSlots & 1);
-    } else {
-      smem.k_ring.wait_full(Keys::after(index));
-    }
-    return smem.key_tiles[slot];
-  };
-  auto wait_for_keys = [&](unsigned index) {
-    if constexpr (Traits::kReadsAhead) smem.k_ring.wait_full(Keys::after(index));
-  };
-  auto of = [&](unsigned work) -> const QueryTile& { return smem.query_tiles[work % Traits::kSlots]; };
+  using Input = ForwardInput<Traits>;
+  const Input input(smem);
+  auto of = [&](unsigned work) -> const QueryTile& { return input.queries_of(work); };
   auto start_scores = [&](auto& acc, const KeyTile& tile, unsigned index, unsigned work) {
-    const auto q = Queries::after(work);
+    const auto q = Input::Queries::after(work);
     if (tile.has(KeyTile::kFirst)) smem.q_ring.wait_full(q);
-    start_gemm<MmaScores>(queries(_, _, _, q.stage), keys(_, _, _, Keys::after(index).stage), acc, false);
-  };
-  auto release_keys = [&](const KeyTile& tile, unsigned index, unsigned work) {
-    smem.k_ring.release(Keys::after(index));
-    if (tile.has(KeyTile::kLast)) smem.q_ring.release(Queries::after(work));
+    start_gemm<MmaScores>(queries(_, _, _, q.stage), keys(_, _, _, Input::Keys::after(index).stage), acc, false);
   };
 
   unsigned index = 0, work = 0;  // of the tile whose P·V comes next: counts tiles of keys, and of queries
-  KeyTile tile = announcement(index);
+  KeyTile tile = input.announcement(index);
   if (tile.has(KeyTile::kEnd)) return;
-  wait_for_keys(index);
+  input.wait_for_keys(index);
   using Scores = ForwardScores<Traits, Policy, kFeatures>;
   Scores scores(p, warpgroup);
   auto acc_out = accumulator<MmaOut, Traits::kHeadDimV>();
   auto probabilities = cute::make_tensor_like<typename Traits::Element>(accumulator<MmaScores, kBlockN>());
   const auto probabilities_a = as_operand_a(probabilities);
   auto start_out = [&] {
-    const auto v = Values::after(index);
+    const auto v = Input::Values::after(index);
     smem.v_ring.wait_full(v);
     start_gemm<MmaOut>(probabilities_a, values(_, _, _, v.stage), acc_out, !tile.has(KeyTile::kFirst));
   };
@@ -103,7 +119,23 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
   auto finish_out = [&] {
     cute::warpgroup_wait<0>();
     finished(acc_out);
-    smem.v_ring.release(Values::after(index));
+    smem.v_ring.release(Input::Values::after(index));
+  };
+
+  unsigned* const failed = smem.failed[warpgroup];
+  auto remake_failed = [&] {  // P of this tile, if a try has failed for it
+    const bool has_failed = reinterpret_cast<const volatile unsigned*>(failed)[index & 1] == index;
+    cuda::branch_if(has_failed, [&] {
+      auto acc = accumulator<MmaScores, kBlockN>();
+      start_scores(acc, tile, index, work);
+      cute::warpgroup_wait<0>();
+      finished(acc);
+      typename Scores::Factors factors;
+      scores.undo_try();
+      scores.apply(acc, factors, tile, of(work), scores.visible(tile, of(work)), true);
+      scores.keep(acc, probabilities, tile, of(work));
+      if (!tile.has(KeyTile::kFirst)) factors.apply(acc_out);
+    });
   };
 
   {
@@ -111,17 +143,37 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
     start_scores(acc, tile, index, work);
     cute::warpgroup_wait<0>();
     finished(acc);
-    release_keys(tile, index, work);
+    if constexpr (!Traits::kDefersVote) input.release_keys(tile, index, work);
     scores.start(acc, tile, of(work));
     scores.keep(acc, probabilities, tile, of(work));
   }
   const Turn<Traits::kWarpgroups, Traits::kTurns> turn(warpgroup);
-  KeyTile next = announcement(index + 1);
-  while (!next.has(KeyTile::kEnd)) {
-    wait_for_keys(index + 1);
+  KeyTile next = input.announcement(index + 1);
+  for (;;) {
+    const bool ends = next.has(KeyTile::kEnd);
+    if (ends) {
+      if constexpr (Traits::kDefersVote) scores.meet();
+    } else {
+      input.wait_for_keys(index + 1);
+      turn.wait();
+    }
+    if constexpr (Traits::kDefersVote) remake_failed();
+    if (ends) break;
+    if constexpr (Traits::kDefersVote) input.release_keys(tile, index, work);
+    if constexpr (Traits::kSkips) {
+      if (next.has(KeyTile::kHidden, warpgroup)) {  // its probabilities are 0
+        start_out();
+        turn.pass();
+        input.release_keys(next, index + 1, work);
+        finish_out();
+        cute::clear(probabilities);
+        tile = next;
+        next = input.announcement(++index + 1);
+        continue;
+      }
+    }
     const unsigned next_work = work + (next.has(KeyTile::kFirst) ? 1 : 0);
     auto acc = accumulator<MmaScores, kBlockN>();
-    turn.wait();
     start_scores(acc, next, index + 1, next_work);
     const bool writes = owes_output();
     cuda::branch_if(writes, [&] {
@@ -131,13 +183,16 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
     start_out();
     if (!writes) turn.pass();
     KeyTile after;
-    if constexpr (Traits::kReadsAhead) after = announcement(index + 2);
+    if constexpr (Traits::kReadsAhead) after = input.announcement(index + 2);
     const auto visible = scores.visible(next, of(next_work));
     cute::warpgroup_wait<1>();
     finished(acc);
     typename Scores::Factors factors;
-    if constexpr (Traits::kTries) {
-      const bool tries = scores.can_try(next);
+    const bool tries = Traits::kTries && scores.can_try(next);
+    if constexpr (Traits::kDefersVote) {
+      if (tries && !scores.try_apply(acc, factors, next, of(next_work), visible)) failed[(index + 1) & 1] = index + 1;
+      cuda::branch_if(!tries, [&] { scores.apply(acc, factors, next, of(next_work), visible, false); });
+    } else if constexpr (Traits::kTries) {
       cuda::branch_if(!tries || !scores.try_apply(acc, factors, next, of(next_work), visible), [&] {
         if (tries) {  // the scores were lost by it: once more
           cute::warpgroup_wait<0>();
@@ -148,9 +203,9 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
         }
         scores.apply(acc, factors, next, of(next_work), visible, tries);
       });
-      release_keys(next, index + 1, next_work);
+      input.release_keys(next, index + 1, next_work);
     } else {
-      release_keys(next, index + 1, next_work);
+      input.release_keys(next, index + 1, next_work);
       scores.apply(acc, factors, next, of(next_work), visible, false);
     }
     finish_out();
@@ -165,7 +220,7 @@ __device__ void compute_output(const ForwardParams& p, typename Traits::Smem& sm
     if constexpr (Traits::kReadsAhead) {
       next = after;
     } else {
-      next = announcement(index + 1);
+      next = input.announcement(index + 1);
     }
   }
   turn.end();
@@ -190,6 +245,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     smem.k_ring.init(1, kWarps);
     smem.v_ring.init(32, kWarps);
     for (auto& barrier : smem.announced) barrier.init(1);
+    for (auto& of_warpgroup : smem.failed) of_warpgroup[0] = of_warpgroup[1] = ~0u;
     smem.tail.init(1);
     cutlass::arch::fence_barrier_init();
   }
@@ -198,7 +254,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
     if (warp == 0) {
-      KeyLoader<Traits, Policy>(p, maps, smem).run(WorkStream(p, schedule, Traits::kBlockM));
+      KeyLoader<Traits, Policy>(p, maps, smem).run(WorkStream<Traits::kByWarpgroup>(p, schedule, Traits::kBlockM));
     } else if (warp == 1) {
       ValueLoader<Traits>(p, maps, smem).run();
     }

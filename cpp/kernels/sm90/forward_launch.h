@@ -18,21 +18,26 @@ const char* refuse_forward(const ForwardParams& p) {
   if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
   const std::int64_t tiles = std::int64_t{ceil_div(p.seqlen_q, Traits::kBlockM)} * p.num_heads * p.batch;
   if (tiles > INT32_MAX / 2) return "there are too many tiles";
-  const flashsdk::Tile best = forward_tile(p);
+  const ForwardTile best = forward_tile(p);
   if (best.m != Traits::kBlockM || best.n != Traits::kBlockN) return "another tile is faster for these lengths";
+  if (best.skips != Traits::kSkips) return "the other kernel of this tile is faster for these lengths";
   return nullptr;
 }
 
-// Whether all tiles of queries cost the same.
-inline bool uniform_tiles(const ForwardParams& p) {
-  return p.mask.kind == MaskKind::kDense && p.cu_seqlens_q == nullptr;
+// Whether all tiles of queries cost the same: where a mask hides nothing, or, as measured for some tiles, where
+// sequences have one each.
+template <class Traits>
+bool uniform_tiles(const ForwardParams& p) {
+  const bool one_each = Traits::kByWarpgroup && p.mask.kind == MaskKind::kBand && p.seqlen_q <= Traits::kBlockM;
+  return (p.mask.kind == MaskKind::kDense || one_each) && p.cu_seqlens_q == nullptr;
 }
 
 // Whether blocks draw tiles from a counter: where these differ in cost, and a block is not done after its first. Small
 // calls then need no workspace, whose making takes microseconds on the host.
-inline bool draws_tiles(const ForwardParams& p, int tile_queries) {
-  const std::int64_t tiles = std::int64_t{ceil_div(p.seqlen_q, tile_queries)} * p.num_heads * p.batch;
-  return !uniform_tiles(p) && tiles > cuda::device_limits(p.device.index).multiprocessors;
+template <class Traits>
+bool draws_tiles(const ForwardParams& p) {
+  const std::int64_t tiles = std::int64_t{ceil_div(p.seqlen_q, Traits::kBlockM)} * p.num_heads * p.batch;
+  return !uniform_tiles<Traits>(p) && tiles > cuda::device_limits(p.device.index).multiprocessors;
 }
 
 // A number that no other launch has and that no memory holds by chance.
@@ -53,8 +58,8 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   cuda::allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
 
   const ForwardSchedule schedule{
-      cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), uniform_tiles(p)),
-      draws_tiles(p, Traits::kBlockM) ? static_cast<TicketCounter*>(context.workspace) : nullptr, launch_name()};
+      cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), uniform_tiles<Traits>(p)),
+      draws_tiles<Traits>(p) ? static_cast<TicketCounter*>(context.workspace) : nullptr, launch_name()};
   const int blocks =
       min_of(cuda::device_limits(p.device.index).multiprocessors, static_cast<int>(schedule.tiles.size()));
   const ForwardMaps maps{
@@ -73,7 +78,7 @@ template <class Traits, cuda::Features kFeatures>
 KernelEntry forward_entry(MaskKind mask) {
   return {key_of<Traits, kFeatures>(Op::kForward, mask), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           refuse_forward<Traits, kFeatures>,
-          [](const ForwardParams& p, int) { return draws_tiles(p, Traits::kBlockM) ? sizeof(TicketCounter) : 0; },
+          [](const ForwardParams& p, int) { return draws_tiles<Traits>(p) ? sizeof(TicketCounter) : 0; },
           launch_forward<Traits, kFeatures>};
 }
 

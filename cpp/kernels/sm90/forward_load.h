@@ -26,12 +26,14 @@ class KeyLoader {
   __device__ KeyLoader(const ForwardParams& p, const ForwardMaps& maps, Smem& smem)
       : p_(p), maps_(maps), smem_(smem), leader_(threadIdx.x % 32 == 0) {}
 
-  __device__ void run(WorkStream stream) {
+  __device__ void run(WorkStream<Traits::kByWarpgroup> stream) {
     for (cuda::TileWork work; stream.next(work); ++works_) {
       const SeqlenInfo seq(p_, work.batch);
       const Policy policy(p_.mask, seq, work.batch, work.head);
-      visit_row_walk(policy, flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, work.block,
-                     [&](TileWalk walk) { load_work(work, seq, walk); });
+      QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, {0, 0}};
+      if constexpr (Traits::kByWarpgroup) of.diagonals = policy.diagonals();
+      visit_row_walk(policy, flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, work.block, of.m0,
+                     [&](TileWalk walk) { load_work(of, seq, walk); });
     }
     const auto state = RingState<Traits::kKeyStages>::after(tiles_);
     if (leader_) announce({0, KeyTile::kEnd, 0, 0});
@@ -40,21 +42,21 @@ class KeyLoader {
   }
 
  private:
-  __device__ void load_work(const cuda::TileWork& work, const SeqlenInfo& seq, TileWalk walk) {
-    const int batch = p_.cu_seqlens_q != nullptr ? 0 : work.batch, head_kv = work.head / p_.heads_per_group();
+  __device__ void load_work(QueryTile of, const SeqlenInfo& seq, TileWalk walk) {
+    const int batch = p_.cu_seqlens_q != nullptr ? 0 : of.batch, head_kv = of.head / p_.heads_per_group();
     TileRef tile{0, false};
     // Queries that see nothing get one tile without a key: their output is written like any other.
-    const int key_end = walk.next(tile) ? seq.seqlen_k : 0;
+    of.key_end = walk.next(tile) ? seq.seqlen_k : 0;
     for (bool first = true, more = true; more; first = false) {
       TileRef next{0, false};
-      more = key_end > 0 && walk.next(next);
-      const int n0 = tile.index * Traits::kBlockN, rows = key_end - n0;
-      const bool masked = tile.partial || rows < Traits::kBlockN;
+      more = of.key_end > 0 && walk.next(next);
+      const int n0 = tile.index * Traits::kBlockN, rows = of.key_end - n0;
       const int flags = (first ? KeyTile::kFirst : 0) | (more ? 0 : KeyTile::kLast) |
-                        (tile.partial ? KeyTile::kPartial : 0) | (masked ? KeyTile::kMasked : 0);
+                        (tile.partial ? KeyTile::kPartial : 0) |
+                        what_is_seen(of, seq.seqlen_q, n0, tile.partial, first);
       const auto state = RingState<Traits::kKeyStages>::after(tiles_);
       if (leader_) {
-        if (first) smem_.query_tiles[works_ % Traits::kSlots] = {work.block, work.head, work.batch, key_end};
+        if (first) smem_.query_tiles[works_ % Traits::kSlots] = of;
         announce({n0, flags, seq.offset_k + n0, rows});
       }
       smem_.k_ring.wait_empty(state);
@@ -64,11 +66,33 @@ class KeyLoader {
                                           smem_.k + state.stage * Traits::SmemK::kElements,
                                           {seq.offset_k + n0, head_kv, batch});
       }
-      if (first) load_queries({seq.offset_q + work.block * Traits::kBlockM, work.head, batch});
+      if (first) load_queries({seq.offset_q + of.m0, of.head, batch});
       ++tiles_;
       tile = next;
     }
   }
+
+  // The flags that are of a warpgroup. For each of these a lane looks at its queries.
+  __device__ static int what_is_seen(const QueryTile& of, int seqlen_q, int n0, bool partial, bool first) {
+    const int n1 = n0 + Traits::kBlockN;
+    const bool cut = of.key_end < n1;
+    if constexpr (!Traits::kByWarpgroup) {
+      return partial || cut ? KeyTile::kMasked : 0;
+    } else {
+      const int first_row = of.m0 + threadIdx.x % 4 * kWarpgroupRows, last_row = first_row + kWarpgroupRows - 1;
+      const bool outside = first_row >= seqlen_q || last_row < 0;
+      bool hidden = outside, masked = cut, shows_first = n0 < of.key_end;
+      if (partial) {
+        const KeyRange d = of.diagonals;
+        hidden |= n0 >= last_row + d.end || n1 <= first_row + d.begin;
+        masked |= n0 < last_row + d.begin || n1 > first_row + d.end;
+        shows_first &= n0 >= last_row + d.begin && n0 < max_of(first_row, 0) + d.end;
+      }
+      return of_each(masked && !outside) * KeyTile::kMasked | of_each(shows_first) * KeyTile::kShowsFirst |
+             of_each(hidden && !first) * KeyTile::kHidden;
+    }
+  }
+  static __device__ int of_each(bool warpgroups) { return __ballot_sync(0xffffffffu, warpgroups) & 0xf; }
 
   __device__ void announce(KeyTile tile) {
     const unsigned slot = tiles_ % Traits::kSlots;

@@ -72,7 +72,8 @@ class PackedTiles {
   int first_ = 0;           // tiles before these
 };
 
-// One block's tiles, for a whole warp.
+// One block's tiles, for a whole warp. kAhead: it draws the next tile while this one loads.
+template <bool kAhead>
 class WorkStream {
  public:
   __device__ WorkStream(const ForwardParams& p, const ForwardSchedule& schedule, int tile_rows)
@@ -84,8 +85,11 @@ class WorkStream {
   }
 
   __device__ bool next(cuda::TileWork& work) {
-    index_ = index_ < 0 ? blockIdx.x : schedule_.tickets == nullptr ? index_ + gridDim.x : draw();
-    if (is_packed_ ? packed_.find(index_, work) : find(work)) return true;
+    index_ = index_ < 0 ? blockIdx.x : schedule_.tickets == nullptr ? index_ + gridDim.x : ticket();
+    if (is_packed_ ? packed_.find(index_, work) : find(work)) {
+      if (has_drawn_) draw();
+      return true;
+    }
     if (schedule_.tickets != nullptr) leave();
     return false;
   }
@@ -104,13 +108,15 @@ class WorkStream {
     while (owner().load(::cuda::memory_order_acquire) != schedule_.launch) {
     }
   }
-  __device__ int draw() const {
-    int index = 0;
-    if (threadIdx.x % 32 == 0) {
-      wait_for_owner();
-      index = atomicAdd(&schedule_.tickets->next, 1);
-    }
-    return __shfl_sync(0xffffffffu, index, 0);
+  __device__ int ticket() {
+    if (!has_drawn_) draw();
+    has_drawn_ = kAhead;
+    return __shfl_sync(0xffffffffu, drawn_, 0);
+  }
+  __device__ void draw() {
+    if (threadIdx.x % 32 != 0) return;
+    if (!has_drawn_) wait_for_owner();
+    drawn_ = atomicAdd(&schedule_.tickets->next, 1);
   }
   __device__ void leave() const {
     if (threadIdx.x % 32 != 0) return;
@@ -122,6 +128,8 @@ class WorkStream {
   PackedTiles packed_;
   bool is_packed_;
   int index_ = -1;
+  int drawn_ = 0;           // of lane 0
+  bool has_drawn_ = false;  // before it is asked for
 };
 
 }  // namespace flashsdk::sm90

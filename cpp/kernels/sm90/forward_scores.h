@@ -39,7 +39,7 @@ class ForwardScores {
 
   __device__ ForwardScores(const ForwardParams& p, int warpgroup)
       : p_(p),
-        first_row_(warpgroup * kWarpgroupRows),
+        warpgroup_(warpgroup),
         scale_first_((cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) ||
                      !cuda::scales_exponents(p.score.softmax_scale)),
         softmax_(unit() * cuda::kLog2e),
@@ -48,37 +48,57 @@ class ForwardScores {
   // What the mask leaves of a tile that it cuts: found while its scores are computed.
   __device__ Visible visible(const KeyTile& tile, const QueryTile& of) const {
     Visible visible;
-    cuda::branch_if(tile.has(KeyTile::kMasked), [&] {
-      const SeqlenInfo seq(p_, of.batch);
-      const Policy policy(p_.mask, seq, of.batch, of.head);
-      cuda::find_visible(visible, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), policy,
-                         tile.has(KeyTile::kPartial), m0(of), tile.n0, of.key_end);
+    cuda::branch_if(masked(tile), [&] {
+      auto find = [&](const auto& keys_of) {
+        cuda::find_visible(visible, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), keys_of,
+                           tile.has(KeyTile::kPartial), m0(of), tile.n0, of.key_end);
+      };
+      if constexpr (Traits::kByWarpgroup) {
+        find([&](int query) {
+          query = max_of(query, 0);  // before the first, they see what it sees
+          return KeyRange{query + of.diagonals.begin, query + of.diagonals.end};
+        });
+      } else {
+        const SeqlenInfo seq(p_, of.batch);
+        const Policy policy(p_.mask, seq, of.batch, of.head);
+        find([&](int query) { return policy.keys_of(query); });
+      }
     });
     return visible;
   }
 
   // Scores become probabilities, not yet divided by their sum. Most tiles do it by a maximum that they have not looked
-  // for: that so far, or, if the queries are new, that of a few keys, which a mask might hide. Where try_apply() fails,
-  // the scores are lost and have to be computed once more, for apply().
+  // for: that so far, or, if the queries are new, that of a few keys, of which a mask must not hide the first. Where
+  // try_apply() fails, in some thread where the vote is deferred, else in all, the scores are lost and have to be
+  // computed once more, for apply().
   __device__ bool can_try(const KeyTile& tile) const {
     if (!cuda::modifies_scores(kFeatures) && scale_first_) return false;  // rare: not worth its branch in every try
-    return tile.has(KeyTile::kFirst) ? !tile.has(KeyTile::kMasked) : can_try_;
+    const bool shows_first = Traits::kByWarpgroup && tile.has(KeyTile::kShowsFirst, warpgroup_);
+    return tile.has(KeyTile::kFirst) ? !masked(tile) || shows_first : can_try_;
   }
   template <class Accumulator>
   __device__ bool try_apply(Accumulator& acc, Factors& factors, const KeyTile& tile, const QueryTile& of,
                             const Visible& visible) {
     auto scores = as_matrix(acc);
     if constexpr (cuda::modifies_scores(kFeatures)) modify(scores, of);
-    cuda::branch_if(tile.has(KeyTile::kFirst) || tile.has(KeyTile::kMasked), [&] {  // one jump over both
+    cuda::branch_if(tile.has(KeyTile::kFirst) || masked(tile), [&] {  // one jump over both
       mask(scores, tile, visible);
       cuda::branch_if(tile.has(KeyTile::kFirst), [&] {
         close(factors);
         softmax_.restart_by_some(scores);
       });
     });
-    can_try_ = softmax_.try_exponentiate(scores, [&](bool holds) { return everywhere(holds); });
-    return can_try_;
+    if constexpr (Traits::kDefersVote) {
+      can_try_ = true;  // unless it is undone
+      return softmax_.try_exponentiate(scores);
+    } else {
+      can_try_ = softmax_.try_exponentiate(scores, [&](bool holds) { return everywhere(holds); });
+      return can_try_;
+    }
   }
+  __device__ void undo_try() { softmax_.undo_try(); }
+  // Waits for all threads of the warpgroup.
+  __device__ void meet() const { barrier_sync(named_barrier::kForwardVote + warpgroup_, kWarpgroup); }
   // tried: by try_apply(), which has closed the queries before.
   template <class Accumulator>
   __device__ void apply(Accumulator& acc, Factors& factors, const KeyTile& tile, const QueryTile& of,
@@ -140,16 +160,16 @@ class ForwardScores {
   template <class Out>
   __device__ void write(const Out& acc_out, const QueryTile& of) const {
     const SeqlenInfo seq(p_, of.batch);
-    const int first = m0(of), rows = seq.seqlen_q - first;
+    const int first = m0(of), begin = Traits::kFromEnd ? -first : 0, end = seq.seqlen_q - first;
     auto coordinates = matrix_coordinates<typename Traits::MmaOut, 16>();
     float* lse = seq.rows(p_.lse, of.batch, of.head) + first * p_.lse.row;
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       const int row = cute::get<0>(coordinates(i, 0));
-      if (threadIdx.x % 4 == 0 && row < rows) lse[row * p_.lse.row] = closed_.lse(i, unit());
+      if (threadIdx.x % 4 == 0 && row >= begin && row < end) lse[row * p_.lse.row] = closed_.lse(i, unit());
     }
     Element* target = seq.head_q<Element>(p_.out, of.batch, of.head) + first * p_.out.row;
-    store_accumulator<Traits::kWholeStores>(convert<Element>(acc_out), target, p_.out.row, rows, p_.head_dim_v);
+    store_accumulator<Traits::kWholeStores>(convert<Element>(acc_out), target, p_.out.row, begin, end, p_.head_dim_v);
   }
 
  private:
@@ -160,7 +180,7 @@ class ForwardScores {
   }
   // Of the warpgroup, which starts its products together.
   __device__ bool everywhere(bool mine) const {
-    return barrier_all(named_barrier::kForwardVote + first_row_ / kWarpgroupRows, kWarpgroup, mine);
+    return barrier_all(named_barrier::kForwardVote + warpgroup_, kWarpgroup, mine);
   }
 
   // Softcap, or a scale that the exponents cannot take.
@@ -177,16 +197,19 @@ class ForwardScores {
   }
   template <class Scores>
   __device__ void mask(Scores& scores, const KeyTile& tile, const Visible& visible) const {
-    cuda::branch_if(tile.has(KeyTile::kMasked), [&](unsigned zero) { visible.hide_others(scores, zero); });
+    cuda::branch_if(masked(tile), [&](unsigned zero) { visible.hide_others(scores, zero); });
   }
 
   // From the scores that the softmax sees to natural logarithms.
   __device__ float unit() const { return scale_first_ ? 1.f : p_.score.softmax_scale; }
-  __device__ int m0(const QueryTile& of) const { return of.m_block * Traits::kBlockM + first_row_; }
+  __device__ int m0(const QueryTile& of) const { return of.m0 + warpgroup_ * kWarpgroupRows; }
+  __device__ bool masked(const KeyTile& tile) const {
+    return tile.has(KeyTile::kMasked, Traits::kByWarpgroup ? warpgroup_ : 0);
+  }
 
   const ForwardParams& p_;
   bool can_try_ = false;
-  int first_row_;
+  int warpgroup_;
   bool scale_first_;
   Softmax softmax_;
   Softmax closed_;  // of the queries before, until their output is written

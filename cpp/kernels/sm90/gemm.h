@@ -110,12 +110,12 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&word)[4]) {
   }
 }
 
-// Writes a 16-bit accumulator fragment to device memory: rows below `rows`, columns below `columns` (a multiple of 8).
-// target is the first row of this warpgroup's 64. kWhole: stores stay of 16 bytes, of which the compiler, left to
-// itself, takes half apart into words.
+// Writes a 16-bit accumulator fragment to device memory: rows from `begin` to `end`, columns below `columns` (a
+// multiple of 8). target is the first row of this warpgroup's 64. kWhole: stores stay of 16 bytes, of which the
+// compiler, left to itself, takes half apart into words.
 template <bool kWhole, class Fragment, class Element>  // ((2, 2, N), 1, 1)
 __device__ __forceinline__ void store_accumulator(const Fragment& fragment, Element* target, std::int64_t row_stride,
-                                                  int rows, int columns) {
+                                                  int begin, int end, int columns) {
   auto words = cute::recast<std::uint32_t>(as_atoms(fragment));  // ((1, 2), 1, N)
   constexpr int kAtoms = decltype(cute::size<2>(words))::value;
   const int thread = threadIdx.x % kWarpgroup, lane_of_quad = thread % 4;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void store_accumulator(const Fragment& fragment, Elem
       for (int i = 0; i < 4; ++i) word[i] = words(cute::make_coord(0, half), 0, atom + i);
       transpose_quad(word);
       const int column = (atom + lane_of_quad) * 8;
-      if (row < rows && column < columns) {
+      if (row >= begin && row < end && column < columns) {
         Element* const first = target + row * row_stride + column;
         if constexpr (kWhole) {
           asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(first), "r"(word[0]), "r"(word[1]),
