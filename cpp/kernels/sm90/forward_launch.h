@@ -18,9 +18,8 @@ const char* refuse_forward(const ForwardParams& p) {
   if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
   const std::int64_t tiles = std::int64_t{ceil_div(p.seqlen_q, Traits::kBlockM)} * p.num_heads * p.batch;
   if (tiles > INT32_MAX / 2) return "there are too many tiles";
-  const ForwardTile best = forward_tile(p);
+  const flashsdk::Tile best = forward_tile(p);
   if (best.m != Traits::kBlockM || best.n != Traits::kBlockN) return "another tile is faster for these lengths";
-  if (best.skips != Traits::kSkips) return "the other kernel of this tile is faster for these lengths";
   return nullptr;
 }
 

@@ -54,7 +54,6 @@ def lengths(tile_m, tile_n):
         (2048 + tile_m + 5, keys),
         (rows, 1024 + tile_n + 7),
         (tile_m + 9, 8192 + tile_n + 7),
-        (4 * tile_m - 11, 8192 + tile_n + 7),
     )
 
 
