@@ -42,6 +42,19 @@ def test_a_record_of_other_sources(checkout, folder):
     assert "make test-gpu" in gpu_record.staleness(checkout)
 
 
+def test_comments_do_not_matter(checkout):
+    header = checkout / "cpp" / "kernels" / "sm90" / "code.h"
+    table = checkout / "cpp" / "kernels" / "instantiate" / "table.cmake"
+    header.write_text("#include <a>\nint a = 1;  // one\n")
+    table.write_text("set(a 1)  # one\n")
+    write(checkout)
+    header.write_text("// What it is.\n#include <a>\nint a =\n    1;\n")
+    table.write_text("# What it is.\nset(a 1)\n")
+    assert gpu_record.staleness(checkout) is None
+    header.write_text("#include <b>\nint a = 1;\n")
+    assert gpu_record.staleness(checkout) is not None
+
+
 def test_kernels_of_the_cpu_do_not_matter(checkout):
     write(checkout)
     (checkout / "cpp" / "kernels" / "cpu" / "code.h").write_text("changed")

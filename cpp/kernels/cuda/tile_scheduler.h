@@ -52,8 +52,8 @@ inline TileSchedule forward_schedule(const ForwardParams& p, int tile_queries, s
           section_of(kv_bytes, heads_total, uniform_tiles), true};
 }
 
-// The tiles of keys, whose heads share Q, dO and the fp32 dQ in L2. In a deterministic call key tiles of a head take turns
-// (turn_order.h): the more heads side by side, the fewer blocks queue for the same dQ.
+// The tiles of keys, whose heads share Q, dO and the fp32 dQ in L2. In a deterministic call key tiles of a head take
+// turns (turn_order.h): the more heads side by side, the fewer blocks queue for the same dQ.
 inline TileSchedule backward_schedule(const ForwardParams& p, int tile_keys, std::size_t element_bytes) {
   const int heads_total = p.num_heads_kv * p.batch;
   const std::int64_t q_bytes = std::int64_t{p.seqlen_q} * p.heads_per_group() *

@@ -79,12 +79,19 @@ def kernel_sources_hash() -> str | None:
 
 
 def hash_of(root: Path, paths: Iterable[Path]) -> str:
-    """One hash over the names and contents of files below ``root``."""
+    """One hash over the names of source files below ``root`` and over their code."""
     digest = hashlib.sha256()
     for path in sorted(p for p in paths if p.is_file()):
         digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
+        digest.update(code_of(path).encode())
     return digest.hexdigest()[:16]
+
+
+def code_of(path: Path) -> str:
+    """A source file without what no compiler sees: comments, and how its words are spaced."""
+    comment = "#" if path.suffix == ".cmake" or path.name == "CMakeLists.txt" else "//"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return " ".join(word for line in lines for word in line.partition(comment)[0].split())
 
 
 def commit() -> str | None:
