@@ -63,7 +63,7 @@ class BandPolicy {
   FLASHSDK_HD TileWalk row_walk(Tile tile, int m_block) const {
     return walk_of_queries(m_block * tile.m, (m_block + 1) * tile.m, tile.n);
   }
-  // first: a query, or before the first of all.
+  // Of tile.m queries from any one on, or from before the first of all.
   FLASHSDK_HD TileWalk row_walk_from(Tile tile, int first) const {
     return walk_of_queries(max_of(first, 0), first + tile.m, tile.n);
   }

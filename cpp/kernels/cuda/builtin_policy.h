@@ -9,7 +9,7 @@
 namespace flashsdk::cuda {
 
 // visit(walk) with the walk of a row of tiles. m0: its first query, which is m_block · tile.m except where tiles are
-// counted from the end of a sequence.
+// counted from the end of a sequence; layouts, and policies of other kinds, cannot be walked from there.
 template <class Policy, class Visit>
 __device__ void visit_row_walk(const Policy& policy, flashsdk::Tile tile, int m_block, int /*m0*/, Visit&& visit) {
   visit(policy.row_walk(tile, m_block));

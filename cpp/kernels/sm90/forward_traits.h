@@ -12,7 +12,7 @@ struct alignas(16) QueryTile {
   int m0;  // first query; negative where the tile begins before the sequence
   int head, batch;
   int key_end;         // keys from here on do not exist
-  KeyRange diagonals;  // that partial tiles show: kByWarpgroup
+  KeyRange diagonals;  // of partial tiles, where kByWarpgroup: values of key − query that are visible
 };
 // One tile of keys of one tile of queries, announced with the keys themselves.
 struct alignas(16) KeyTile {
