@@ -86,9 +86,10 @@ def from_products(
 
 
 def finite_max(score: Array, xp: Any = np) -> Array:
-    """The largest score (seqlen_q, 1) of each row, 0 where it sees no key."""
+    """The largest score (..., seqlen_q, 1) of each row, 0 where it sees no key."""
     if score.shape[-1] == 0:
-        return np.zeros((*score.shape[:-1], 1), score.dtype)
+        zeros: Array = score.sum(-1)[..., None]
+        return zeros
     top = xp.amax(score, -1)[..., None]
     finite: Array = xp.where(xp.isneginf(top), xp.zeros_like(top), top)
     return finite
