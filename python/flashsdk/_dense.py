@@ -1,8 +1,8 @@
 """The definition in float64 and its error bounds, for all heads of a problem at once in PyTorch.
 
 ``_reference`` walks over queries, which takes too long for problems by the hundred thousand. Here
-S and P are whole matrices, (batch, num_heads, longest seqlen_q, longest seqlen_k), on any device:
-those of ``_naive``, which the tests hold against ``_reference``, and so they do with this.
+S and P are whole matrices, (batch, num_heads, longest seqlen_q, longest seqlen_k), on any device,
+by the formulas of ``_naive``. The tests hold both against ``_reference``.
 Packed sequences are padded, with queries that see no key and keys that no query sees. No bias and
 no ALiBi: the fast kernels of a GPU take neither.
 """
