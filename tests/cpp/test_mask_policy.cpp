@@ -78,6 +78,41 @@ TEST(BandPolicy, RandomShapes) {
   }
 }
 
+// As where tiles of queries are counted from the end of a sequence: the first may begin before it.
+TEST(BandPolicy, WalksFromAnyQuery) {
+  Rng rng(5);
+  for (int round = 0; round < 8000 && !::testing::Test::HasFailure(); ++round) {
+    const int seqlen_q = between(rng, 1, 70), seqlen_k = pick(rng, {seqlen_q, between(rng, 0, 70)});
+    const Tile tile{between(rng, 1, 32), between(rng, 1, 32)};
+    const int first = between(rng, 1 - tile.m, seqlen_q - 1);
+    MaskParam mask;
+    mask.kind = MaskKind::kBand;
+    mask.band = random_band(rng, pick(rng, {3, 20, 100}));
+    const BandPolicy policy(mask, sequence(seqlen_q, seqlen_k), 0, 0);
+    const std::string name = describe(mask.band) + " seqlen_q=" + std::to_string(seqlen_q) +
+                             " seqlen_k=" + std::to_string(seqlen_k) + " tile=" + std::to_string(tile.m) + "x" +
+                             std::to_string(tile.n) + " first=" + std::to_string(first);
+    const int tiles = ceil_div(seqlen_k, tile.n);
+    std::vector<bool> visited(tiles), partial(tiles);
+    for (TileRef t : collect(policy.row_walk_from(tile, first), 1, tiles, name)) {
+      visited[t.index] = true;
+      partial[t.index] = t.partial;
+    }
+    for (int n = 0; n < tiles; ++n) {
+      bool any = false, all = true;
+      for (int i = max_of(first, 0); i < min_of(first + tile.m, seqlen_q); ++i) {
+        for (int j = n * tile.n; j < min_of((n + 1) * tile.n, seqlen_k); ++j) {
+          const bool sees = band_sees(mask.band, seqlen_q, seqlen_k, i, j);
+          any |= sees;
+          all &= sees;
+        }
+      }
+      EXPECT_EQ(bool{visited[n]}, any) << name << " tile " << n;
+      EXPECT_EQ(visited[n] && partial[n], any && !all) << name << " tile " << n;
+    }
+  }
+}
+
 TEST(BandPolicy, SequencesNearTheIndexLimitDoNotOverflow) {
   // 2^31 - 1 rows cannot be walked in a test; the ends of the walks and of the intervals can.
   const int longest = 2147483647 - 128;
