@@ -104,8 +104,9 @@ void check_extent(const char* name, const char* dim, std::int64_t extent, std::i
 }
 
 int check_block(const char* name, int block) {
-  if (block <= 0 || block % 16 != 0 || block > (1 << 24))
-    fail(name, std::to_string(block), "a positive multiple of 16, at most 16777216");
+  constexpr int kMost = 1 << 24;
+  if (block <= 0 || block % 16 != 0 || block > kMost)
+    fail(name, std::to_string(block), "a positive multiple of 16, at most " + std::to_string(kMost));
   return block;
 }
 

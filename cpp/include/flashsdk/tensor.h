@@ -78,7 +78,8 @@ struct TensorView {
  private:
   static int checked_rank(std::int64_t r) {
     if (r < 0 || r > kMaxTensorRank) {
-      throw Error(ErrorCode::kInvalidArgument, "tensor: " + std::to_string(r) + " dimensions; at most 5");
+      throw Error(ErrorCode::kInvalidArgument,
+                  "tensor: " + std::to_string(r) + " dimensions; at most " + std::to_string(kMaxTensorRank));
     }
     return static_cast<int>(r);
   }
