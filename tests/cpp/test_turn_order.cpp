@@ -168,10 +168,6 @@ Problem random_problem(Rng& rng, MaskKind kind, bool packed) {
   return problem;
 }
 
-void expect_an_end(const Problem& problem, const std::string& name) {
-  for (int blocks : {1, 2, 7, 132}) EXPECT_GE(steps_to_end(problem, blocks, true), 0) << name << " blocks " << blocks;
-}
-
 // Everything that must hold for one problem. The pointers of packed sequences are set here, where it no longer moves.
 void check(Problem& problem, const std::string& name) {
   if (!problem.cu_q.empty()) {
@@ -183,7 +179,7 @@ void check(Problem& problem, const std::string& name) {
   for (const bool by_place : {false, true}) {
     problem.by_place = by_place;
     expect_turns_in_order(problem, name);
-    expect_an_end(problem, name);
+    for (int blocks : {1, 2, 7, 132}) EXPECT_GE(steps_to_end(problem, blocks, true), 0) << name << " blocks " << blocks;
   }
 }
 
