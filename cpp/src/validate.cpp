@@ -79,6 +79,9 @@ void read_sizes(const AttentionArgs& args, bool packed, ForwardParams& p) {
     p.seqlen_q = static_cast<int>(args.max_seqlen_q);
     p.seqlen_k = static_cast<int>(args.max_seqlen_k);
   } else {
+    constexpr const char* kAllowed = "0, as cu_seqlens_q and cu_seqlens_k are not given";
+    if (args.max_seqlen_q != 0) fail("max_seqlen_q", std::to_string(args.max_seqlen_q), kAllowed);
+    if (args.max_seqlen_k != 0) fail("max_seqlen_k", std::to_string(args.max_seqlen_k), kAllowed);
     check_extent("q", "batch", args.q.shape[0], 0, kMaxRows);
     p.batch = static_cast<int>(args.q.shape[0]);
     p.seqlen_q = static_cast<int>(args.q.shape[1]);

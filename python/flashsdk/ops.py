@@ -260,8 +260,8 @@ def explain(
     v: Any,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     *,
     op: Literal["fwd", "bwd"] = "fwd",
     softmax_scale: float | None = None,
@@ -279,9 +279,8 @@ def explain(
     """
     if not isinstance(op, str) or op not in ("fwd", "bwd"):
         raise Error(f'op: {shown(op)}; "fwd" or "bwd"')
-    packed: _bindings.Packed = ()
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed: Any = () if all(x is None for x in lengths) else lengths  # as a whole or not at all
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                0, 0, deterministic, None, backend)  # fmt: skip
     return Explanation(*_bindings.explain(op == "bwd", (q, k, v), packed, options))

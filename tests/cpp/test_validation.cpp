@@ -276,6 +276,10 @@ TEST_F(Validation, PackedSequences) {
                  [](ForwardArgs& a) { a.max_seqlen_q = 4; });
   packed_forward("invalid_argument: max_seqlen_k: -1; 0 to 1073741824", [](ForwardArgs& a) { a.max_seqlen_k = -1; });
   packed_forward("invalid_argument: cu_seqlens_k: not given; a tensor", [](ForwardArgs& a) { a.cu_seqlens_k = {}; });
+  forward("invalid_argument: max_seqlen_q: 5; 0, as cu_seqlens_q and cu_seqlens_k are not given",
+          [](ForwardArgs& a) { a.max_seqlen_q = 5; });
+  backward("invalid_argument: max_seqlen_k: 7; 0, as cu_seqlens_q and cu_seqlens_k are not given",
+           [](BackwardArgs& a) { a.max_seqlen_k = 7; });
   HostTensor floats(DType::kFloat32, {3});
   packed_forward("invalid_argument: cu_seqlens_q: dtype float32; int32",
                  [&](ForwardArgs& a) { a.cu_seqlens_q = floats.view(); });

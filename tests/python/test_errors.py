@@ -260,6 +260,27 @@ def test_packed(op, case):
     refused(op, packed() | change, argument, *words)
 
 
+@pytest.mark.parametrize("op", ["fwd", "bwd"])
+def test_explain_takes_lengths_as_a_whole(op):
+    """All of what makes sequences packed, as the call does, or nothing of it."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    a, lengths = batched(), {name: packed()[name] for name in names}
+    tensors = [a[n] for n in "qkv"]
+    assert fs.explain(*tensors, op=op).kernel
+    for given, missing, allowed in (
+        (names[2:], "cu_seqlens_q", "an array"),
+        (names[3:], "cu_seqlens_q", "an array"),
+        (names[:1], "cu_seqlens_k", "an array"),
+        (names[:2], "max_seqlen_q", "an integer of 64 bits"),
+        (names[:3], "max_seqlen_k", "an integer of 64 bits"),
+    ):
+        with pytest.raises(fs.Error) as caught:
+            fs.explain(*tensors, **{name: lengths[name] for name in given}, op=op)
+        assert str(caught.value) == f"{missing}: None; {allowed}"
+    a = packed()
+    assert fs.explain(*(a[n] for n in "qkv"), **lengths, op=op).kernel
+
+
 @pytest.mark.parametrize("op", ["mha_fwd", "mha_bwd"])
 @pytest.mark.parametrize(
     "blocks, seqlen",

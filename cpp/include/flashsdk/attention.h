@@ -30,7 +30,7 @@ struct AttentionArgs {
 
   TensorView cu_seqlens_q;        // packed: int32 (batch + 1), from 0, ascending
   TensorView cu_seqlens_k;        // packed: int32 (batch + 1)
-  std::int64_t max_seqlen_q = 0;  // packed: upper bound of the lengths
+  std::int64_t max_seqlen_q = 0;  // packed: upper bound of the lengths; batched: 0
   std::int64_t max_seqlen_k = 0;
 
   bool deterministic = false;  // bit-identical from run to run, or an error
