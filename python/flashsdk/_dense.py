@@ -9,7 +9,6 @@ no ALiBi: the fast kernels of a GPU take neither.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,20 +20,6 @@ from ._reference import Blocks, Features
 
 Tensor = Any
 MASK32 = 0xFFFFFFFF
-
-
-@dataclass(frozen=True)
-class Heads:
-    """What _tolerance.bounds asks of a Head, with (batch, num_heads) before its dimensions."""
-
-    f: Features
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    dlse: Tensor
-    scale: float
-    alibi_slope: float = 0.0
 
 
 class Padding:
@@ -91,7 +76,7 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
         p.softmax_scale, p.mask, softcap=p.softcap, dropout_p=p.dropout_p,
         seed=p.dropout_seed, offset=p.dropout_offset,
     )  # fmt: skip
-    heads = Heads(f, q, k, v, dout, dlse, f.scale(p.head_dim))
+    heads = _naive.Heads(f, q, k, v, dout, dlse, f.scale(p.head_dim))
     visible = _visible(p, of_q, of_k)
     drop = None
     if threshold := f.dropout_threshold():

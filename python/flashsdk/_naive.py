@@ -4,7 +4,7 @@
 With storage float64 nothing is rounded: a second opinion on _reference.py.
 
 What ``xp`` is an argument of takes PyTorch's tensors too, with ``xp=torch`` and any dimensions
-before the two of a head: ``_dense`` is made of it.
+before the two of a head: ``_dense`` is made of it. So is ``_commands.exact``, of some rows at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ._reference import Array, Head
+from ._reference import Array, Features, Head
 
 Round = Callable[[Array], Array]
 
@@ -30,6 +30,20 @@ def rounding(storage: Any) -> Round:
             return np.asarray(x, held).astype(storage).astype(held)
 
     return round_to
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What these formulas and those of _tolerance ask of a Head, of any number of heads."""
+
+    f: Features
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    dlse: Any
+    scale: float
+    alibi_slope: float = 0.0
 
 
 @dataclass(frozen=True)

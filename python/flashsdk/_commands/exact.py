@@ -1,18 +1,20 @@
 """Attention at full model sizes in a precision of NumPy: float64 as the truth, float32 to compare.
 
-One key head and the query heads that share it, by the textbook formulas, a block of rows at a time
-so that the scores of a long sequence fit. Keys that no row of a block sees are left out of the
-products, which changes no result.
+One key head and the query heads that share it, by the formulas of ``_naive``, a block of rows at a
+time so that the scores of a long sequence fit. Keys that no row of a block sees are left out of the
+products, which changes no result. The tests hold it against ``_reference``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashsdk import _naive
+from flashsdk._reference import Features
 from flashsdk.masks import Band, BlockMask, Causal, Dense
 
 Array = NDArray[Any]
@@ -87,39 +89,35 @@ def attention(
     seqlen_q, heads, head_dim = q.shape
     seqlen_k = k.shape[0]
     q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
-    q *= k.dtype.type(head_dim**-0.5)
     wanted = np.arange(seqlen_k) // ROWS % every == 0
     g = Gradients(*(np.full_like(x, np.nan) for x in (dout, q, k, v)))
     g.dk[wanted] = g.dv[wanted] = 0
     for start in range(0, seqlen_q, ROWS):
         rows = slice(start, min(start + ROWS, seqlen_q))
         keys, hidden = visibility.rows(rows.start, rows.stop, seqlen_q, seqlen_k)
+        visible = None if hidden is None else ~hidden
         chosen = wanted[keys]
         into = keys[chosen]
         kb, vb = k[keys], v[keys]
         for h in range(heads):
-            do = dout[rows, h]
-            p = _softmax(q[rows, h] @ kb.T, hidden)  # (rows, keys)
-            g.out[rows, h] = p @ vb
-            delta = (do * g.out[rows, h]).sum(axis=1, keepdims=True)
+            head = _naive.Heads(Features(), q[rows, h], kb, vb, dout[rows, h], 0.0, head_dim**-0.5)
+            m = _naive.from_products(head, head.q @ kb.T, None, visible, None)
+            out = g.out[rows, h] = m.p @ vb
             if start // ROWS % every == 0:
-                ds = p * (do @ vb.T - delta)
-                g.dq[rows, h] = ds @ kb * k.dtype.type(head_dim**-0.5)
-            if every > 1:
-                p = p[:, chosen]
-                ds = p * (do @ vb[chosen].T - delta)
-            g.dv[into] += p.T @ do
-            g.dk[into] += ds.T @ q[rows, h]
+                of = _naive.gradients(head, m, out)
+                g.dq[rows, h] = of["dq"]
+                g.dk[into] += of["dk"][chosen]
+                g.dv[into] += of["dv"][chosen]
+            else:  # most of the work saved
+                of = _naive.gradients(*_of_keys(head, m, chosen), out)
+                g.dk[into] += of["dk"]
+                g.dv[into] += of["dv"]
     return g
 
 
-def _softmax(score: Array, hidden: NDArray[np.bool_] | None) -> Array:
-    """Of every row, in place; zeros where a row sees nothing."""
-    if hidden is not None:
-        np.copyto(score, -np.inf, where=hidden)
-    top = score.max(axis=1, initial=-np.inf, keepdims=True)
-    score -= np.where(np.isneginf(top), 0, top)
-    np.exp(score, out=score)
-    total = score.sum(axis=1, keepdims=True)
-    score /= np.where(total == 0, 1, total)
-    return score
+def _of_keys(
+    head: _naive.Heads, m: _naive.Matrices, keys: NDArray[np.bool_]
+) -> tuple[_naive.Heads, _naive.Matrices]:
+    """What the gradients of some keys alone are made of."""
+    p, drop, slope = (x[:, keys] for x in (m.p, m.drop, m.slope))
+    return replace(head, k=head.k[keys], v=head.v[keys]), replace(m, p=p, drop=drop, slope=slope)
