@@ -24,12 +24,15 @@ with open(sys.argv[1]) as log:
 for name, arch, stores, loads, registers in PATTERN.findall(text):
     op = "forward" if "forward_kernel" in name else "backward"
     dtype = "bf16" if "bfloat16_t" in name else "fp16"
-    numbers = re.findall(r"L[ib](\d+)E", name.partition("Traits")[2])
-    # SM90: head_dim, head_dim_v, block_m, block_n
-    head_dim, m, n = numbers[:3] if arch != "sm_90a" else (numbers[0], *numbers[2:4])
+    backend = "sm90" if "4sm90" in name else "sm80"
+    # head_dim, of sm90 head_dim_v too, block_m, block_n
+    head_dim, *numbers = re.findall(r"L[ib](\d+)E", name.partition("Traits")[2])
+    if backend == "sm90" and (head_dim_v := numbers.pop(0)) != head_dim:
+        head_dim += f"x{head_dim_v}"
+    m, n = numbers[:2]
     policy = next(short for long, short in POLICY.items() if long in name)
     features = FEATURES[int(re.search(r"FeaturesE(\d)E", name)[1])]
     print(
-        f"{arch} {op} {dtype} d{head_dim} {policy} {features} {m}x{n}: {registers} registers, "
-        f"spill stores {stores}, loads {loads} bytes"
+        f"{backend} {op} for {arch}, {dtype} d{head_dim} {policy} {features} {m}x{n}: "
+        f"{registers} registers, spill stores {stores}, loads {loads} bytes"
     )
