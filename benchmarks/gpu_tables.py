@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from flashsdk._commands import goals
 from flashsdk._commands.table import length, markdown_table
 
 Record = dict[str, Any]
@@ -130,7 +131,7 @@ def sparse_table(rows: list[Record]) -> str:
         [
             r["name"], r["op"], str(r["head_dim"]), length(r["seqlen"]),
             f"{100 * r['density']:.1f} %", f"{r['ms']:.3f} ms", f"{100 * r['of_dense']:.1f} %",
-            f"{100 * (1.15 * r['density'] + 0.01):.1f} %",
+            f"{100 * goals.sparse_limit(r['density']):.1f} %",
         ]
         for r in rows
     ]  # fmt: skip
@@ -146,7 +147,7 @@ def windows_table(rows: list[Record]) -> str:
             r["name"], r["op"], str(r["head_dim"]), length(r["seqlen"]),
             sides[r["sides"]].format(r["window"]), f"{r['ms']:.3f} ms",
             f"{100 * r['of_dense']:.1f} %", f"{100 * r['visited']:.1f} %",
-            f"{115 * r['visited']:.1f} %",
+            f"{100 * goals.SPARSE_SLOPE * r['visited']:.1f} %",
         ]
         for r in rows
     ]  # fmt: skip
