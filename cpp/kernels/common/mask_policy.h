@@ -60,12 +60,12 @@ class BandPolicy {
     }
   }
 
-  FLASHSDK_HD TileWalk row_walk(Tile tile, int m_block) const {
-    return walk_of_queries(m_block * tile.m, (m_block + 1) * tile.m, tile.n);
-  }
+  FLASHSDK_HD TileWalk row_walk(Tile tile, int m_block) const { return row_walk_from(tile, m_block * tile.m); }
   // Of tile.m queries from any one on, or from before the first of all.
   FLASHSDK_HD TileWalk row_walk_from(Tile tile, int first) const {
-    return walk_of_queries(max_of(first, 0), first + tile.m, tile.n);
+    const int i0 = max_of(first, 0), i1 = min_of(first + tile.m, seqlen_q_) - 1;
+    // A tile is visited when any of its queries sees one of its keys, full when all of them see all.
+    return walk(i0 + first_, i1 + last_, i1 + first_, i0 + last_, tile.n, seqlen_k_);
   }
   FLASHSDK_HD TileWalk col_walk(Tile tile, int n_block) const {
     int j0 = n_block * tile.n, j1 = min_of(j0 + tile.n, seqlen_k_) - 1;
@@ -82,11 +82,6 @@ class BandPolicy {
   }
 
  private:
-  FLASHSDK_HD TileWalk walk_of_queries(int begin, int end, int size) const {
-    const int last = min_of(end, seqlen_q_) - 1;
-    // A tile is visited when any of its queries sees one of its keys, full when all of them see all.
-    return walk(begin + first_, last + last_, last + first_, begin + last_, size, seqlen_k_);
-  }
   // [any_begin, any_last] is what some line of the tile sees, [all_begin, all_last] what every line sees.
   static FLASHSDK_HD TileWalk walk(std::int64_t any_begin, std::int64_t any_last, std::int64_t all_begin,
                                    std::int64_t all_last, int size, int seqlen) {
