@@ -4,14 +4,18 @@
 // only ever ask which keys of a partial tile a query sees: a band for all of them. One kernel then serves all masks.
 #pragma once
 
+#include <type_traits>
+
 #include "common/mask_policy.h"
 
 namespace flashsdk::cuda {
 
-// visit(walk) with the walk of a row of tiles. m0: its first query, which is m_block · tile.m except where tiles are
-// counted from the end of a sequence; layouts, and policies of other kinds, cannot be walked from there.
-template <class Policy, class Visit>
-__device__ void visit_row_walk(const Policy& policy, flashsdk::Tile tile, int m_block, int /*m0*/, Visit&& visit) {
+// visit(walk) with the walk of a row of tiles. m0: its first query, which is m_block · tile.m unless kFromEnd, where
+// tiles are counted from the end of a sequence.
+template <bool kFromEnd, class Policy, class Visit>
+__device__ void visit_row_walk(const Policy& policy, flashsdk::Tile tile, int m_block, int /*m0*/,
+                               std::bool_constant<kFromEnd>, Visit&& visit) {
+  static_assert(!kFromEnd, "this policy is walked by tiles that are counted from the first query");
   visit(policy.row_walk(tile, m_block));
 }
 
@@ -20,11 +24,12 @@ class BuiltinPolicy {
   __device__ BuiltinPolicy(const MaskParam& mask, const SeqlenInfo& s, int batch, int head)
       : mask_(mask), seq_(s), batch_(batch), head_(head) {}
 
-  // Runs and lists apart: the compiler then keeps in registers what the one or the other needs, not both.
-  template <class Visit>
+  // Runs and lists apart: the compiler then keeps in registers what the one or the other needs, not both. Layouts have
+  // no walk from the end of a sequence, where a tile may lie in several blocks: refuse_forward() keeps them away.
+  template <bool kFromEnd, class Visit>
   friend __device__ void visit_row_walk(const BuiltinPolicy& policy, flashsdk::Tile tile, int m_block, int m0,
-                                        Visit&& visit) {
-    if (policy.mask_.kind == MaskKind::kBlockSparse) {
+                                        std::bool_constant<kFromEnd>, Visit&& visit) {
+    if (!kFromEnd && policy.mask_.kind == MaskKind::kBlockSparse) {
       visit(BlockSparsePolicy(policy.mask_, policy.seq_, policy.batch_, policy.head_).row_walk(tile, m_block));
     } else if (policy.mask_.kind == MaskKind::kBand) {
       visit(BandPolicy(policy.mask_, policy.seq_, policy.batch_, policy.head_).row_walk_from(tile, m0));

@@ -16,6 +16,8 @@ namespace flashsdk::sm90 {
 template <class Traits, cuda::Features kFeatures>
 const char* refuse_forward(const ForwardParams& p) {
   if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
+  if (Traits::kFromEnd && p.mask.kind == MaskKind::kBlockSparse)
+    return "tiles counted from the end of a sequence do not lie in the mask's blocks";
   const std::int64_t tiles = std::int64_t{ceil_div(p.seqlen_q, Traits::kBlockM)} * p.num_heads * p.batch;
   if (tiles > INT32_MAX / 2) return "there are too many tiles";
   const flashsdk::Tile best = forward_tile(p);

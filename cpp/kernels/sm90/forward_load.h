@@ -33,7 +33,7 @@ class KeyLoader {
       QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, {0, 0}};
       if constexpr (Traits::kByWarpgroup) of.diagonals = policy.diagonals();
       visit_row_walk(policy, flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, work.block, of.m0,
-                     [&](TileWalk walk) { load_work(of, seq, walk); });
+                     std::bool_constant<Traits::kFromEnd>{}, [&](TileWalk walk) { load_work(of, seq, walk); });
     }
     const auto state = RingState<Traits::kKeyStages>::after(tiles_);
     if (leader_) announce({0, KeyTile::kEnd, 0, 0});
