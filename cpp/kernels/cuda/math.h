@@ -28,6 +28,12 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
+// Tells the compiler that x is the same in all lanes: what is computed from it is then computed once for the warp.
+template <class T>
+__device__ __forceinline__ T warp_uniform(T x) {
+  return __shfl_sync(0xffffffffu, x, 0);
+}
+
 // if (condition) body(), where the condition is the same for the whole warp. Written as a loop whose end no compiler
 // knows (grids have no third dimension), so that it stays a branch: as predicated instructions, which ptxas makes even
 // of large bodies, what is skipped would still take its issue slots. A body may take a zero that no compiler knows:

@@ -135,28 +135,21 @@ class OnlineSoftmax {
   template <class Scores, class Vote>
   __device__ bool try_exponentiate(Scores& scores, Vote&& everywhere) {
     float sum[kRows];
-    if (!everywhere(exponentiate_by_offset(scores, sum))) return false;
+    bool holds = true;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      sum[i] = 0.f;
+      CUTE_UNROLL
+      for (int j = 0; j < cute::size<1>(scores); ++j) {
+        scores(i, j) = exp2_approx(fmaf(scores(i, j), scale_, -offset_[i]));
+        sum[i] += scores(i, j);
+      }
+      holds &= sum[i] <= kMostTried;
+    }
+    if (!everywhere(holds)) return false;
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) sum_[i] += sum[i];
     return true;
-  }
-
-  // The same for those who hear of the others later: tells a thread about its own rows only. Where it does not hold for
-  // all, undo_try() comes before raise() and exponentiate().
-  template <class Scores>
-  __device__ bool try_exponentiate(Scores& scores) {
-    float sum[kRows];
-    const bool holds = exponentiate_by_offset(scores, sum);
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      before_[i] = sum_[i];
-      sum_[i] += sum[i];
-    }
-    return holds;
-  }
-  __device__ void undo_try() {
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) sum_[i] = before_[i];
   }
 
   // Whether there is a maximum for a try: not in rows that have seen nothing, or need the difference first.
@@ -182,22 +175,6 @@ class OnlineSoftmax {
   }
 
  private:
-  // Whether the sums are such that a try holds.
-  template <class Scores>
-  __device__ bool exponentiate_by_offset(Scores& scores, float (&sum)[kRows]) const {
-    bool holds = true;
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      sum[i] = 0.f;
-      CUTE_UNROLL
-      for (int j = 0; j < cute::size<1>(scores); ++j) {
-        scores(i, j) = exp2_approx(fmaf(scores(i, j), scale_, -offset_[i]));
-        sum[i] += scores(i, j);
-      }
-      holds &= sum[i] <= kMostTried;
-    }
-    return holds;
-  }
   // Whether the difference from the maximum has to come first, in some row of the warp.
   __device__ bool find_offsets() {
     bool large = false;
@@ -214,7 +191,6 @@ class OnlineSoftmax {
 
   float scale_;
   float max_[kRows], sum_[kRows];
-  float before_[kRows];  // sums without those of the last try, where it may have to be undone
   float offset_[kRows];  // of the exponents by this maximum; −inf, which no trial outlives, where there is none to try
 };
 

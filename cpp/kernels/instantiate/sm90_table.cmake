@@ -1,13 +1,12 @@
 # The table of SM90 kernels. A problem's tile is chosen in cpp/kernels/sm90/forward_tiles.h among those listed here.
 #
 # Head dimensions are head_dim or head_dim x head_dim_v.
-# forward: block_m x block_n _ buffers of K _ of V _ of Q _ tries the maximum so far _ tells each warpgroup what it sees
-# (may be left out: false).
+# forward: block_m x block_n _ buffers of K _ of V _ of Q _ tries the maximum so far.
 # Measurements: docs/sm90-forward.md.
 set(FLASHSDK_SM90_HEAD_DIMS 64 96 128 192x128 192 256)
 set(FLASHSDK_SM90_FORWARD_FEATURES None Capped)  # Capped: softcap and dropout
 
-set(FLASHSDK_SM90_FORWARD_64_None 192x128_4_4_2_true_true 128x128_4_4_2_true_true)
+set(FLASHSDK_SM90_FORWARD_64_None 192x128_4_4_2_true 128x128_4_4_2_true)
 set(FLASHSDK_SM90_FORWARD_64_Capped 128x128_4_4_2_true)
 set(FLASHSDK_SM90_FORWARD_96_None 128x128_3_2_2_true)
 set(FLASHSDK_SM90_FORWARD_96_Capped 128x128_3_2_2_true)

@@ -25,11 +25,10 @@ const char* refuse_forward(const ForwardParams& p) {
   return nullptr;
 }
 
-// Whether all tiles of queries cost the same: where a mask hides nothing, or, as measured for some tiles, where
-// sequences have one each.
+// Whether all tiles of queries cost the same: where a mask hides nothing, or where sequences have one each.
 template <class Traits>
 bool uniform_tiles(const ForwardParams& p) {
-  const bool one_each = Traits::kByWarpgroup && p.mask.kind == MaskKind::kBand && p.seqlen_q <= Traits::kBlockM;
+  const bool one_each = p.mask.kind == MaskKind::kBand && p.seqlen_q <= Traits::kBlockM;
   return (p.mask.kind == MaskKind::kDense || one_each) && p.cu_seqlens_q == nullptr;
 }
 

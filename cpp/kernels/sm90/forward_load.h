@@ -5,6 +5,7 @@
 
 #include "common/kernel_entry.h"
 #include "cuda/builtin_policy.h"
+#include "cuda/math.h"
 #include "sm90/forward_schedule.h"
 #include "sm90/forward_traits.h"
 #include "sm90/tma.h"
@@ -26,14 +27,13 @@ class KeyLoader {
   __device__ KeyLoader(const ForwardParams& p, const ForwardMaps& maps, Smem& smem)
       : p_(p), maps_(maps), smem_(smem), leader_(threadIdx.x % 32 == 0) {}
 
-  __device__ void run(WorkStream<Traits::kByWarpgroup> stream) {
+  __device__ void run(WorkStream stream) {
     for (cuda::TileWork work; stream.next(work); ++works_) {
       const SeqlenInfo seq(p_, work.batch);
       const Policy policy(p_.mask, seq, work.batch, work.head);
-      QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, {0, 0}};
-      if constexpr (Traits::kByWarpgroup) of.diagonals = policy.diagonals();
+      QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, policy.diagonals()};
       visit_row_walk(policy, flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, work.block, of.m0,
-                     std::bool_constant<Traits::kFromEnd>{}, [&](TileWalk walk) { load_work(of, seq, walk); });
+                     std::bool_constant<Traits::kFromEnd>{}, [&](TileWalk walk) { load_work(of, seq, walk, stream); });
     }
     const auto state = RingState<Traits::kKeyStages>::after(tiles_);
     if (leader_) announce({0, KeyTile::kEnd, 0, 0});
@@ -42,18 +42,22 @@ class KeyLoader {
   }
 
  private:
-  __device__ void load_work(QueryTile of, const SeqlenInfo& seq, TileWalk walk) {
+  __device__ void load_work(QueryTile of, const SeqlenInfo& seq, TileWalk walk, WorkStream& stream) {
     const int batch = p_.cu_seqlens_q != nullptr ? 0 : of.batch, head_kv = of.head / p_.heads_per_group();
     TileRef tile{0, false};
     // Queries that see nothing get one tile without a key: their output is written like any other.
     of.key_end = walk.next(tile) ? seq.seqlen_k : 0;
+    const int outside = Traits::kSkips ? of_each(is_outside(of, seq.seqlen_q)) * KeyTile::kHidden : 0;
     for (bool first = true, more = true; more; first = false) {
       TileRef next{0, false};
       more = of.key_end > 0 && walk.next(next);
+      if (!more) stream.draw();
       const int n0 = tile.index * Traits::kBlockN, rows = of.key_end - n0;
-      const int flags = (first ? KeyTile::kFirst : 0) | (more ? 0 : KeyTile::kLast) |
-                        (tile.partial ? KeyTile::kPartial : 0) |
-                        what_is_seen(of, seq.seqlen_q, n0, tile.partial, first);
+      int flags = outside;
+      cuda::branch_if(first || !more || tile.partial, [&] {  // else all is seen: cut is the last
+        flags = (first ? KeyTile::kFirst : 0) | (more ? 0 : KeyTile::kLast) | (tile.partial ? KeyTile::kPartial : 0) |
+                what_is_seen(of, seq.seqlen_q, n0, tile.partial, first);
+      });
       const auto state = RingState<Traits::kKeyStages>::after(tiles_);
       if (leader_) {
         if (first) smem_.query_tiles[works_ % Traits::kSlots] = of;
@@ -76,21 +80,21 @@ class KeyLoader {
   __device__ static int what_is_seen(const QueryTile& of, int seqlen_q, int n0, bool partial, bool first) {
     const int n1 = n0 + Traits::kBlockN;
     const bool cut = of.key_end < n1;
-    if constexpr (!Traits::kByWarpgroup) {
-      return partial || cut ? KeyTile::kMasked : 0;
-    } else {
-      const int first_row = of.m0 + threadIdx.x % 4 * kWarpgroupRows, last_row = first_row + kWarpgroupRows - 1;
-      const bool outside = first_row >= seqlen_q || last_row < 0;
-      bool hidden = outside, masked = cut, shows_first = n0 < of.key_end;
-      if (partial) {
-        const KeyRange d = of.diagonals;
-        hidden |= n0 >= last_row + d.end || n1 <= first_row + d.begin;
-        masked |= n0 < last_row + d.begin || n1 > first_row + d.end;
-        shows_first &= n0 >= last_row + d.begin && n0 < max_of(first_row, 0) + d.end;
-      }
-      return of_each(masked && !outside) * KeyTile::kMasked | of_each(shows_first) * KeyTile::kShowsFirst |
-             of_each(hidden && !first) * KeyTile::kHidden;
+    const int first_row = first_of(of), last_row = first_row + kWarpgroupRows - 1;
+    const bool outside = is_outside(of, seqlen_q);
+    bool hidden = outside, masked = cut, shows_first = n0 < of.key_end;
+    if (partial) {
+      const KeyRange d = of.diagonals;
+      hidden |= n0 >= last_row + d.end || n1 <= first_row + d.begin;
+      masked |= n0 < last_row + d.begin || n1 > first_row + d.end;
+      shows_first &= n0 >= last_row + d.begin && n0 < max_of(first_row, 0) + d.end;
     }
+    return of_each(masked && !outside) * KeyTile::kMasked | of_each(shows_first) * KeyTile::kShowsFirst |
+           of_each(Traits::kSkips && hidden && !first) * KeyTile::kHidden;
+  }
+  static __device__ int first_of(const QueryTile& of) { return of.m0 + threadIdx.x % 4 * kWarpgroupRows; }
+  static __device__ bool is_outside(const QueryTile& of, int seqlen_q) {
+    return first_of(of) >= seqlen_q || first_of(of) + kWarpgroupRows <= 0;
   }
   static __device__ int of_each(bool warpgroups) { return __ballot_sync(0xffffffffu, warpgroups) & 0xf; }
 

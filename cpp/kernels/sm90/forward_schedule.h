@@ -72,8 +72,7 @@ class PackedTiles {
   int first_ = 0;           // tiles before these
 };
 
-// One block's tiles, for a whole warp. kAhead: it draws the next tile while this one loads.
-template <bool kAhead>
+// One block's tiles, for a whole warp.
 class WorkStream {
  public:
   __device__ WorkStream(const ForwardParams& p, const ForwardSchedule& schedule, int tile_rows)
@@ -86,12 +85,16 @@ class WorkStream {
 
   __device__ bool next(cuda::TileWork& work) {
     index_ = index_ < 0 ? blockIdx.x : schedule_.tickets == nullptr ? index_ + gridDim.x : ticket();
-    if (is_packed_ ? packed_.find(index_, work) : find(work)) {
-      if (has_drawn_) draw();
-      return true;
-    }
+    if (is_packed_ ? packed_.find(index_, work) : find(work)) return true;
     if (schedule_.tickets != nullptr) leave();
     return false;
+  }
+  // Asks for the next one, when what is left of this one takes as long as the answer. Sooner, a block might hold a long
+  // tile that another could begin.
+  __device__ void draw() {
+    if (schedule_.tickets == nullptr || threadIdx.x % 32 != 0) return;
+    if (drawn_ == 0) wait_for_owner();
+    drawn_ = atomicAdd(&schedule_.tickets->next, 1);  // never 0: blocks begin with those of their index
   }
 
  private:
@@ -108,16 +111,7 @@ class WorkStream {
     while (owner().load(::cuda::memory_order_acquire) != schedule_.launch) {
     }
   }
-  __device__ int ticket() {
-    if (!has_drawn_) draw();
-    has_drawn_ = kAhead;
-    return __shfl_sync(0xffffffffu, drawn_, 0);
-  }
-  __device__ void draw() {
-    if (threadIdx.x % 32 != 0) return;
-    if (!has_drawn_) wait_for_owner();
-    drawn_ = atomicAdd(&schedule_.tickets->next, 1);
-  }
+  __device__ int ticket() const { return __shfl_sync(0xffffffffu, drawn_, 0); }
   __device__ void leave() const {
     if (threadIdx.x % 32 != 0) return;
     wait_for_owner();
@@ -128,8 +122,7 @@ class WorkStream {
   PackedTiles packed_;
   bool is_packed_;
   int index_ = -1;
-  int drawn_ = 0;           // of lane 0
-  bool has_drawn_ = false;  // before it is asked for
+  int drawn_ = 0;  // of lane 0
 };
 
 }  // namespace flashsdk::sm90

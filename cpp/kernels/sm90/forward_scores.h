@@ -12,132 +12,102 @@
 
 namespace flashsdk::sm90 {
 
-template <class Traits, class Policy, cuda::Features kFeatures>
+template <class Traits, cuda::Features kFeatures>
 class ForwardScores {
   using Element = typename Traits::Element;
   static constexpr int kRows = 2;  // a thread's rows of its warpgroup's 64
   using Softmax = cuda::OnlineSoftmax<kRows>;
-  using Visible = cuda::VisibleColumns<kRows, Traits::kBlockN / 4>;
 
  public:
-  // What the output so far is to be multiplied by: to fit the maximum of the newest tile, or, when that has other
-  // queries, to be finished.
-  struct Factors {
-    float row[kRows];
-    bool needed = false;
-
-    template <class Out>
-    __device__ void apply(Out& acc_out) const {
-      auto out = as_matrix(acc_out);
-      if constexpr (Traits::kTries) {
-        cuda::branch_if(needed, [&] { Softmax::rescale(out, row); });
-      } else {
-        Softmax::rescale(out, row);
-      }
-    }
-  };
+  using Visible = cuda::VisibleColumns<kRows, Traits::kBlockN / 4>;
+  using Factors = float[kRows];
 
   __device__ ForwardScores(const ForwardParams& p, int warpgroup)
       : p_(p),
         warpgroup_(warpgroup),
         scale_first_((cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) ||
                      !cuda::scales_exponents(p.score.softmax_scale)),
-        softmax_(unit() * cuda::kLog2e),
+        softmax_(cuda::warp_uniform(unit() * cuda::kLog2e)),  // as an operand it is then in no register of a thread
         closed_(softmax_) {}
 
   // What the mask leaves of a tile that it cuts: found while its scores are computed.
   __device__ Visible visible(const KeyTile& tile, const QueryTile& of) const {
     Visible visible;
     cuda::branch_if(masked(tile), [&] {
-      auto find = [&](const auto& keys_of) {
-        cuda::find_visible(visible, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), keys_of,
-                           tile.has(KeyTile::kPartial), m0(of), tile.n0, of.key_end);
+      const auto keys_of = [&](int query) {
+        query = max_of(query, 0);  // before the first, they see what it sees
+        return KeyRange{query + of.diagonals.begin, query + of.diagonals.end};
       };
-      if constexpr (Traits::kByWarpgroup) {
-        find([&](int query) {
-          query = max_of(query, 0);  // before the first, they see what it sees
-          return KeyRange{query + of.diagonals.begin, query + of.diagonals.end};
-        });
-      } else {
-        const SeqlenInfo seq(p_, of.batch);
-        const Policy policy(p_.mask, seq, of.batch, of.head);
-        find([&](int query) { return policy.keys_of(query); });
-      }
+      cuda::find_visible(visible, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), keys_of,
+                         tile.has(KeyTile::kPartial), m0(of), tile.n0, of.key_end);
     });
     return visible;
   }
 
   // Scores become probabilities, not yet divided by their sum. Most tiles do it by a maximum that they have not looked
   // for: that so far, or, if the queries are new, that of a few keys, of which a mask must not hide the first. Where
-  // try_apply() fails, in some thread where the vote is deferred, else in all, the scores are lost and have to be
-  // computed once more, for apply().
-  __device__ bool can_try(const KeyTile& tile) const {
-    if (!cuda::modifies_scores(kFeatures) && scale_first_) return false;  // rare: not worth its branch in every try
-    const bool shows_first = Traits::kByWarpgroup && tile.has(KeyTile::kShowsFirst, warpgroup_);
-    return tile.has(KeyTile::kFirst) ? !masked(tile) || shows_first : can_try_;
-  }
-  template <class Accumulator>
-  __device__ bool try_apply(Accumulator& acc, Factors& factors, const KeyTile& tile, const QueryTile& of,
-                            const Visible& visible) {
+  // that does not do, for the whole warpgroup, the scores are lost and have to be computed once more, for apply().
+  // kCommon: the tile is neither masked nor the first of its queries. Else those before are closed.
+  __device__ bool can_try() const { return can_try_; }
+  template <bool kCommon, class Accumulator>
+  __device__ bool try_apply(Accumulator& acc, const KeyTile& tile, const QueryTile& of, const Visible& visible) {
     auto scores = as_matrix(acc);
-    if constexpr (cuda::modifies_scores(kFeatures)) modify(scores, of);
-    cuda::branch_if(tile.has(KeyTile::kFirst) || masked(tile), [&] {  // one jump over both
-      mask(scores, tile, visible);
-      cuda::branch_if(tile.has(KeyTile::kFirst), [&] {
-        close(factors);
-        softmax_.restart_by_some(scores);
-      });
-    });
-    if constexpr (Traits::kDefersVote) {
-      can_try_ = true;  // unless it is undone
-      return softmax_.try_exponentiate(scores);
-    } else {
-      can_try_ = softmax_.try_exponentiate(scores, [&](bool holds) { return everywhere(holds); });
-      return can_try_;
+    if constexpr (!kCommon) {
+      if (!can_try(tile)) {
+        if (tile.has(KeyTile::kFirst)) close();
+        return false;
+      }
     }
+    if constexpr (cuda::modifies_scores(kFeatures)) modify(scores, of);
+    if constexpr (!kCommon) {
+      cuda::branch_if(tile.has(KeyTile::kFirst) || masked(tile), [&] {  // one jump over both
+        mask(scores, tile, visible);
+        cuda::branch_if(tile.has(KeyTile::kFirst), [&] {
+          close();
+          softmax_.restart_by_some(scores);
+        });
+      });
+    }
+    can_try_ = softmax_.try_exponentiate(scores, [&](bool holds) { return everywhere(holds); });
+    return can_try_;
   }
-  __device__ void undo_try() { softmax_.undo_try(); }
-  // Waits for all threads of the warpgroup.
-  __device__ void meet() const { barrier_sync(named_barrier::kForwardVote + warpgroup_, kWarpgroup); }
-  // tried: by try_apply(), which has closed the queries before.
-  template <class Accumulator>
+  // factors: what the output so far is to be multiplied by, if it is of these queries.
+  template <bool kCommon, class Accumulator>
   __device__ void apply(Accumulator& acc, Factors& factors, const KeyTile& tile, const QueryTile& of,
-                        const Visible& visible, bool tried) {
+                        const Visible& visible) {
     auto scores = as_matrix(acc);
     modify(scores, of);
-    mask(scores, tile, visible);
+    if constexpr (!kCommon) mask(scores, tile, visible);
     float tile_max[kRows];
     Softmax::find_max(scores, tile_max);
-    factors.needed = true;
-    if (tile.has(KeyTile::kFirst)) {
-      if (!tried) close(factors);
+    if (!kCommon && tile.has(KeyTile::kFirst)) {
+      if constexpr (!Traits::kTries) close();
       softmax_.restart(tile_max);
     } else {
-      softmax_.raise(tile_max, factors.row);
+      softmax_.raise(tile_max, factors);
     }
-    exponentiate(scores);
+    softmax_.exponentiate(scores);
+    if constexpr (Traits::kTries) can_try_ = may_try() && everywhere(softmax_.can_try());
   }
 
-  // The very first tile.
-  template <class Accumulator>
-  __device__ void start(Accumulator& acc, const KeyTile& tile, const QueryTile& of) {
-    auto scores = as_matrix(acc);
-    modify(scores, of);
-    mask(scores, tile, visible(tile, of));
-    float tile_max[kRows];
-    Softmax::find_max(scores, tile_max);
-    softmax_.restart(tile_max);
-    exponentiate(scores);
-  }
-
-  // Ends the softmax of the queries so far; the factors divide by the row sums.
-  __device__ void close(Factors& factors) {
-    const float dropout_scale = cuda::has_dropout(kFeatures) ? p_.score.dropout.scale() : 1.f;
+  // Ends the softmax of the queries so far.
+  __device__ void close() {
     softmax_.finish();
     closed_ = softmax_;
-    factors.needed = true;
+  }
+  // The output of the queries closed last is divided by the row sums.
+  template <class Out>
+  __device__ void normalize(Out& acc_out) const {
+    const float dropout_scale = cuda::has_dropout(kFeatures) ? p_.score.dropout.scale() : 1.f;
+    Factors factors;
     CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) factors.row[i] = softmax_.inverse_sum(i) * dropout_scale;
+    for (int i = 0; i < kRows; ++i) factors[i] = closed_.inverse_sum(i) * dropout_scale;
+    rescale(acc_out, factors);
+  }
+  template <class Out>
+  static __device__ void rescale(Out& acc_out, const Factors& factors) {
+    auto out = as_matrix(acc_out);
+    Softmax::rescale(out, factors);
   }
 
   // The probabilities as 16-bit operand of the second product, without what dropout drops.
@@ -173,14 +143,14 @@ class ForwardScores {
   }
 
  private:
-  template <class Scores>
-  __device__ void exponentiate(Scores& scores) {
-    softmax_.exponentiate(scores);
-    if constexpr (Traits::kTries) can_try_ = everywhere(softmax_.can_try());
+  __device__ bool can_try(const KeyTile& tile) const {
+    if (!tile.has(KeyTile::kFirst)) return can_try_;
+    return may_try() && (!masked(tile) || tile.has(KeyTile::kShowsFirst, warpgroup_));
   }
-  // Of the warpgroup, which starts its products together.
+  // In the warpgroup, which starts its products together. That all lanes hear the same, the barrier does not tell the
+  // compiler.
   __device__ bool everywhere(bool mine) const {
-    return barrier_all(named_barrier::kForwardVote + warpgroup_, kWarpgroup, mine);
+    return __all_sync(0xffffffffu, barrier_all(named_barrier::kForwardVote + warpgroup_, kWarpgroup, mine));
   }
 
   // Softcap, or a scale that the exponents cannot take.
@@ -203,9 +173,9 @@ class ForwardScores {
   // From the scores that the softmax sees to natural logarithms.
   __device__ float unit() const { return scale_first_ ? 1.f : p_.score.softmax_scale; }
   __device__ int m0(const QueryTile& of) const { return of.m0 + warpgroup_ * kWarpgroupRows; }
-  __device__ bool masked(const KeyTile& tile) const {
-    return tile.has(KeyTile::kMasked, Traits::kByWarpgroup ? warpgroup_ : 0);
-  }
+  __device__ bool masked(const KeyTile& tile) const { return tile.has(KeyTile::kMasked, warpgroup_); }
+  // A scale that the exponents cannot take is rare: not worth its branch in every try.
+  __device__ bool may_try() const { return cuda::modifies_scores(kFeatures) || !scale_first_; }
 
   const ForwardParams& p_;
   bool can_try_ = false;

@@ -27,7 +27,7 @@ inline Tile forward_tile(const ForwardParams& p) {
   if (head_dim <= 128) return any_tile && most_keys(p) >= 8192 ? Tile{128, 176} : Tile{128, 128};
   if (head_dim <= 192 && p.head_dim_v <= 128) return {128, 128};
   if (head_dim <= 192) return any_tile ? Tile{128, 112} : Tile{128, 64};
-  return any_tile && p.seqlen_k > (dense ? 1024 : 2048) ? Tile{128, 80} : Tile{128, 64};
+  return any_tile && p.seqlen_k >= (dense ? 1024 : 2048) ? Tile{128, 80} : Tile{128, 64};
 }
 
 }  // namespace flashsdk::sm90

@@ -12,7 +12,7 @@ struct alignas(16) QueryTile {
   int m0;  // first query; negative where the tile begins before the sequence
   int head, batch;
   int key_end;         // keys from here on do not exist
-  KeyRange diagonals;  // of partial tiles, where kByWarpgroup: values of key − query that are visible
+  KeyRange diagonals;  // of partial tiles: values of key − query that are visible
 };
 // One tile of keys of one tile of queries, announced with the keys themselves.
 struct alignas(16) KeyTile {
@@ -21,7 +21,7 @@ struct alignas(16) KeyTile {
     kLast = 2,     // of its queries
     kPartial = 4,  // which keys are hidden, the mask says, not only where keys end
     kEnd = 8,      // there is no tile: all work is done
-    // Of each warpgroup, shifted by its number, or of all alike in the place of the first:
+    // Of each warpgroup, shifted by its number:
     kMasked = 1 << 8,       // some key is hidden from some of its queries …
     kShowsFirst = 1 << 12,  // … but the tile's first from none
     kHidden = 1 << 16,      // all are from all, and its queries have had a tile before
@@ -32,12 +32,14 @@ struct alignas(16) KeyTile {
   int rows;  // that belong to the sequence
 
   __device__ bool has(Flags flag, int warpgroup = 0) const { return (flags >> warpgroup & flag) != 0; }
+  // What few tiles have: these take more than the common step (forward_warpgroup.h).
+  __device__ static int uncommon(int warpgroup) { return kFirst | kEnd | (kMasked | kHidden) << warpgroup; }
 };
 
 // Stages are buffers. A tile's K is needed until its softmax is done, V only under its product: where there is room for
 // one more, K gets it. With two of Q, the next queries are there before these are done.
 template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kKeyStages_, int kValueStages_,
-          int kQueryStages_, bool kTries_, bool kByWarpgroup_ = false>
+          int kQueryStages_, bool kTries_>
 struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
@@ -50,25 +52,15 @@ struct ForwardTraits {
   static constexpr int kWarpgroups = kBlockM / kWarpgroupRows;  // that compute; one more loads
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   // Each pays where registers and the time between two turns allow it, as measured: docs/sm90-forward.md, version 5.
-  static constexpr bool kReadsAhead =
-      kHeadDim > 64 && kHeadDim <= 128 && kBlockN == 128;                  // announcements, before the keys
-  static constexpr bool kWritesLate = kHeadDim <= 64 && kWarpgroups == 2;  // under the next queries' second scores
-  static constexpr bool kWholeStores = kHeadDim <= 128;                    // of the output: see store_accumulator()
-  // What a mask leaves of a tile of keys is told to each warpgroup by itself, as an interval that costs it little, and
-  // a first tile that a mask cuts may try too: docs/sm90-forward.md, version 6.
-  static constexpr bool kByWarpgroup = kByWarpgroup_;
+  static constexpr bool kReadsAhead = kHeadDim > 64 && kHeadDim <= 128 && kBlockN == 128;  // announcements, before keys
+  static constexpr bool kWholeStores = kHeadDim <= 128;  // of the output: see store_accumulator()
   // With more than two of them, tiles of queries are so long that each passes over tiles of keys of which it sees
   // nothing, and that tiles are counted from the end of a sequence: under a causal mask what is left over sees the
   // fewest keys then, not the most.
-  static constexpr bool kSkips = kByWarpgroup && kWarpgroups > 2, kFromEnd = kSkips;
+  static constexpr bool kSkips = kWarpgroups > 2, kFromEnd = kSkips;
   static __device__ int first_query(int m_block, int seqlen_q) {
     return kFromEnd ? seqlen_q - (ceil_div(seqlen_q, kBlockM) - m_block) * kBlockM : m_block * kBlockM;
   }
-  // With two, who fails in a try tells the others behind the barrier of the next turn, which brings them together
-  // anyway, and not by a vote of its own. K is then needed until there.
-  static constexpr bool kDefersVote = kByWarpgroup && kTries && kTurns && kWarpgroups == 2;
-  static_assert(!kDefersVote || (kKeyStages > 2 && kQueryStages > 1));
-  static_assert(!kSkips || (kTries && !kWritesLate));  // an output that is owed is written ahead of every product
   // Of 65536 a multiprocessor: what loading does not need, computing gets. S, P and the output take the most.
   static constexpr int kTileRegisters = kBlockN / 2 + kBlockN / 4 + kHeadDimV / 2;
   static constexpr bool kWide = kTileRegisters > 176;
@@ -91,7 +83,6 @@ struct ForwardTraits {
     alignas(1024) Element v[kValueStages * SmemV::kElements];
     QueryTile query_tiles[kSlots];
     KeyTile key_tiles[kSlots];
-    unsigned failed[kWarpgroups][2];                  // the last tile, of even and odd ones, whose try failed
     cutlass::arch::ClusterBarrier announced[kSlots];  // to the warp that loads V
     Ring<kQueryStages> q_ring;
     Ring<kKeyStages> k_ring;
