@@ -1,10 +1,10 @@
 // What a computing warpgroup of the SM90 forward does: it owns 64 queries of the tile (forward.h says how it works).
 //
-// Nearly all tiles take the common step, a loop without a branch; those that a mask cuts, or that are the first of their
-// queries, the other one, made from the same source; and the few whose first exponentials did not do are done again by
-// code that lies outside both. The compiler knows that a warp's branches are the same for all its lanes: announcements
-// and votes come through warp_uniform(). Without it, every branch is a place where lanes are waited for, and descriptors
-// of operands are kept by each lane (docs/sm90-forward.md, version 7).
+// Nearly all tiles take the common step, a loop without a branch; those that a mask cuts, or that are the first of
+// their queries, the other one, made from the same source; and the few whose first exponentials did not do are done
+// again by code that lies outside both. The compiler knows that a warp's branches are the same for all its lanes:
+// announcements and votes come through warp_uniform() and __all_sync(). Without that, every branch is a place where
+// lanes are waited for, and each lane keeps descriptors of operands for itself (docs/sm90-forward.md, version 7).
 #pragma once
 
 #include "sm90/forward_scores.h"
