@@ -6,6 +6,7 @@
 #include <map>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -52,6 +53,11 @@ inline std::vector<TileRef> collect(TileWalk walk, int slack, int end, const std
   return tiles;
 }
 
+template <class Policy, class = void>
+inline constexpr bool kHasDiagonals = false;
+template <class Policy>
+inline constexpr bool kHasDiagonals<Policy, std::void_t<decltype(std::declval<const Policy&>().diagonals())>> = true;
+
 template <class Policy, class Visible>
 void check_policy(const Policy& policy, const PolicyCheck<Visible>& c) {
   const int m_blocks = ceil_div(c.seqlen_q, c.tile.m), n_blocks = ceil_div(c.seqlen_k, c.tile.n);
@@ -79,7 +85,7 @@ void check_policy(const Policy& policy, const PolicyCheck<Visible>& c) {
       const int i_end = min_of((m + 1) * c.tile.m, c.seqlen_q), j_end = min_of((n + 1) * c.tile.n, c.seqlen_k);
       auto found = by_row.find({m, n});
       const bool visited = found != by_row.end(), partial = visited && found->second;
-      bool any = false, all = true, allowed_agrees = true, keys_agree = true;
+      bool any = false, all = true, allowed_agrees = true, keys_agree = true, diagonals_agree = true;
       for (int i = m * c.tile.m; i < i_end; ++i) {
         const KeyRange keys = policy.keys_of(i);
         for (int j = n * c.tile.n; j < j_end; ++j) {
@@ -88,6 +94,10 @@ void check_policy(const Policy& policy, const PolicyCheck<Visible>& c) {
           all &= see;
           allowed_agrees &= policy.allowed(i, j) == see;
           keys_agree &= (keys.begin <= j && j < keys.end) == see;
+          if constexpr (kHasDiagonals<Policy>) {
+            const KeyRange diagonals = policy.diagonals();
+            diagonals_agree &= (diagonals.begin <= j - i && j - i < diagonals.end) == see;
+          }
         }
       }
       const std::string where = name + " tile (" + std::to_string(m) + ", " + std::to_string(n) + ")";
@@ -96,6 +106,7 @@ void check_policy(const Policy& policy, const PolicyCheck<Visible>& c) {
       } else if (partial) {
         EXPECT_TRUE(allowed_agrees) << where << ": allowed() is wrong";
         EXPECT_TRUE(keys_agree) << where << ": keys_of() is not the interval of allowed()";
+        EXPECT_TRUE(diagonals_agree) << where << ": diagonals() are not those of allowed()";
         EXPECT_FALSE(c.exact && all) << where << ": seen throughout, but called partial";
       } else {
         EXPECT_TRUE(all) << where << ": called full, but some element is hidden";

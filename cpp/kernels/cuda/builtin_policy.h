@@ -1,7 +1,8 @@
 // Every built-in mask in one policy, told apart at run time.
 //
 // Where one warp walks the tiles for a whole thread block, which mask it is costs nothing to ask there, and the others
-// only ever ask which keys of a partial tile a query sees: a band for all of them. One kernel then serves all masks.
+// only ever need to know which keys of a partial tile a query sees: a band for all of them. One kernel then serves all
+// masks.
 #pragma once
 
 #include <type_traits>

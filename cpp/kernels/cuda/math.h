@@ -28,7 +28,8 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
-// Tells the compiler that x is the same in all lanes: what is computed from it is then computed once for the warp.
+// Tells the compiler that x, which is, is the same in all lanes, all of which take part: what is computed from it is
+// then computed once for the warp.
 template <class T>
 __device__ __forceinline__ T warp_uniform(T x) {
   return __shfl_sync(0xffffffffu, x, 0);

@@ -9,8 +9,8 @@
 //
 // Nor do the exponentials of a tile wait for its maximum. They try the maximum so far, or that of a few keys where the
 // queries are new, which nearly always does: any reference is exact in floating point while
-// exp2(scale·(score − reference)) neither overflows nor loses what counts. Where the sums say that it did not do, the
-// scores, overwritten by then, are computed once more.
+// exp2(scale·(score − reference)) neither overflows nor loses what counts. Where the sums say that it did not do, or no
+// try can be made, the scores are computed once more.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -89,8 +89,8 @@ class WorkStream {
     if (schedule_.tickets != nullptr) leave();
     return false;
   }
-  // Asks for the next one, when what is left of this one takes as long as the answer. Sooner, a block might hold a long
-  // tile that another could begin.
+  // Once for each tile of queries, before next(): asks for the next one, when what is left of this one takes as long as
+  // the answer. Sooner, a block might hold a long tile that another could begin.
   __device__ void draw() {
     if (schedule_.tickets == nullptr || threadIdx.x % 32 != 0) return;
     if (drawn_ == 0) wait_for_owner();

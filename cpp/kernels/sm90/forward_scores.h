@@ -44,11 +44,13 @@ class ForwardScores {
     return visible;
   }
 
-  // Scores become probabilities, not yet divided by their sum. Most tiles do it by a maximum that they have not looked
-  // for: that so far, or, if the queries are new, that of a few keys, of which a mask must not hide the first. Where
-  // that does not do, for the whole warpgroup, the scores are lost and have to be computed once more, for apply().
-  // kCommon: the tile is neither masked nor the first of its queries. Else those before are closed.
+  // Whether the next tile may be tried, if it is not the first of its queries.
   __device__ bool can_try() const { return can_try_; }
+  // Scores become probabilities, not yet divided by their sum. Most tiles do it by a maximum that they have not looked
+  // for: that so far, or, if the queries are new, that of a few keys, of which a mask must not hide the first. False,
+  // in the whole warpgroup, where one thread's sum fails or no try can be made: the scores then have to be computed
+  // once more, for apply(). kCommon: the tile is neither masked nor the first of its queries. A first one closes those
+  // before, also where it returns false.
   template <bool kCommon, class Accumulator>
   __device__ bool try_apply(Accumulator& acc, const KeyTile& tile, const QueryTile& of, const Visible& visible) {
     auto scores = as_matrix(acc);
@@ -71,7 +73,8 @@ class ForwardScores {
     can_try_ = softmax_.try_exponentiate(scores, [&](bool holds) { return everywhere(holds); });
     return can_try_;
   }
-  // factors: what the output so far is to be multiplied by, if it is of these queries.
+  // factors: what the output so far is to be multiplied by, if it is of these queries. With kTries a first tile's
+  // queries before have been closed by try_apply(); the very first tile has none.
   template <bool kCommon, class Accumulator>
   __device__ void apply(Accumulator& acc, Factors& factors, const KeyTile& tile, const QueryTile& of,
                         const Visible& visible) {

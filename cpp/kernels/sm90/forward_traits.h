@@ -36,8 +36,9 @@ struct alignas(16) KeyTile {
   __device__ static int uncommon(int warpgroup) { return kFirst | kEnd | (kMasked | kHidden) << warpgroup; }
 };
 
-// Stages are buffers. A tile's K is needed until its softmax is done, V only under its product: where there is room for
-// one more, K gets it. With two of Q, the next queries are there before these are done.
+// Stages are buffers. A tile's K is held until its softmax is done, as a failed try needs it again, V only under its
+// product: where there is room for one more, K gets it. With two of Q, the next queries are there before these are
+// done.
 template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kKeyStages_, int kValueStages_,
           int kQueryStages_, bool kTries_>
 struct ForwardTraits {
@@ -54,9 +55,9 @@ struct ForwardTraits {
   // Each pays where registers and the time between two turns allow it, as measured: docs/sm90-forward.md, version 5.
   static constexpr bool kReadsAhead = kHeadDim > 64 && kHeadDim <= 128 && kBlockN == 128;  // announcements, before keys
   static constexpr bool kWholeStores = kHeadDim <= 128;  // of the output: see store_accumulator()
-  // With more than two of them, tiles of queries are so long that each passes over tiles of keys of which it sees
-  // nothing, and that tiles are counted from the end of a sequence: under a causal mask what is left over sees the
-  // fewest keys then, not the most.
+  // With more than two warpgroups, tiles of queries are so long that each of these passes over tiles of keys of which
+  // it sees nothing, and that tiles are counted from the end of a sequence: under a causal mask what is left over sees
+  // the fewest keys then, not the most.
   static constexpr bool kSkips = kWarpgroups > 2, kFromEnd = kSkips;
   static __device__ int first_query(int m_block, int seqlen_q) {
     return kFromEnd ? seqlen_q - (ceil_div(seqlen_q, kBlockM) - m_block) * kBlockM : m_block * kBlockM;
@@ -73,7 +74,8 @@ struct ForwardTraits {
   using MmaScores = SmemMma<Element, kBlockN, kHeadDim, kSumContiguous, kSumContiguous>;
   using MmaOut = RegisterMma<Element, kHeadDimV, kBlockN, kSumStrided>;
 
-  // Announcements outlive the keys: they are read until the softmax of the next tile is done.
+  // Announcements outlive the keys: that of queries is read until their output is written, which is after the next
+  // queries' first keys have been released.
   static constexpr int kSlots = 8;
   static_assert(kSlots >= kKeyStages + 3);  // one is announced before there is room for its keys
 
@@ -83,7 +85,7 @@ struct ForwardTraits {
     alignas(1024) Element v[kValueStages * SmemV::kElements];
     QueryTile query_tiles[kSlots];
     KeyTile key_tiles[kSlots];
-    cutlass::arch::ClusterBarrier announced[kSlots];  // to the warp that loads V
+    cutlass::arch::ClusterBarrier announced[kSlots];  // to the warp that loads V; with kReadsAhead to all
     Ring<kQueryStages> q_ring;
     Ring<kKeyStages> k_ring;
     Ring<kValueStages> v_ring;

@@ -1,8 +1,10 @@
 // What a computing warpgroup of the SM90 forward does: it owns 64 queries of the tile (forward.h says how it works).
 //
-// Nearly all tiles take the common step, a loop without a branch; those that a mask cuts, or that are the first of
-// their queries, the other one, made from the same source; and the few whose first exponentials did not do are done
-// again by code that lies outside both. The compiler knows that a warp's branches are the same for all its lanes:
+// Nearly all tiles take the common step, a loop without a branch. Those that a mask cuts, that are the first of their
+// queries, or that cannot be tried take the other one, made from the same source. Those that a step leaves without
+// scores, and the very first, are computed by code outside both; those of which nothing is seen are passed over.
+//
+// The compiler knows that a warp's branches are the same for all its lanes:
 // announcements and votes come through warp_uniform() and __all_sync(). Without that, every branch is a place where
 // lanes are waited for, and each lane keeps descriptors of operands for itself (docs/sm90-forward.md, version 7).
 #pragma once
@@ -27,7 +29,7 @@ class Turn {
     if constexpr (kNeeded) barrier_arrive(named_barrier::kForwardTurn + next, 2 * kWarpgroup);
   }
   __device__ void end() const {
-    if (warpgroup_ == 0) wait();  // as many waits as passes
+    if (warpgroup_ == 0) wait();  // as many waits as passes; a block without work leaves one pass, which harms nobody
   }
 
  private:
@@ -121,8 +123,9 @@ class ForwardWarpgroup {
   }
 
   // A step computes the next tile's scores and, under their softmax, P·V of this one, and makes the next one this.
-  // False where a try has failed, or could not be made: then the scores are lost, and P·V still runs. kCommon: the next
-  // tile is neither masked nor the first of its queries.
+  // False where a try has failed or could not be made: the turn is over and P·V runs, but the next tile is still next,
+  // without scores and with its K and Q held, and redo() follows. kCommon: the next tile is neither masked nor the
+  // first of its queries, and may be tried.
   template <bool kCommon, class Operands, class Out, class Probabilities>
   __device__ __forceinline__ bool step(const Operands& operands, Out& acc_out, Probabilities& probabilities) {
     const unsigned index = index_;
@@ -244,7 +247,7 @@ class ForwardWarpgroup {
     finished(acc_out);
     smem_.v_ring.release(Input::Values::after(index));
   }
-  // Of the queries that have been closed.
+  // Of the queries closed last, which work_ still counts: before advance().
   template <class Out>
   __device__ __forceinline__ void write_output(Out& acc_out) {
     scores_.normalize(acc_out);
