@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,9 @@ def extra_bytes(call: Callable[[], object]) -> int:
     """Peak of the resident set while `call` runs, above what it was before.
 
     Call something like it before: first calls load code and start threads. It runs in a thread of
-    its own, so that scratch memory which the library keeps for each thread is counted.
+    its own, so that scratch memory which the library keeps for each thread is counted. Pages of
+    mapped files that the system takes back meanwhile are made up for, up to what the call takes;
+    beyond, they are what is returned. At least one page: less cannot be told from nothing.
     """
     gc.collect()
     with _fresh_memory():
@@ -29,10 +32,11 @@ def extra_bytes(call: Callable[[], object]) -> int:
         except OSError:
             return _sampled(call)
         with ThreadPoolExecutor(max_workers=1) as thread:
-            before = _status("VmRSS")
+            before, of_files = _status("VmRSS"), _status("RssFile")
             thread.submit(call).result()
             peak = _status("VmHWM")
-    return max(0, peak - before)
+            taken_back = max(0, of_files - _status("RssFile"))
+    return max(mmap.PAGESIZE, peak - before + taken_back)
 
 
 def available_bytes() -> int:
