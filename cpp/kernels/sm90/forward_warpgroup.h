@@ -4,9 +4,9 @@
 // queries, or that cannot be tried take the other one, made from the same source. Those that a step leaves without
 // scores, and the very first, are computed by code outside both; those of which nothing is seen are passed over.
 //
-// The compiler knows that a warp's branches are the same for all its lanes:
-// announcements and votes come through warp_uniform() and __all_sync(). Without that, every branch is a place where
-// lanes are waited for, and each lane keeps descriptors of operands for itself (docs/sm90-forward.md, version 7).
+// The compiler knows that a warp's branches are the same for all its lanes: announcements and votes come through
+// warp_uniform() and __all_sync(). Without that, every branch is a place where lanes are waited for, and each lane
+// keeps descriptors of operands for itself (docs/sm90-forward.md, version 7).
 #pragma once
 
 #include "sm90/forward_scores.h"

@@ -27,16 +27,20 @@ def extra_bytes(call: Callable[[], object]) -> int:
     """
     gc.collect()
     with _fresh_memory():
-        try:
-            CLEAR_REFS.write_text(RESET_PEAK)
-        except OSError:
-            return _sampled(call)
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            before, of_files = _status("VmRSS"), _status("RssFile")
-            thread.submit(call).result()
-            peak = _status("VmHWM")
-            taken_back = max(0, of_files - _status("RssFile"))
-    return max(mmap.PAGESIZE, peak - before + taken_back)
+        return max(mmap.PAGESIZE, _raised_by(call))
+
+
+def _raised_by(call: Callable[[], object]) -> int:
+    try:
+        CLEAR_REFS.write_text(RESET_PEAK)
+    except OSError:
+        return _sampled(call)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        before, of_files = _status("VmRSS"), _status("RssFile")
+        thread.submit(call).result()
+        peak = _status("VmHWM")
+        taken_back = max(0, of_files - _status("RssFile"))
+    return peak - before + taken_back
 
 
 def available_bytes() -> int:
@@ -88,4 +92,4 @@ def _sampled(call: Callable[[], object]) -> int:
         finally:
             running = False
             watching.result()
-    return max(0, peak - before)
+    return peak - before
