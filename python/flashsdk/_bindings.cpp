@@ -46,6 +46,13 @@ float to_probability(const char* name, nb::handle value) {
   return p == 1.f && PyFloat_AsDouble(value.ptr()) < 1. ? std::nextafter(1.f, 0.f) : p;
 }
 
+// One that is too small must not round to 0, which is none.
+float to_softcap(const char* name, nb::handle value) {
+  const float cap = to_float(name, value);
+  if (cap == 0.f && PyFloat_AsDouble(value.ptr()) != 0.) fail(name, value, "0, or a number that float32 can hold");
+  return cap;
+}
+
 template <class T>
 T to_integer(const char* name, nb::handle value, const std::string& allowed) {
   if (PyBool_Check(value.ptr())) fail(name, value, allowed);
@@ -139,16 +146,15 @@ struct Call {
     args.mask = to_mask(o[1], arrays);
     args.bias = arrays.take({"bias", ArrayImporter::kFloatsOrBool}, o[2]);
     args.alibi_slopes = arrays.take({"alibi_slopes", ArrayImporter::kFloat32}, o[3]);
-    args.softcap = to_float("softcap", o[4]);
+    args.softcap = to_softcap("softcap", o[4]);
     args.dropout_p = to_probability("dropout_p", o[5]);
     args.seed = to_integer<std::uint64_t>("seed", o[6], kUint64);
     args.offset = to_integer<std::uint64_t>("offset", o[7], kUint64);
     args.deterministic = to_bool("deterministic", o[8]);
     if (!o[9].is_none() && args.q.device.type == DeviceType::kCPU) fail("stream", o[9], "None, as q is on cpu");
-    if (!o[10].is_none()) {
-      if (!nb::isinstance<nb::str>(o[10])) fail("backend", o[10], "\"cpu\", \"sm80\", \"sm90\" or None");
-      args.backend = nb::cast<std::string>(o[10]);
-    }
+    // Not every str is UTF-8.
+    if (!o[10].is_none() && !nb::try_cast(o[10], args.backend))
+      fail("backend", o[10], "\"cpu\", \"sm80\", \"sm90\" or None");
   }
 
   TensorView required(ArrayImporter::Role role, nb::handle array) {
@@ -349,7 +355,7 @@ NB_MODULE(_bindings, m) {
   m.def("explain", py::explain_call);
   m.def("kernels", py::list_kernels);
   m.def("build_info", py::describe_build);
-  m.def("set_num_threads", py::set_threads);
+  m.def("set_num_threads", py::set_threads, nanobind::arg("n").none());
   m.def("get_num_threads", flashsdk::get_num_threads);
   m.def("measure_peak", py::peak_of_machine);
   m.def("empty", py::empty);

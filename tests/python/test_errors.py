@@ -120,6 +120,7 @@ BATCHED = {
     "NaN scale": ({"softmax_scale": float("nan")}, "softmax_scale", "nan", "finite"),
     "scale beyond float32": ({"softmax_scale": 1e39}, "softmax_scale", "1e+39", "float32"),
     "softcap beyond float32": ({"softcap": 1e39}, "softcap", "1e+39", "float32"),
+    "softcap below float32": ({"softcap": 1e-46}, "softcap", "1e-46", "0, or", "float32"),
     "infinite scale": ({"softmax_scale": float("inf")}, "softmax_scale", "inf", "finite"),
     "negative softcap": ({"softcap": -1.0}, "softcap", "-1", ">= 0"),
     "NaN softcap": ({"softcap": float("nan")}, "softcap", "nan"),
@@ -335,7 +336,7 @@ MATRIX = np.zeros((40, 40))  # whose repr has many lines
         {"softmax_scale": MATRIX}, {"softcap": "a"}, {"softcap": None}, {"dropout_p": MATRIX},
         {"seed": MATRIX}, {"offset": None}, {"deterministic": "no"}, {"deterministic": MATRIX},
         {"deterministic": None}, {"stream": MATRIX}, {"backend": "x\ny"}, {"backend": "x" * 200},
-        {"backend": MATRIX}, {"mask": MATRIX}, {"mask": "causal\n"},
+        {"backend": MATRIX}, {"backend": "\ud800"}, {"mask": MATRIX}, {"mask": "causal\n"},
     ],
     ids=str,
 )  # fmt: skip
@@ -377,7 +378,7 @@ def test_columns_that_are_not_the_transpose_of_the_rows():
     refused("mha_bwd", batched() | {"mask": mask}, "mask.col_full.indices")
 
 
-@pytest.mark.parametrize("n", [0, -1, 1.5, "two", True, 4097, 10**10, -(2**40), 10**30])
+@pytest.mark.parametrize("n", [None, 0, -1, 1.5, "two", True, 4097, 10**10, -(2**40), 10**30])
 def test_number_of_threads(n):
     before = fs.get_num_threads()
     with pytest.raises(fs.Error) as caught:
