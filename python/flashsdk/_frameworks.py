@@ -258,7 +258,7 @@ def _find(array: Any) -> Framework:
     if isinstance(array, np.ndarray):
         return _NumPy()
     packages = {base.__module__.partition(".")[0] for base in type(array).__mro__}
-    if "torch" in packages:
+    if "torch" in packages and isinstance(array, sys.modules["torch"].Tensor):
         return _Torch()
     if packages & {"jax", "jaxlib"}:
         return _Jax()

@@ -230,7 +230,11 @@ def test_jax_says_what_traces_an_array():
     def function(q):
         return fs.mha_fwd(q, k, v)[0].sum()
 
-    for traced in (jax.jit(function), jax.grad(function), jax.vmap(lambda q: function(q[None]))):
+    def sparse(q):
+        return fs.mha_fwd(q, k, v, mask=fs.layouts.dense(q.shape[1], k.shape[1]))[0].sum()
+
+    each = jax.vmap(lambda q: function(q[None]))
+    for traced in (jax.jit(function), jax.grad(function), each, jax.jit(sparse)):
         with pytest.raises(fs.Error, match=r"^q: traced by jax\.jit, .*; an array, as under ") as e:
             traced(q)
         assert len(str(e.value)) < 120
@@ -240,6 +244,40 @@ def test_jax_says_what_traces_an_array():
         )
     )(q)
     assert np.array_equal(out, fs.mha_fwd(q, k, v)[0])
+
+
+SHARDED = """
+import jax, numpy as np, flashsdk as fs
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+mesh = Mesh(np.array(jax.devices()), ("x",))
+x = jax.device_put(np.ones((2, 40, 1, 8), np.float32), NamedSharding(mesh, PartitionSpec("x")))
+blocks = fs.layouts.causal(40, 40, 16)
+for mask in (None, blocks):
+    try:
+        fs.mha_fwd(x, x, x, mask=mask)
+    except fs.Error as e:
+        print(e)
+"""
+
+
+def test_jax_arrays_on_several_devices():
+    pytest.importorskip("jax")
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    run = subprocess.run(
+        [sys.executable, "-c", SHARDED], env={**os.environ, **flags}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("q: ") and " does not lend its memory (" in line for line in lines)
+
+
+def test_what_belongs_to_a_framework_and_is_no_array():
+    torch = pytest.importorskip("torch")
+    q, k, v, _ = qkv()
+    with pytest.raises(fs.Error, match=r"^out: dtype; an array of NumPy, PyTorch, "):
+        fs.mha_fwd(q, k, v, out=torch.float32)
 
 
 def test_torch_outputs_that_record_gradients():
