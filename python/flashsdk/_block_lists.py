@@ -15,6 +15,8 @@ Int32s: TypeAlias = NDArray[np.int32]
 
 LISTS = ("row_partial", "row_full", "col_partial", "col_full")  # of a BlockMask, in their order
 INT32_MAX = 2**31 - 1  # longer than any sequence, so than any distance between a query and a key
+_MOST_ROWS = 2**30  # the library's limit of a length
+_LARGEST_BLOCK = 2**24  # and of a block
 
 
 class Csr(NamedTuple):
@@ -28,17 +30,28 @@ class Csr(NamedTuple):
     indices: Int32s  # (blocks,)
 
 
+def length(name: str, value: object, minimum: int = 1) -> int:
+    """``value`` if it is a number of queries or keys that a call may have."""
+    return integer(name, value, minimum, _MOST_ROWS)
+
+
+def amount(name: str, value: object, minimum: int = 0) -> int:
+    """``value`` if it is a number of blocks or heads, which NumPy can compute with."""
+    return integer(name, value, minimum, INT32_MAX)
+
+
 def check_block_size(block_size: BlockSize | tuple[int, ...]) -> tuple[int, int]:
     """(block_q, block_k) from a pair or from one number; both must be multiples of 16."""
     pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     try:
         if len(pair) == 2:
-            block_q, block_k = (integer("block_size", n, 16) for n in pair)
+            block_q, block_k = (integer("block_size", n, 16, _LARGEST_BLOCK) for n in pair)
             if block_q % 16 == 0 and block_k % 16 == 0:
                 return block_q, block_k
     except Error:
         pass
-    raise Error(f"block_size: {shown(block_size)}; one or two positive multiples of 16")
+    allowed = f"one or two positive multiples of 16, at most {_LARGEST_BLOCK}"
+    raise Error(f"block_size: {shown(block_size)}; {allowed}")
 
 
 def block_bounds(seqlen: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -48,14 +61,13 @@ def block_bounds(seqlen: int, block: int) -> tuple[NDArray[np.int64], NDArray[np
 
 
 def check_length(name: str, seqlen: int | None, blocks: int, block: int) -> int:
-    if seqlen is None:
-        return blocks * block
-    if -(-integer(name, seqlen, 1) // block) != blocks:
+    given = length(name, blocks * block if seqlen is None else seqlen)
+    if -(-given // block) != blocks:
         raise Error(
-            f"{name}: {seqlen}; {(blocks - 1) * block + 1} to {blocks * block}, "
+            f"{name}: {given}; {(blocks - 1) * block + 1} to {blocks * block}, "
             f"which {blocks} blocks of {block} hold"
         )
-    return int(seqlen)
+    return given
 
 
 def as_array(name: str, values: ArrayLike) -> NDArray[Any]:
@@ -82,6 +94,16 @@ def as_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     if array.dtype.kind not in "iu" and array.size:  # an empty list is float64
         raise Error(f"{name}: dtype {array.dtype}; integers")
     return array.astype(np.int64)
+
+
+def as_int32(name: str, values: ArrayLike) -> Int32s:
+    """One of the arrays of a ``Csr``; what does not fit is an Error and not wrapped round."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int32:
+        return values
+    array = as_integers(name, values)
+    if array.size and not 0 <= array.min() <= array.max() <= INT32_MAX:
+        raise Error(f"{name}: {array.min()} to {array.max()}; 0 to {INT32_MAX}")
+    return array.astype(np.int32)
 
 
 def fits(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -155,13 +177,22 @@ def from_flex(block_mask: Any, kind: str, cols: int) -> Bools:
             f"{kind}_indices: shape {indices.shape}; that of {kind}_num_blocks, {count.shape} "
             "(batch, num_heads, rows), and one dimension more"
         )
-    line = np.nonzero(np.arange(indices.shape[3]) < count[..., None])
+    width = indices.shape[3]
+    if 0 in count.shape:
+        allowed = "(batch, num_heads, rows), none of them 0"
+        raise Error(f"{kind}_num_blocks: shape {count.shape}; {allowed}")
+    if not 0 <= count.min() <= count.max() <= width:
+        allowed = f"0 to {width}, the width of {kind}_indices"
+        raise Error(f"{kind}_num_blocks: {count.min()} to {count.max()}; {allowed}")
+    line = np.nonzero(np.arange(width) < count[..., None])
     listed = indices[line]
     if listed.size and not 0 <= listed.min() <= listed.max() < cols:
         raise Error(f"{kind}_indices: {listed.min()} to {listed.max()}; 0 to {cols - 1}")
     blocks = np.zeros((*count.shape, cols), bool)
     batch, head, row, _ = line
     blocks[batch, head, row, listed] = True
+    if np.count_nonzero(blocks) < listed.size:
+        raise Error(f"{kind}_indices: a block is listed twice; each block once")
     return blocks
 
 

@@ -45,7 +45,9 @@ def integer(
     allowed: str = "",
 ) -> int:
     """``value`` as an int. NumPy's too; no bool, no float, none outside of the two limits."""
-    allowed = allowed or ("an integer" if minimum is None else f"an integer >= {minimum}")
+    if not allowed:
+        allowed = "an integer" if minimum is None else f"an integer >= {minimum}"
+        allowed += "" if maximum is None else f", at most {maximum}"
     if not isinstance(value, bool):
         try:
             number = operator.index(value)  # type: ignore[arg-type]

@@ -24,7 +24,15 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._block_lists import BlockSize, Bools, as_blocks, block_bounds, check_block_size
+from ._block_lists import (
+    BlockSize,
+    Bools,
+    amount,
+    as_blocks,
+    block_bounds,
+    check_block_size,
+    length,
+)
 from ._errors import Error, integer, real, shown
 from .masks import Alignment, Band, BlockMask, Causal, SlidingWindow, band_or_all
 
@@ -90,7 +98,7 @@ def strided(
     A query block visits the nearest ``stride_blocks`` key blocks, its own among them, and every
     ``stride_blocks``-th one from there.
     """
-    stride = integer("stride_blocks", stride_blocks, 1)
+    stride = amount("stride_blocks", stride_blocks, 1)
 
     def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
         distance = np.abs(own - key)
@@ -114,13 +122,14 @@ def fixed(
     The keys fall into groups of ``stride_blocks``. A query block visits its own group and the last
     ``summary_blocks`` (the paper's c) of every group.
     """
-    stride = integer("stride_blocks", stride_blocks, 1)
-    if not 1 <= integer("summary_blocks", summary_blocks) <= stride:
-        raise Error(f"summary_blocks: {summary_blocks}; 1 to stride_blocks = {stride}")
+    stride = amount("stride_blocks", stride_blocks, 1)
+    summary = integer("summary_blocks", summary_blocks)
+    if not 1 <= summary <= stride:
+        raise Error(f"summary_blocks: {shown(summary)}; 1 to stride_blocks = {stride}")
 
     def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
         visited: Bools = own // stride == key // stride
-        return visited | (key % stride >= stride - summary_blocks)
+        return visited | (key % stride >= stride - summary)
 
     return _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, band)
 
@@ -147,13 +156,13 @@ def butterfly(
     else:
         stride = integer("max_stride_blocks", max_stride_blocks)
         if stride < 1 or stride & (stride - 1):
-            raise Error(f"max_stride_blocks: {max_stride_blocks}; a power of two or None")
-    integer("global_blocks", global_blocks, 0)
+            raise Error(f"max_stride_blocks: {shown(stride)}; a power of two or None")
+    whole = amount("global_blocks", global_blocks)
 
     def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
         flipped = own ^ key
         one_bit_at_most: Bools = flipped & (flipped - 1) == 0
-        return (one_bit_at_most & (flipped < stride)) | _global(own, key, global_blocks)
+        return (one_bit_at_most & (flipped < stride)) | _global(own, key, whole)
 
     return _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, band)
 
@@ -175,24 +184,25 @@ def longformer(
     right <= 0, the autoregressive form, global blocks too end at the diagonal: those that it
     crosses keep the window alone.
     """
-    window = SlidingWindow(integer("left", left), integer("right", right), alignment)
-    integer("global_blocks", global_blocks, 0)
-    block_size = check_block_size(block_size)
+    right = integer("right", right)
+    window = SlidingWindow(integer("left", left), right, alignment)
+    count = amount("global_blocks", global_blocks)
 
     def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
-        return _global(own, key, global_blocks)
+        return _global(own, key, count)
 
     # Only its layout is used: which blocks are global.
     anywhere = Band(alignment=alignment)
     whole = _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, anywhere)
     full = whole.to_dense(block_level=True)
     if right <= 0:
-        full &= Band(None, right, alignment).blocks(seqlen_q, seqlen_k, block_size)[1]
+        lengths = whole.seqlen_q, whole.seqlen_k
+        full &= Band(None, right, alignment).blocks(*lengths, whole.block_size)[1]
     return BlockMask.from_dense(
         np.ones_like(full),
-        block_size,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
+        whole.block_size,
+        seqlen_q=whole.seqlen_q,
+        seqlen_k=whole.seqlen_k,
         band=window,
         full=full,
     )
@@ -217,19 +227,19 @@ def bigbird(
     ``num_heads`` anew from those that the band shows. The defaults are the paper's. The same
     ``seed`` gives the same layout.
     """
-    if integer("window_blocks", window_blocks, 1) % 2 == 0:
-        raise Error(f"window_blocks: {window_blocks}; an odd number")
-    integer("global_blocks", global_blocks, 0)
-    integer("random_blocks", random_blocks, 0)
-    integer("num_heads", num_heads, 1)
-    integer("seed", seed, 0)
-    block_k = check_block_size(block_size)[1]
+    window = amount("window_blocks", window_blocks, 1)
+    if window % 2 == 0:
+        raise Error(f"window_blocks: {window}; an odd number")
+    count = amount("global_blocks", global_blocks)
+    picked = amount("random_blocks", random_blocks)
+    heads = range(amount("num_heads", num_heads, 1) if picked else 1)
+    seed = integer("seed", seed, 0)
+    keys, block_k = length("seqlen_k", seqlen_k), check_block_size(block_size)[1]
 
     def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
-        chosen = (np.abs(own - key) <= window_blocks // 2) | _global(own, key, global_blocks)
-        visible = band_or_all(band).blocks(seqlen_k, seqlen_k, (block_k, block_k))[0]
-        heads = range(num_heads if random_blocks else 1)
-        picks = (_pick(visible & ~chosen, random_blocks, (seed, head)) for head in heads)
+        chosen = (np.abs(own - key) <= window // 2) | _global(own, key, count)
+        visible = band_or_all(band).blocks(keys, keys, (block_k, block_k))[0]
+        picks = (_pick(visible & ~chosen, picked, (seed, head)) for head in heads)
         return np.stack([chosen | pick for pick in picks])
 
     return _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, band)
@@ -252,17 +262,19 @@ def random(
     more, so that no query is left without keys.
     """
     allowed = "a number from 0 to 1"
-    if not 0 <= real("density", density, allowed=allowed) <= 1:
+    share = real("density", density, allowed=allowed)
+    if not 0 <= share <= 1:
         raise Error(f"density: {shown(density)}; {allowed}")
-    integer("num_heads", num_heads, 1)
-    integer("seed", seed, 0)
+    heads = range(amount("num_heads", num_heads, 1))
+    seed = integer("seed", seed, 0)
 
     diagonal = _along_diagonal(np.equal, seqlen_q, seqlen_k, block_size, band)
     kept = diagonal.to_dense(block_level=True)[0, 0]
-    visible = band_or_all(band).blocks(seqlen_q, seqlen_k, diagonal.block_size)[0]
-    count = max(round(density * np.count_nonzero(visible)) - np.count_nonzero(kept), 0)
+    lengths = diagonal.seqlen_q, diagonal.seqlen_k
+    visible = band_or_all(band).blocks(*lengths, diagonal.block_size)[0]
+    count = max(round(share * np.count_nonzero(visible)) - np.count_nonzero(kept), 0)
     candidates = (visible & ~kept).reshape(1, -1)
-    picks = (_pick(candidates, count, (seed, head)) for head in range(num_heads))
+    picks = (_pick(candidates, count, (seed, head)) for head in heads)
     blocks = np.stack([kept | pick.reshape(kept.shape) for pick in picks])
     return BlockMask.from_dense(
         blocks, diagonal.block_size, seqlen_q=seqlen_q, seqlen_k=seqlen_k, band=band
@@ -275,7 +287,11 @@ def stack_heads(masks: Iterable[BlockMask]) -> BlockMask:
     All must have the same lengths and block size, a batch that is equal or 1, and, where they have
     partial blocks, the same band.
     """
-    given, masks = masks, tuple(masks) if isinstance(masks, Iterable) else ()
+    given = masks
+    try:
+        masks = tuple(masks)
+    except Exception:  # of the caller's type, such as an array without dimensions
+        masks = ()
     if not masks or not all(isinstance(mask, BlockMask) for mask in masks):
         raise Error(f"masks: {shown(masks or given)}; one or more BlockMasks")
     first = masks[0]
@@ -361,6 +377,7 @@ def _along_diagonal(
 ) -> BlockMask:
     """The mask whose query blocks follow ``pattern`` at each key block that they stand in."""
     _, cols, (block_q, block_k) = _grid(seqlen_q, seqlen_k, block_size)
+    seqlen_q, seqlen_k = int(seqlen_q), int(seqlen_k)
     blocks = np.arange(cols)
     square = pattern(blocks[:, None], blocks)
     at = band_or_all(band).shift(seqlen_q, seqlen_k)
@@ -378,8 +395,8 @@ def _along_diagonal(
 def _grid(seqlen_q: int, seqlen_k: int, block_size: BlockSize) -> tuple[int, int, tuple[int, int]]:
     """Block rows, block columns, (block_q, block_k)."""
     block_q, block_k = check_block_size(block_size)
-    rows = -(-integer("seqlen_q", seqlen_q, 1) // block_q)
-    cols = -(-integer("seqlen_k", seqlen_k, 1) // block_k)
+    rows = -(-length("seqlen_q", seqlen_q) // block_q)
+    cols = -(-length("seqlen_k", seqlen_k) // block_k)
     return rows, cols, (block_q, block_k)
 
 

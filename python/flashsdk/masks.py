@@ -10,6 +10,7 @@ that are not listed are skipped, so time and traffic fall with ``density``.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -19,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from . import _block_lists as lists
 from ._block_lists import INT32_MAX, LISTS, BlockSize, Bools, Csr, Int32s
-from ._errors import Error, integer, shown
+from ._errors import Error, integer, shown, truth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,8 +94,8 @@ class Band:
 
     def to_dense(self, seqlen_q: int, seqlen_k: int) -> Bools:
         """The element matrix, bool (seqlen_q, seqlen_k): True where query i sees key j."""
-        query = np.arange(integer("seqlen_q", seqlen_q, 0))[:, None]
-        key = np.arange(integer("seqlen_k", seqlen_k, 0))[None, :]
+        seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 0)
+        query, key = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None, :]
         distance = key - (query + self.shift(seqlen_q, seqlen_k))
         visible = np.ones(distance.shape, bool)
         if self.left is not None:
@@ -105,9 +106,9 @@ class Band:
 
     def density(self, seqlen_q: int, seqlen_k: int) -> float:
         """Visible elements / all elements; 0.0 where there are none. Costs O(seqlen_q)."""
-        query = np.arange(integer("seqlen_q", seqlen_q, 0))
+        seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 0)
         low, high = self._limits
-        at = query + self.shift(seqlen_q, integer("seqlen_k", seqlen_k, 0))
+        at = np.arange(seqlen_q) + self.shift(seqlen_q, seqlen_k)
         begin = np.clip(at + low, 0, seqlen_k)
         end = np.clip(at + high + 1, 0, seqlen_k)
         return float(np.maximum(end - begin, 0).sum()) / max(seqlen_q * seqlen_k, 1)
@@ -144,7 +145,8 @@ class Band:
         """
         from . import _plot
 
-        cell = -(-max(integer("seqlen_q", seqlen_q, 1), integer("seqlen_k", seqlen_k, 1)) // 256)
+        seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 1)
+        cell = -(-max(seqlen_q, seqlen_k) // 256)
         touched, inside = self.blocks(seqlen_q, seqlen_k, (cell, cell))
         panel = _plot.Panel("", touched & ~inside, inside)
         return _plot.draw([panel], (seqlen_q, seqlen_k), (cell, cell), ax, path)
@@ -186,6 +188,11 @@ def band_or_all(band: Band | None) -> Band:
     raise Error(f"band: {shown(band)}; a Band, Causal(), SlidingWindow() or None")
 
 
+def lengths(seqlen_q: object, seqlen_k: object, minimum: int) -> tuple[int, int]:
+    """Both as ints: NumPy cannot compute with all that counts as one, such as PyTorch's tensors."""
+    return lists.length("seqlen_q", seqlen_q, minimum), lists.length("seqlen_k", seqlen_k, minimum)
+
+
 def no_mask(mask: object) -> Error:
     """What is raised where a call's ``mask`` is none."""
     allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
@@ -204,7 +211,8 @@ class BlockMask:
 
     Build one with ``from_dense``, ``from_csr``, ``from_flex`` or ``flashsdk.layouts``, which check
     their input; the constructor takes the finished lists as they are. Masks are immutable, equal
-    if all their fields are, hashable, and can be pickled.
+    if all their fields are, hashable, and can be pickled. A function under torch.compile takes them
+    as arguments or from around it; to make one inside is an Error.
     """
 
     block_size: tuple[int, int]  # queries, keys; multiples of 16
@@ -219,15 +227,25 @@ class BlockMask:
     _sizes: tuple[int, ...] = field(init=False)  # of each: batch, num_heads, lines + 1, blocks
 
     def __post_init__(self) -> None:
-        given = [np.asarray(array, np.int32) for name in LISTS for array in getattr(self, name)]
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.compiler.is_dynamo_compiling():
+            # Its imitation of NumPy fails below, in many lines.
+            raise Error("mask: a BlockMask made where torch.compile traces; one made outside")
+        object.__setattr__(self, "block_size", lists.check_block_size(self.block_size))
+        for name in ("seqlen_q", "seqlen_k"):
+            object.__setattr__(self, name, lists.length(name, getattr(self, name)))
+        band_or_all(self.band)
+        given = [lists.as_int32(name, array) for name in LISTS for array in getattr(self, name)]
         # The lists are views of one array: to move a mask to a device is to move that. It stays
         # writable, as torch warns of what is not, and nobody has it but the adapter.
         flat = np.concatenate([array.reshape(-1) for array in given])
         object.__setattr__(self, "_flat", flat)
-        parts = np.split(flat, np.cumsum([array.size for array in given[:-1]]))
-        views = [part.reshape(array.shape) for part, array in zip(parts, given, strict=True)]
-        for view in views:
+        views, begin = [], 0
+        for array in given:
+            view = flat[begin : begin + array.size].reshape(array.shape)
             view.setflags(write=False)
+            views.append(view)
+            begin += array.size
         for name, offsets, indices in zip(LISTS, views[::2], views[1::2], strict=True):
             object.__setattr__(self, name, Csr(offsets, indices))
         sizes = [n for array in given for n in array.shape]
@@ -309,7 +327,7 @@ class BlockMask:
         Raises Error if an argument has the wrong type or shape, or a block does not exist.
         """
         block_q, block_k = lists.check_block_size(block_size)
-        seqlen_k = integer("seqlen_k", seqlen_k, 1)
+        seqlen_k = lists.length("seqlen_k", seqlen_k)
         cols = -(-seqlen_k // block_k)
         blocks = lists.from_csr(lists.check_csr(offsets, indices, cols), cols)
         seqlen_q = lists.check_length("seqlen_q", seqlen_q, blocks.shape[2], block_q)
@@ -333,11 +351,18 @@ class BlockMask:
             seqlen_q, seqlen_k = lengths
         except (TypeError, ValueError):
             raise Error(f"seq_lengths: {shown(lengths)}; (seqlen_q, seqlen_k)") from None
-        seqlen_q, seqlen_k = (integer("seq_lengths", n, 1) for n in (seqlen_q, seqlen_k))
+        seqlen_q, seqlen_k = (lists.length("seq_lengths", n) for n in (seqlen_q, seqlen_k))
         cols = -(-seqlen_k // block_k)
         partial = lists.from_flex(block_mask, "kv", cols)
         has_full = lists.flex_field(block_mask, "full_kv_num_blocks") is not None
         full = lists.from_flex(block_mask, "full_kv", cols) if has_full else _NONE
+        if has_full and not lists.fits(full.shape, partial.shape):
+            raise Error(
+                f"full_kv_num_blocks: shape {full.shape[:3]}; that of kv_num_blocks, "
+                f"{partial.shape[:3]}, up to a batch or num_heads of 1"
+            )
+        if (partial & full).any():
+            raise Error("full_kv_indices: a block that kv_indices lists as well; each block once")
         if band is None and partial.any():
             raise Error(
                 f"band: None; the Band that mask_mod stands for, as "
@@ -406,7 +431,7 @@ class BlockMask:
         """
         self._check_lengths(seqlen_q, seqlen_k)
         partial, full = self.block_matrices()
-        if block_level:
+        if truth("block_level", block_level):
             return partial | full
         row = np.arange(self.seqlen_q)[:, None] // self.block_size[0]
         col = np.arange(self.seqlen_k)[None, :] // self.block_size[1]
@@ -458,7 +483,7 @@ class BlockMask:
             ("seqlen_k", seqlen_k, self.seqlen_k),
         ):
             if given is not None and integer(name, given) != own:
-                raise Error(f"{name}: {given}; {own}, which the mask was made for, or None")
+                raise Error(f"{name}: {shown(given)}; {own}, which the mask was made for, or None")
 
     # ---- identity
 

@@ -263,6 +263,33 @@ def test_density_may_be_numpys():
     )
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_lengths_may_be_tensors(name):
+    """As the longest of a batch is, where its lengths are one."""
+    torch = pytest.importorskip("torch")
+    of = ALL[name](100, 250, 16)
+    assert ALL[name](torch.tensor(100), np.uint16(250), torch.tensor(16)) == of
+    for n in (of.seqlen_q, of.seqlen_k, *of.block_size):
+        assert type(n) is int
+
+
+def test_other_numbers_may_be_tensors():
+    n = pytest.importorskip("torch").tensor
+    for layout, numbers in (
+        (layouts.strided, {"stride_blocks": 4}),
+        (layouts.fixed, {"stride_blocks": 4, "summary_blocks": 2}),
+        (layouts.butterfly, {"max_stride_blocks": 4, "global_blocks": 1}),
+        (layouts.longformer, {"left": 40, "right": 0, "global_blocks": 2}),
+        (
+            layouts.bigbird,
+            {"window_blocks": 5, "global_blocks": 1, "random_blocks": 2, "num_heads": 2, "seed": 3},
+        ),
+        (layouts.random, {"density": 0.25, "num_heads": 2, "seed": 3}),
+    ):
+        as_tensors = {name: n(number) for name, number in numbers.items()}
+        assert layout(100, 250, 16, **as_tensors) == layout(100, 250, 16, **numbers), layout
+
+
 def test_stack_heads_shares_the_batch():
     many = BlockMask.from_dense(np.random.default_rng(0).random((3, 2, 4, 4)) < 0.5, B)
     mask = layouts.stack_heads([layouts.dense(64, 64, B), many])
@@ -359,6 +386,24 @@ def test_from_matrix_names_the_first_mixed_block():
             "masks: batch [2, 3]; one batch for all, or 1",
         ),
         (lambda: layouts.from_matrix(np.ones((4, 4))), "matrix: dtype float64; bool"),
+        (lambda: layouts.stack_heads(np.array(1.0)), "masks: array(1.); one or more BlockMasks"),
+        # numbers that NumPy, or the library, has no room for
+        (lambda: layouts.dense(2**64, 5), "seqlen_q: 18446744073709551616; an integer >= 1, at m"),
+        (lambda: layouts.strided(5, 2**30 + 1, stride_blocks=1), "seqlen_k: 1073741825; an int"),
+        (lambda: layouts.bigbird(5, 10**99), "seqlen_k: 1000"),
+        (lambda: layouts.causal(5, 5, 2**24 + 16), "block_size: 16777232; one or two positive mul"),
+        (lambda: layouts.strided(5, 5, 2**63, stride_blocks=1), "block_size: 9223372036854775808"),
+        (lambda: layouts.strided(5, 5, stride_blocks=2**63), "stride_blocks: 9223372036854775808"),
+        (lambda: layouts.fixed(5, 5, stride_blocks=2**63), "stride_blocks: 9223372036854775808; "),
+        (
+            lambda: layouts.fixed(5, 5, stride_blocks=2, summary_blocks=10**400),
+            f"summary_blocks: 1{'0' * 78}…; 1 to stride_blocks = 2",
+        ),
+        (
+            lambda: layouts.butterfly(5, 5, max_stride_blocks=10**400),
+            f"max_stride_blocks: 1{'0' * 78}…; a power of two or None",
+        ),
+        (lambda: layouts.bigbird(5, 5, num_heads=2**64), "num_heads: 18446744073709551616; an in"),
     ],
 )
 def test_bad_input_is_one_line(call, line):

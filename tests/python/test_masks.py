@@ -6,6 +6,7 @@ import functools
 import pickle
 import sys
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -352,7 +353,73 @@ def test_from_flex_reads_fields_only():
         BlockMask.from_flex(Fields, band=Band())
 
 
+def numbers(*shape, of=1):
+    return np.full(shape, of)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"kv_num_blocks": numbers(1, 1, 2, of=3)}, "kv_num_blocks: 3 to 3; 0 to 2, the width of"),
+        ({"kv_num_blocks": numbers(1, 1, 2, of=-1)}, "kv_num_blocks: -1 to -1; 0 to 2, the width"),
+        ({"kv_num_blocks": numbers(1, 1, 2, of=2)}, "kv_indices: a block is listed twice; each b"),
+        (
+            {"kv_num_blocks": numbers(0, 1, 2), "kv_indices": numbers(0, 1, 2, 2)},
+            "kv_num_blocks: shape (0, 1, 2); (batch, num_heads, rows), none of them 0",
+        ),
+        (
+            {"full_kv_num_blocks": numbers(1, 1, 2), "full_kv_indices": numbers(1, 1, 2, 2)},
+            "full_kv_indices: a block that kv_indices lists as well; each block once",
+        ),
+        (
+            {"full_kv_num_blocks": numbers(1, 1, 3), "full_kv_indices": numbers(1, 1, 3, 2)},
+            "full_kv_num_blocks: shape (1, 1, 3); that of kv_num_blocks, (1, 1, 2), up to a ",
+        ),
+        ({"seq_lengths": (2**31, 32)}, "seq_lengths: 2147483648; an integer >= 1, at most"),
+    ],
+)
+def test_from_flex_of_fields_that_do_not_fit(fields, line):
+    """Counts past the width were cut and below 0 were none, and a block could be listed twice."""
+    good = {
+        "BLOCK_SIZE": (16, 16),
+        "seq_lengths": (32, 32),
+        "kv_num_blocks": numbers(1, 1, 2),
+        "kv_indices": numbers(1, 1, 2, 2),
+        "full_kv_num_blocks": None,
+        "full_kv_indices": None,
+    }
+    assert BlockMask.from_flex(SimpleNamespace(**good), band=Band()).density == 0.5
+    with pytest.raises(Error) as caught:
+        BlockMask.from_flex(SimpleNamespace(**good | fields), band=Band())
+    assert str(caught.value).startswith(line)
+
+
+def test_lengths_may_be_tensors():
+    n = pytest.importorskip("torch").tensor
+    for band in BANDS:
+        assert np.array_equal(band.to_dense(n(33), n(97)), elements(band, 33, 97))
+        assert band.density(n(33), n(97)) == band.density(33, 97)
+
+
 # ---- errors
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"block_size": ("a", 16)}, "block_size: ('a', 16); one or two positive multiples of 16"),
+        ({"block_size": (2**31, 16)}, "block_size: (2147483648, 16); one or two positive mult"),
+        ({"seqlen_q": None}, "seqlen_q: None; an integer >= 1, at most 1073741824"),
+        ({"seqlen_k": 2**70}, "seqlen_k: 1180591620717411303424; an integer >= 1, at most"),
+        ({"band": 3}, "band: 3; a Band, Causal(), SlidingWindow() or None"),
+        ({"row_full": Csr([[[0.0, 1.0]]], [0])}, "row_full: dtype float64; integers"),
+        ({"row_full": Csr([[[0, 2**32]]], [0])}, "row_full: 0 to 4294967296; 0 to 2147483647"),
+    ],
+)
+def test_the_constructor_refuses_what_is_no_field(fields, line):
+    with pytest.raises(Error) as caught:
+        dataclasses.replace(BlockMask.from_dense([[True]], 16), **fields)
+    assert str(caught.value).startswith(line)
 
 
 def from_csr(offsets, indices, **kw):
@@ -413,6 +480,12 @@ def from_dense(blocks=np.ones((2, 3), bool), size=16, **kw):  # noqa: B008 - nev
         (lambda: from_dense().plot(31), "seqlen_q: 31; 32, which the mask was made for, or None"),
         (lambda: from_dense().to_dense(32, 16), "seqlen_k: 16; 48, which the mask was made for"),
         (lambda: from_dense().to_dense("a"), "seqlen_q: 'a'; an integer"),
+        (lambda: from_dense().to_dense(10**400), f"seqlen_q: 1{'0' * 78}…; 32, which the mask was"),
+        (lambda: from_dense().to_dense(block_level="no"), "block_level: 'no'; True or False"),
+        (lambda: from_dense(size=2**32), "block_size: 4294967296; one or two positive multiples"),
+        (lambda: from_csr([0, 1], [0], seqlen_k=2**64), "seqlen_k: 18446744073709551616; an int"),
+        (lambda: Causal().to_dense(2**64, 2), "seqlen_q: 18446744073709551616; an integer >= 0,"),
+        (lambda: Causal().density(2, 2**64), "seqlen_k: 18446744073709551616; an integer >= 0,"),
     ],
 )
 def test_bad_input_is_one_line(call, line):

@@ -162,6 +162,16 @@ def test_masks_as_arguments():
     same_as_eager(function, *inputs, None, compiled=compiled)
 
 
+def test_masks_are_made_outside():
+    """Also where a graph may break: the compiler's imitation of NumPy would fail in many lines."""
+
+    def function(q, k, v):
+        return adapter.attention(q, k, v, mask=fs.layouts.causal(q.shape[1], k.shape[1], 16))
+
+    with pytest.raises(fs.Error, match=r"^mask: a BlockMask made where torch\.compile traces; "):
+        torch.compile(function, backend="aot_eager")(*qkv())
+
+
 @pytest.mark.parametrize(
     "function",
     [
