@@ -37,6 +37,9 @@ class Framework(Protocol):
     def recorded(self, array: Any) -> bool:
         """Whether automatic differentiation goes by what is done with an array."""
 
+    def written(self, array: Any) -> Any:
+        """An array of the caller's that now holds results, known to the framework as changed."""
+
     def device(self, like: Any) -> Any:
         """The GPU that ``like`` is on, hashable; None for memory of the host."""
 
@@ -73,6 +76,9 @@ class _NumPy:
     def recorded(self, array: Any) -> bool:
         return False
 
+    def written(self, array: Any) -> Any:
+        return array
+
     def device(self, like: Any) -> Any:
         return None
 
@@ -95,6 +101,7 @@ class _Torch(_NumPy):
         self.new, self.float32 = torch.empty, torch.float32  # faster than Tensor.new_empty
         self.new_like, self.row_major = torch.empty_like, torch.contiguous_format
         self.tensor, self.is_grad_enabled = torch.Tensor, torch.is_grad_enabled
+        self.increment_version = torch.autograd.graph.increment_version
 
     def empty(self, like: Any, shape: Shape) -> Any:
         return self.new(shape, dtype=like.dtype, device=like.device)
@@ -115,6 +122,12 @@ class _Torch(_NumPy):
 
     def recorded(self, array: Any) -> bool:
         return bool(array.requires_grad) and self.is_grad_enabled()
+
+    def written(self, array: Any) -> Any:
+        # So that a backward which has saved it sees that it is another, as after torch's own out=.
+        if not array.is_inference():
+            self.increment_version(array)
+        return array
 
     def device(self, like: Any) -> Any:
         return like.device if like.is_cuda else None
@@ -278,6 +291,11 @@ def own(name: str, array: Any) -> Any:
     if framework.recorded(array):
         raise Error(f"{name}: a tensor that requires a gradient; one without, or torch.no_grad()")
     return array
+
+
+def written(array: Any) -> Any:
+    """The array that ``own`` gave, after results were written into it."""
+    return of(array).written(array)
 
 
 # ---- what the bindings ask on a GPU

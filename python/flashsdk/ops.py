@@ -320,7 +320,8 @@ def _forward(
         _bindings.explain(False, (q, k, v), packed, options)
         raise
     _bindings.forward((q, k, v, out, lse), packed, options)
-    return framework.finish(out) if new_out else out, framework.finish(lse) if new_lse else lse
+    out = framework.finish(out) if new_out else _frameworks.written(out)
+    return out, framework.finish(lse) if new_lse else _frameworks.written(lse)
 
 
 def _backward(
@@ -339,7 +340,7 @@ def _backward(
         raise
     _bindings.backward((q, k, v, dout, out, lse, dlse, dq, dk, dv), packed, options)
     results = (
-        framework.finish(new) if array is None else array
+        framework.finish(new) if array is None else _frameworks.written(array)
         for new, array in zip((dq, dk, dv), given, strict=True)
     )
     dq, dk, dv = results

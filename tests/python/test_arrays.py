@@ -246,6 +246,35 @@ def test_jax_says_what_traces_an_array():
     assert np.array_equal(out, fs.mha_fwd(q, k, v)[0])
 
 
+def test_torch_sees_that_outputs_were_written():
+    """A backward that has saved them must not go on with other values."""
+    torch = pytest.importorskip("torch")
+    q, k, v, dout = map(torch.from_numpy, qkv())
+    out, lse = fs.mha_fwd(q, k, v)
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    calls = (
+        (lambda: fs.mha_fwd(q, k, v, out=out), [out]),
+        (lambda: fs.mha_fwd(q, k, v, lse=lse), [lse]),
+        (
+            lambda: fs.mha_bwd(dout, q, k, v, out, lse, dq=grads[0], dk=grads[1], dv=grads[2]),
+            grads,
+        ),
+    )
+    for call, outputs in calls:
+        for output in outputs:
+            leaf = torch.ones_like(output, requires_grad=True)
+            loss = (leaf * output).sum()
+            call()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+    version = out._version
+    with pytest.raises(fs.Error):
+        fs.mha_fwd(q, k, v[:, 1:], out=out)
+    assert out._version == version
+    with torch.inference_mode():
+        fs.mha_fwd(q, k, v, out=torch.empty_like(out))  # has no version
+
+
 SHARDED = """
 import jax, numpy as np, flashsdk as fs
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
