@@ -20,7 +20,7 @@ class Error(ValueError):
     code: Code
 
     def __init__(self, message: str, code: Code = "invalid_argument") -> None:
-        super().__init__(message)
+        self.args = (message,)  # as ValueError does, whose __init__ torch.compile cannot trace
         self.code = code
 
 

@@ -34,6 +34,7 @@ from ._block_lists import (
     length,
 )
 from ._errors import Error, integer, real, shown
+from ._untraced import untraced
 from .masks import Alignment, Band, BlockMask, Causal, SlidingWindow, band_or_all
 
 __all__ = [
@@ -56,11 +57,13 @@ _CAUSAL = Causal()
 Pattern = Callable[[NDArray[np.int64], NDArray[np.int64]], Bools]
 
 
+@untraced
 def dense(seqlen_q: int, seqlen_k: int, block_size: BlockSize = 128) -> BlockMask:
     """Every block, full."""
     return _everywhere(seqlen_q, seqlen_k, block_size, None)
 
 
+@untraced
 def causal(
     seqlen_q: int,
     seqlen_k: int,
@@ -72,6 +75,7 @@ def causal(
     return _everywhere(seqlen_q, seqlen_k, block_size, Causal(alignment))
 
 
+@untraced
 def sliding_window(
     seqlen_q: int,
     seqlen_k: int,
@@ -85,6 +89,7 @@ def sliding_window(
     return _everywhere(seqlen_q, seqlen_k, block_size, SlidingWindow(left, right, alignment))
 
 
+@untraced
 def strided(
     seqlen_q: int,
     seqlen_k: int,
@@ -108,6 +113,7 @@ def strided(
     return _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, band)
 
 
+@untraced
 def fixed(
     seqlen_q: int,
     seqlen_k: int,
@@ -134,6 +140,7 @@ def fixed(
     return _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, band)
 
 
+@untraced
 def butterfly(
     seqlen_q: int,
     seqlen_k: int,
@@ -167,6 +174,7 @@ def butterfly(
     return _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, band)
 
 
+@untraced
 def longformer(
     seqlen_q: int,
     seqlen_k: int,
@@ -208,6 +216,7 @@ def longformer(
     )
 
 
+@untraced
 def bigbird(
     seqlen_q: int,
     seqlen_k: int,
@@ -245,6 +254,7 @@ def bigbird(
     return _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, band)
 
 
+@untraced
 def random(
     seqlen_q: int,
     seqlen_k: int,
@@ -281,6 +291,7 @@ def random(
     )
 
 
+@untraced
 def stack_heads(masks: Iterable[BlockMask]) -> BlockMask:
     """One mask whose heads are those of ``masks`` in turn: another layout for every head.
 
@@ -324,6 +335,7 @@ def stack_heads(masks: Iterable[BlockMask]) -> BlockMask:
     )
 
 
+@untraced
 def from_matrix(
     matrix: ArrayLike, block_size: BlockSize = 128, *, band: Band | None = None
 ) -> BlockMask:

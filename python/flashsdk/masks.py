@@ -10,7 +10,6 @@ that are not listed are skipped, so time and traffic fall with ``density``.
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -21,6 +20,7 @@ from numpy.typing import ArrayLike
 from . import _block_lists as lists
 from ._block_lists import INT32_MAX, LISTS, BlockSize, Bools, Csr, Int32s
 from ._errors import Error, integer, shown, truth
+from ._untraced import untraced
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,6 +92,7 @@ class Band:
         """The key at which query 0 stands."""
         return seqlen_k - seqlen_q if self.alignment == "bottom_right" else 0
 
+    @untraced
     def to_dense(self, seqlen_q: int, seqlen_k: int) -> Bools:
         """The element matrix, bool (seqlen_q, seqlen_k): True where query i sees key j."""
         seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 0)
@@ -104,6 +105,7 @@ class Band:
             visible &= distance <= self.right
         return visible
 
+    @untraced
     def density(self, seqlen_q: int, seqlen_k: int) -> float:
         """Visible elements / all elements; 0.0 where there are none. Costs O(seqlen_q)."""
         seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 0)
@@ -113,6 +115,7 @@ class Band:
         end = np.clip(at + high + 1, 0, seqlen_k)
         return float(np.maximum(end - begin, 0).sum()) / max(seqlen_q * seqlen_k, 1)
 
+    @untraced
     def blocks(
         self, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int]
     ) -> tuple[Bools, Bools]:
@@ -212,7 +215,7 @@ class BlockMask:
     Build one with ``from_dense``, ``from_csr``, ``from_flex`` or ``flashsdk.layouts``, which check
     their input; the constructor takes the finished lists as they are. Masks are immutable, equal
     if all their fields are, hashable, and can be pickled. A function under torch.compile takes them
-    as arguments or from around it; to make one inside is an Error.
+    as arguments or from around it; to make one inside breaks the graph.
     """
 
     block_size: tuple[int, int]  # queries, keys; multiples of 16
@@ -226,11 +229,8 @@ class BlockMask:
     _flat: Int32s = field(init=False)  # offsets and indices of the four lists, one after another
     _sizes: tuple[int, ...] = field(init=False)  # of each: batch, num_heads, lines + 1, blocks
 
+    @untraced
     def __post_init__(self) -> None:
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.compiler.is_dynamo_compiling():
-            # Its imitation of NumPy fails below, in many lines.
-            raise Error("mask: a BlockMask made where torch.compile traces; one made outside")
         object.__setattr__(self, "block_size", lists.check_block_size(self.block_size))
         for name in ("seqlen_q", "seqlen_k"):
             object.__setattr__(self, name, lists.length(name, getattr(self, name)))
@@ -254,6 +254,7 @@ class BlockMask:
     # ---- construction
 
     @classmethod
+    @untraced
     def from_dense(
         cls,
         blocks: ArrayLike,
@@ -301,6 +302,7 @@ class BlockMask:
         )
 
     @classmethod
+    @untraced
     def from_csr(
         cls,
         offsets: ArrayLike,
@@ -334,6 +336,7 @@ class BlockMask:
         return cls._build(blocks, _NONE, (block_q, block_k), seqlen_q, seqlen_k, band)
 
     @classmethod
+    @untraced
     def from_flex(cls, block_mask: Any, *, band: Band | None = None) -> BlockMask:
         """From ``torch.nn.attention.flex_attention.BlockMask``, or what has the same fields.
 
@@ -417,6 +420,7 @@ class BlockMask:
         visited = self.row_full.indices.size + self.row_partial.indices.size
         return float(visited / (self.batch * self.num_heads * rows * cols))
 
+    @untraced
     def to_dense(
         self,
         seqlen_q: int | None = None,
@@ -439,6 +443,7 @@ class BlockMask:
         dense: Bools = full[:, :, row, col] | (partial[:, :, row, col] & visible)
         return dense
 
+    @untraced
     def block_matrices(self) -> tuple[Bools, Bools]:
         """(partial, full), both bool (batch | 1, num_heads | 1, rows, cols), from the row lists."""
         cols = self.col_full.offsets.shape[2] - 1
