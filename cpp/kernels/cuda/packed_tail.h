@@ -18,10 +18,16 @@ struct PackedTail {
   int total, heads, columns;
 };
 
+template <int kTensors>
+struct PackedTails {
+  PackedTail of[kTensors];
+};
+
 // One warp a row and head. lse (heads, total) may be null; it gets −inf.
 inline constexpr int kPackedTailThreads = 128;
-template <class Element>
-__global__ void packed_tail_kernel(PackedTail t, RowParam lse) {
+template <class Element, int kTensors>
+__global__ void packed_tail_kernel(const __grid_constant__ PackedTails<kTensors> tails, RowParam lse) {
+  const PackedTail& t = tails.of[blockIdx.y];
   const int warp = (blockIdx.x * kPackedTailThreads + threadIdx.x) / 32, warps = gridDim.x * kPackedTailThreads / 32;
   const int begin = *t.end;
   const std::int64_t count = std::int64_t{t.total - begin} * t.heads;
@@ -34,24 +40,27 @@ __global__ void packed_tail_kernel(PackedTail t, RowParam lse) {
 }
 
 // Few blocks: there is rarely anything to write, and only the device knows.
-template <class Element>
-void clear_packed_tail(const PackedTail& t, const RowParam& lse, cudaStream_t stream) {
-  launch("launching the kernel for rows behind the last sequence", packed_tail_kernel<Element>, dim3(16),
-         kPackedTailThreads, 0, stream, t, lse);
+template <class Element, int kTensors>
+void clear_packed_tails(const PackedTails<kTensors>& tails, const RowParam& lse, cudaStream_t stream) {
+  launch("launching the kernel for rows behind the last sequence", packed_tail_kernel<Element, kTensors>,
+         dim3(16, kTensors), kPackedTailThreads, 0, stream, tails, lse);
 }
 
 // What a forward and a backward write besides, when sequences are packed.
 template <class Element>
 void clear_out_tail(const ForwardParams& p, cudaStream_t stream) {
   if (p.cu_seqlens_q == nullptr) return;
-  clear_packed_tail<Element>({p.out, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim_v}, p.lse, stream);
+  const PackedTails<1> out{{{p.out, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim_v}}};
+  clear_packed_tails<Element>(out, p.lse, stream);
 }
 template <class Element>
 void clear_gradient_tails(const BackwardParams& p, cudaStream_t stream) {
   if (p.cu_seqlens_q == nullptr) return;
-  clear_packed_tail<Element>({p.dq, p.cu_seqlens_q + p.batch, p.total_q, p.num_heads, p.head_dim}, {}, stream);
-  clear_packed_tail<Element>({p.dk, p.cu_seqlens_k + p.batch, p.total_k, p.num_heads_kv, p.head_dim}, {}, stream);
-  clear_packed_tail<Element>({p.dv, p.cu_seqlens_k + p.batch, p.total_k, p.num_heads_kv, p.head_dim_v}, {}, stream);
+  const std::int32_t *end_q = p.cu_seqlens_q + p.batch, *end_k = p.cu_seqlens_k + p.batch;
+  const PackedTails<3> gradients{{{p.dq, end_q, p.total_q, p.num_heads, p.head_dim},
+                                  {p.dk, end_k, p.total_k, p.num_heads_kv, p.head_dim},
+                                  {p.dv, end_k, p.total_k, p.num_heads_kv, p.head_dim_v}}};
+  clear_packed_tails<Element>(gradients, {}, stream);
 }
 
 }  // namespace flashsdk::cuda
