@@ -3,6 +3,7 @@
 
 #include <cuda/atomic>
 
+#include "cuda/packed_schedule.h"
 #include "cuda/tile_scheduler.h"
 
 namespace flashsdk::sm90 {
@@ -22,56 +23,6 @@ struct ForwardSchedule {
   unsigned long long launch;
 };
 
-__device__ __forceinline__ int highest_bit(int x) { return 31 - __clz(x); }
-
-// The tiles of packed sequences in some order: those of the longest sequences first, where sequences are as long as
-// others whose number of tiles has the same highest bit. One warp looks at 32 sequences at once and never back.
-class PackedTiles {
- public:
-  __device__ PackedTiles(const ForwardParams& p, int tile_rows)
-      : p_(p), tile_rows_(tile_rows), length_(highest_bit(max_of(1, ceil_div(p.seqlen_q, tile_rows)))) {}
-
-  // Tile `index`, or false behind the last. Indices only grow from call to call.
-  __device__ bool find(int index, cuda::TileWork& work) {
-    const int lane = threadIdx.x % 32;
-    for (; length_ >= 0; --length_, batch_ = 0) {
-      for (; batch_ < p_.batch; batch_ += 32) {
-        const int tiles = tiles_of(batch_ + lane);
-        int end = tiles;  // of this lane's sequence, among the 32
-        for (int step = 1; step < 32; step *= 2) {
-          const int before = __shfl_up_sync(kAll, end, step);
-          if (lane >= step) end += before;
-        }
-        const int position = index - first_;
-        const unsigned beyond = __ballot_sync(kAll, end > position);
-        if (beyond != 0) {
-          const int owner = __ffs(beyond) - 1;
-          const int blocks = __shfl_sync(kAll, tiles, owner) / p_.num_heads;
-          const int rest = position - __shfl_sync(kAll, end - tiles, owner);
-          work = {blocks - 1 - rest / p_.num_heads, rest % p_.num_heads, batch_ + owner};
-          return true;
-        }
-        first_ += __shfl_sync(kAll, end, 31);
-      }
-    }
-    return false;
-  }
-
- private:
-  // Of all heads, if the sequence is as long as those looked for.
-  __device__ int tiles_of(int batch) const {
-    if (batch >= p_.batch) return 0;
-    const int blocks = ceil_div(p_.cu_seqlens_q[batch + 1] - p_.cu_seqlens_q[batch], tile_rows_);
-    return blocks > 0 && highest_bit(blocks) == length_ ? blocks * p_.num_heads : 0;
-  }
-
-  static constexpr unsigned kAll = 0xffffffffu;
-  const ForwardParams& p_;
-  int tile_rows_;
-  int length_, batch_ = 0;  // sequences looked at now
-  int first_ = 0;           // tiles before these
-};
-
 // One block's tiles, for a whole warp.
 class WorkStream {
  public:
@@ -85,7 +36,7 @@ class WorkStream {
 
   __device__ bool next(cuda::TileWork& work) {
     index_ = index_ < 0 ? blockIdx.x : schedule_.tickets == nullptr ? index_ + gridDim.x : ticket();
-    if (is_packed_ ? packed_.find(index_, work) : find(work)) return true;
+    if (is_packed_ ? find_packed(work) : find(work)) return true;
     if (schedule_.tickets != nullptr) leave();
     return false;
   }
@@ -106,6 +57,13 @@ class WorkStream {
     work = schedule_.tiles.work(index_);
     return true;
   }
+  __device__ bool find_packed(cuda::TileWork& work) {
+    cuda::SequenceTile tile;
+    if (!packed_.find(index_, tile)) return false;
+    const int heads = packed_.heads();
+    work = {tile.blocks - 1 - tile.index / heads, tile.index % heads, tile.batch};
+    return true;
+  }
 
   __device__ void wait_for_owner() const {
     while (owner().load(::cuda::memory_order_acquire) != schedule_.launch) {
@@ -119,7 +77,7 @@ class WorkStream {
   }
 
   const ForwardSchedule& schedule_;
-  PackedTiles packed_;
+  cuda::PackedTiles<cuda::PackedRows::kQueries> packed_;
   bool is_packed_;
   int index_ = -1;
   int drawn_ = 0;  // of lane 0
