@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -41,7 +43,7 @@ using Work = std::vector<Step>;
 struct Problem {
   ForwardParams p;
   Tile tile{};
-  bool by_place = false;  // the schedule that knows packed sequences
+  std::vector<int> order;  // of packed sequences, where a schedule takes one after another
   std::vector<std::int32_t> cu_q, cu_k;
 
   int tiles_per_head() const { return ceil_div(p.seqlen_q, tile.m); }
@@ -50,33 +52,25 @@ struct Problem {
   // In the order in which thread blocks take it.
   std::vector<Work> schedule() const {
     const cuda::TileSchedule tiles = cuda::backward_schedule(p, tile.n, 2);
-    if (!by_place) return works(tiles);
-    switch (tile.n) {
-      case 1:
-        return works(cuda::PlaceSchedule<1>(tiles, p));
-      case 2:
-        return works(cuda::PlaceSchedule<2>(tiles, p));
-      case 3:
-        return works(cuda::PlaceSchedule<3>(tiles, p));
-      case 4:
-        return works(cuda::PlaceSchedule<4>(tiles, p));
-      default:
-        ADD_FAILURE() << "no schedule for tiles of " << tile.n << " keys";
-        return {};
+    std::vector<Work> found;
+    if (order.empty()) {
+      for (int index = 0; index < tiles.size(); ++index) found.push_back(work(tiles.work(index)));
     }
+    for (int batch : order) {
+      const cuda::TileSchedule own = tiles.of_sequence(ceil_div(SeqlenInfo(p, batch).seqlen_k, tile.n));
+      for (int index = 0; index < own.size(); ++index) {
+        const cuda::TileWork taken = own.work(index);
+        found.push_back(work({taken.block, taken.head, batch}));
+      }
+    }
+    return found;
   }
 
  private:
-  template <class Schedule>
-  std::vector<Work> works(const Schedule& schedule) const {
-    std::vector<Work> found;
-    for (int index = 0; index < schedule.size(); ++index) {
-      const cuda::TileWork taken = schedule.work(index);
-      Work work;
-      if (taken.block * tile.n < SeqlenInfo(p, taken.batch).seqlen_k) {
-        for (int h = 0; h < p.heads_per_group(); ++h) add_steps(taken, taken.head * p.heads_per_group() + h, work);
-      }
-      found.push_back(work);
+  Work work(const cuda::TileWork& taken) const {
+    Work found;
+    if (taken.block * tile.n < SeqlenInfo(p, taken.batch).seqlen_k) {
+      for (int h = 0; h < p.heads_per_group(); ++h) add_steps(taken, taken.head * p.heads_per_group() + h, found);
     }
     return found;
   }
@@ -169,15 +163,18 @@ Problem random_problem(Rng& rng, MaskKind kind, bool packed) {
 }
 
 // Everything that must hold for one problem. The pointers of packed sequences are set here, where it no longer moves.
-void check(Problem& problem, const std::string& name) {
+void check(Rng& rng, Problem& problem, const std::string& name) {
   if (!problem.cu_q.empty()) {
     problem.p.cu_seqlens_q = problem.cu_q.data();
     problem.p.cu_seqlens_k = problem.cu_k.data();
     problem.p.total_q = problem.cu_q.back() + problem.tile.m;  // the last rows are of no sequence
     problem.p.total_k = problem.cu_k.back() + problem.tile.n;
   }
-  for (const bool by_place : {false, true}) {
-    problem.by_place = by_place;
+  for (const bool by_sequence : {false, true}) {
+    if (by_sequence && problem.cu_q.empty()) break;
+    problem.order.resize(by_sequence ? problem.p.batch : 0);
+    std::iota(problem.order.begin(), problem.order.end(), 0);
+    std::shuffle(problem.order.begin(), problem.order.end(), rng);
     expect_turns_in_order(problem, name);
     for (int blocks : {1, 2, 7, 132}) EXPECT_GE(steps_to_end(problem, blocks, true), 0) << name << " blocks " << blocks;
   }
@@ -188,7 +185,7 @@ TEST(TurnOrder, RandomDenseAndBand) {
   for (int round = 0; round < 1200 && !::testing::Test::HasFailure(); ++round) {
     const MaskKind kind = round % 3 == 0 ? MaskKind::kDense : MaskKind::kBand;
     Problem problem = random_problem(rng, kind, between(rng, 0, 1) == 1);
-    check(problem, "round " + std::to_string(round));
+    check(rng, problem, "round " + std::to_string(round));
   }
 }
 
@@ -207,7 +204,7 @@ TEST(TurnOrder, RandomLayouts) {
     }
     const MaskLists lists(layouts);
     lists.put_into(mask, 0, 1);
-    check(problem, "round " + std::to_string(round));
+    check(rng, problem, "round " + std::to_string(round));
   }
 }
 

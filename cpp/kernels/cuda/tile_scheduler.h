@@ -1,7 +1,6 @@
 // Which tile a thread block works on. Blocks start in the order of their index, so the order is the schedule.
 #pragma once
 
-#include "common/packed_tiles.h"
 #include "common/params.h"
 #include "common/turn_order.h"
 
@@ -30,6 +29,11 @@ struct TileSchedule {
     int block = rest / width;
     int head = first_head + rest % width;
     return {descending ? num_blocks - 1 - block : block, head % num_heads, head / num_heads};
+  }
+
+  // Of one packed sequence alone, whose heads have so many tiles.
+  FLASHSDK_HD TileSchedule of_sequence(int blocks) const {
+    return {blocks, num_heads, num_heads, min_of(section, num_heads), descending};
   }
 };
 
@@ -67,33 +71,5 @@ inline TileSchedule backward_schedule(const ForwardParams& p, int tile_keys, std
   }
   return schedule;
 }
-
-// The same where one thread takes tiles off the schedule for all, whom empty ones would cost time: of packed sequences,
-// the places (packed_tiles.h) of all of them, one sequence after another. kTileKeys: of the tiles.
-template <int kTileKeys>
-class PlaceSchedule {
- public:
-  PlaceSchedule(const TileSchedule& tiles, const ForwardParams& p)
-      : tiles_(tiles), cu_seqlens_(p.cu_seqlens_k), batch_(p.batch) {
-    if (cu_seqlens_ == nullptr || tiles_.size() == 0) return;
-    tiles_.num_blocks = first_packed_tile(p.total_k, kTileKeys, p.batch);
-    tiles_.heads_total = p.num_heads_kv;
-    tiles_.section = min_of(tiles_.section, tiles_.heads_total);
-  }
-
-  FLASHSDK_HD std::int64_t size() const { return tiles_.size(); }
-
-  FLASHSDK_HD TileWork work(int index) const {
-    const TileWork work = tiles_.work(index);
-    if (cu_seqlens_ == nullptr) return work;
-    const int sequence = sequence_at(cu_seqlens_, batch_, kTileKeys, work.block);
-    return {work.block - first_packed_tile(cu_seqlens_[sequence], kTileKeys, sequence), work.head, sequence};
-  }
-
- private:
-  TileSchedule tiles_;
-  const std::int32_t* cu_seqlens_;
-  int batch_;
-};
 
 }  // namespace flashsdk::cuda

@@ -11,11 +11,11 @@
 
 namespace flashsdk::sm90 {
 
-template <class Traits, class Policy, cuda::Features kFeatures>
+template <class Traits, class Policy, cuda::Features kFeatures, bool kPacked>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
                     const __grid_constant__ cuda::BackwardWorkspace ws,
-                    const __grid_constant__ typename Traits::Schedule schedule) {
+                    const __grid_constant__ cuda::TileSchedule schedule) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::Smem*>(smem_bytes);
   if (threadIdx.x == 0) smem.init();
@@ -25,9 +25,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same for all lanes
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
-    if (threadIdx.x % 32 != 0) return;
+    if (threadIdx.x % 32 != 0 && !(kPacked && warp == 0)) return;
     if (warp == 0) {
-      plan_steps<Traits, Policy>(p, ws, schedule, smem);
+      plan_steps<Traits, Policy, kPacked>(p, ws, schedule, smem);
     } else if (warp == 1) {
       load_operands<Traits>(p, maps, ws, smem);
     } else {
@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kComputeRegisters>();
     if constexpr (Traits::kWide)
-      WideBackwardWarpgroup<Traits, Policy, kFeatures>(p, smem, warp / 4 - 1).run();
+      WideBackwardWarpgroup<Traits, Policy, kFeatures, kPacked>(p, smem, warp / 4 - 1).run();
     else
-      BackwardWarpgroup<Traits, Policy, kFeatures>(p, smem, warp / 4 - 1).run();
+      BackwardWarpgroup<Traits, Policy, kFeatures, kPacked>(p, smem, warp / 4 - 1).run();
   }
 }
 

@@ -1,6 +1,8 @@
 // A row of the kernel table from the backward's templates: what it takes, its workspace, its launches.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/backward_passes.h"
 #include "cuda/builtin_policy.h"
 #include "cuda/packed_tail.h"
@@ -15,6 +17,15 @@ cuda::BackwardWorkspace backward_workspace(const ForwardParams& p, void* base) {
   return cuda::BackwardWorkspace(p, Traits::kBlockM, Traits::kHeadDimQ, base, Traits::kDqPieces);
 }
 
+// Tiles of keys that thread blocks take off the schedule, at most.
+template <class Traits>
+std::int64_t key_tiles(const ForwardParams& p) {
+  std::int64_t of_head = std::int64_t{ceil_div(p.seqlen_k, Traits::kBlockN)} * p.batch;
+  if (p.cu_seqlens_k != nullptr)
+    of_head = std::min<std::int64_t>(of_head, first_packed_tile(p.total_k, Traits::kBlockN, p.batch));
+  return of_head * p.num_heads_kv;
+}
+
 template <class Traits, cuda::Features kFeatures>
 const char* refuse_backward(const ForwardParams& p) {
   if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
@@ -22,18 +33,8 @@ const char* refuse_backward(const ForwardParams& p) {
   if (const char* reason = tensor_map_refusal(b.dout, query_extent(p, p.head_dim_v))) return reason;
   for (const TensorParam* t : {&b.out, &b.dq, &b.dk, &b.dv})
     if (!cuda::vector_aligned(*t)) return "a tensor's address or strides are not multiples of 16 bytes";
-  const std::int64_t tiles = std::int64_t{ceil_div(p.seqlen_k, Traits::kBlockN)} * p.num_heads_kv * p.batch;
-  if (tiles > INT32_MAX / 2) return "there are too many tiles of keys";
+  if (key_tiles<Traits>(p) > INT32_MAX / 2) return "there are too many tiles of keys";
   return nullptr;
-}
-
-template <class Traits>
-typename Traits::Schedule backward_schedule(const ForwardParams& p) {
-  const cuda::TileSchedule tiles = cuda::backward_schedule(p, Traits::kBlockN, sizeof(typename Traits::Element));
-  if constexpr (std::is_same_v<typename Traits::Schedule, cuda::TileSchedule>)
-    return tiles;
-  else
-    return {tiles, p};
 }
 
 template <class Traits>
@@ -47,14 +48,13 @@ BackwardMaps backward_maps(const BackwardParams& p) {
           map(p.dout, query_extent(p, p.head_dim_v), typename Traits::SmemDo{})};
 }
 
-template <class Traits, cuda::Features kFeatures>
-void launch_backward(const ForwardParams& params, const LaunchContext& context) {
+template <class Traits, cuda::Features kFeatures, bool kPacked>
+void launch_backward_kernels(const BackwardParams& p, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
   using Element = typename Traits::Element;
-  const auto& p = static_cast<const BackwardParams&>(params);
   cuda::DeviceGuard guard(p.device.index);
   auto stream = static_cast<cudaStream_t>(context.stream);
-  auto kernel = backward_kernel<Traits, cuda::BuiltinPolicy, kFeatures>;
+  auto kernel = backward_kernel<Traits, cuda::BuiltinPolicy, kFeatures, kPacked>;
   cuda::allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
   const cuda::BackwardWorkspace ws = backward_workspace<Traits>(p, context.workspace);
 
@@ -66,8 +66,9 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
                cuda::backward_prepare_kernel<Element, kPrepareThreads, true, Traits::kClearsDq, Sums>, query_tiles,
                kPrepareThreads, 0, stream, p, ws);
 
-  const auto schedule = backward_schedule<Traits>(p);
-  const int blocks = min_of(static_cast<int>(schedule.size()), cuda::device_limits(p.device.index).multiprocessors);
+  const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element));
+  const int blocks =
+      min_of(static_cast<int>(key_tiles<Traits>(p)), cuda::device_limits(p.device.index).multiprocessors);
   if (blocks != 0) {
     cuda::launch("launching the backward kernel", kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
                  Traits::kSmemBytes, stream, p, backward_maps<Traits>(p), ws, schedule);
@@ -76,6 +77,17 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
   cuda::launch("launching the backward's last pass", backward_convert_dq_kernel<Traits>, query_tiles,
                Traits::kDqPieces * kWarpgroup, 0, stream, p, ws);
   cuda::clear_gradient_tails<Element>(p, stream);
+}
+
+// Packed calls have kernels of their own: compiled into one, what these do more, though never done in other calls, cost
+// those 1 to 4 % (docs/sm90-backward.md).
+template <class Traits, cuda::Features kFeatures>
+void launch_backward(const ForwardParams& params, const LaunchContext& context) {
+  const auto& p = static_cast<const BackwardParams&>(params);
+  if (p.cu_seqlens_q != nullptr)
+    launch_backward_kernels<Traits, kFeatures, true>(p, context);
+  else
+    launch_backward_kernels<Traits, kFeatures, false>(p, context);
 }
 
 template <class Traits, cuda::Features kFeatures>

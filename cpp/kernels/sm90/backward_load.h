@@ -1,9 +1,11 @@
 // The roles of the SM90 backward that do not compute, one warp each, of which one thread works: one walks the queries
-// and tells the others, one loads, and one for each computing warpgroup adds to dq_accum.
+// and tells the others, one loads, and one for each computing warpgroup adds to dq_accum. In packed calls the other
+// lanes of the first help it to find its next tile.
 #pragma once
 
 #include "cuda/backward_stream.h"
 #include "cuda/backward_workspace.h"
+#include "cuda/packed_schedule.h"
 #include "sm90/backward_traits.h"
 #include "sm90/tma.h"
 
@@ -64,11 +66,13 @@ __device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtenso
 }
 
 // Takes key tiles off the schedule, walks the queries that see them, and tells all what comes. A walk does not fit the
-// few registers of these warps and is slow, so this thread does nothing else and is several steps ahead of the others.
-template <class Traits, class Policy>
+// few registers of these warps and is slow, so one thread does nothing else and is several steps ahead of the others.
+// kPacked: called by its whole warp.
+template <class Traits, class Policy, bool kPacked>
 __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspace& ws,
-                           const typename Traits::Schedule& schedule, typename Traits::Smem& smem) {
+                           const cuda::TileSchedule& schedule, typename Traits::Smem& smem) {
   using Stream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy, Traits::kStaggered>;
+  const bool leads = !kPacked || threadIdx.x % 32 == 0;
   unsigned works = 0, steps = 0;  // so far
   auto tell = [&](const BackwardWork& work) {
     const auto use = RingState<2>::after(works++);
@@ -82,16 +86,31 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
   const bool ahead = !p.deterministic;
   constexpr unsigned kStepsLeft = 2;
   auto take = [&]() -> int {
+    if (!leads) return 0;
     if (ahead) return gridDim.x + atomicAdd(ws.next_work, 1);
     smem.full_plan.wait_empty(RingState<kPlannedSteps>::after(steps + kPlannedSteps - 1 - kStepsLeft));
     return atomicAdd(ws.next_work, 1);
   };
+  cuda::PackedTiles<cuda::PackedRows::kKeys> packed(p, Traits::kBlockN);
   const int count = static_cast<int>(schedule.size());
-  for (int index = ahead ? blockIdx.x : take(), next_index = 0; index < count; index = ahead ? next_index : take()) {
-    const cuda::TileWork work = schedule.work(index);
+  auto find = [&](int index, cuda::TileWork& work) -> bool {
+    if constexpr (kPacked) {
+      cuda::SequenceTile tile;
+      if (!packed.find(__shfl_sync(0xffffffffu, index, 0), tile)) return false;
+      work = schedule.of_sequence(tile.blocks).work(tile.index);
+      work.batch = tile.batch;
+    } else {
+      if (index >= count) return false;
+      work = schedule.work(index);
+    }
+    return true;
+  };
+  cuda::TileWork work;
+  for (int index = ahead ? blockIdx.x : take(), next_index = 0; find(index, work);
+       index = ahead ? next_index : take()) {
+    if (!leads) continue;
     if (ahead) next_index = take();
     const SeqlenInfo seq(p, work.batch);
-    if (work.block * Traits::kBlockN >= seq.seqlen_k) continue;
     const std::int64_t first_tile = ws.first_tile<Traits::kBlockM>(p, seq, work.batch);
     Stream stream(p, seq, work);
     typename Stream::Item item, next;
@@ -107,7 +126,7 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
       smem.full_plan.arrive_full(use);
     }
   }
-  tell({{}, false, true});
+  if (leads) tell({{}, false, true});
 }
 
 // One thread: loads Q, dO, K and V.

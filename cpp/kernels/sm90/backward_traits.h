@@ -47,7 +47,6 @@ struct NarrowBackwardTraits {
   static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
   static constexpr int kStages = kStages_, kQueryStages = kStages, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
   static constexpr bool kStaggered = kStaggered_;
-  using Schedule = cuda::PlaceSchedule<kBlockN>;
 
   // Kᵀ is operand A of dQ, 64 rows at a time.
   static constexpr int kHeadDimQ = round_up(kHeadDim, kWarpgroupRows);
@@ -124,7 +123,6 @@ struct WideBackwardTraits {
   static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
   static constexpr int kStages = kStages_, kQueryStages = kStages + 1, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
   static constexpr bool kStaggered = kStaggered_;
-  using Schedule = cuda::TileSchedule;  // packed: the order is worth 4 % more than what empty tiles cost
 
   using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kQueryStages>;
   using SmemDo = SmemTile<Element, kBlockM, kHeadDimV, kStages>;

@@ -12,7 +12,7 @@
 namespace flashsdk::sm90 {
 
 // One computing warpgroup.
-template <class Traits, class Policy, cuda::Features kFeatures>
+template <class Traits, class Policy, cuda::Features kFeatures, bool kPacked>
 class BackwardWarpgroup {
   using Element = typename Traits::Element;
   using Smem = typename Traits::Smem;

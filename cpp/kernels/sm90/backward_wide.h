@@ -11,7 +11,7 @@
 
 namespace flashsdk::sm90 {
 
-template <class Traits, class Policy, cuda::Features kFeatures>
+template <class Traits, class Policy, cuda::Features kFeatures, bool kPacked>
 class WideBackwardWarpgroup {
   using Element = typename Traits::Element;
   using Smem = typename Traits::Smem;

@@ -32,6 +32,8 @@ for name, arch, stores, loads, registers in PATTERN.findall(text):
     m, n = numbers[:2]
     policy = next(short for long, short in POLICY.items() if long in name)
     features = FEATURES[int(re.search(r"FeaturesE(\d)E", name)[1])]
+    if backend == "sm90" and re.search(r"FeaturesE\dELb1E", name):
+        features += " packed"  # the backward has kernels of its own for packed sequences
     print(
         f"{backend} {op} for {arch}, {dtype} d{head_dim} {policy} {features} {m}x{n}: "
         f"{registers} registers, spill stores {stores}, loads {loads} bytes"
