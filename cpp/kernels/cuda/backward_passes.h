@@ -93,7 +93,7 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
       lse_log2[r] = sees ? row_lse[i] * kLog2e : INFINITY;
       if (sees && p.dlse.ptr != nullptr) sums[i] -= seq.rows(p.dlse, batch, head)[rows[i] * p.dlse.row];
       ws.minus_delta[tile * ws.tile_rows + r] = sees ? -sums[i] : 0.f;
-      blind |= !sees && (valid || p.cu_seqlens_q != nullptr);  // packed: rows behind the end are another sequence's
+      blind |= !sees && valid;  // rows behind the end are zeros wherever they are read
       untrusted |= valid && !trusted(row_lse[i]);
     }
   }

@@ -65,10 +65,11 @@ __device__ __forceinline__ void store_dq(float* smem, const Ring<kStages>& ring,
 
 // Rows that do not count: their values, if they are not finite, would not vanish when multiplied by zero. By one
 // warpgroup.
-template <class Tile, class Element, class Counts>
+template <class Tile, bool kPacked, class Element, class Counts>
 __device__ __forceinline__ void clear_rows(Element* tile, Counts&& counts) {
   constexpr int kVectors = Tile::kSlabColumns / 8;  // in a row of a slab
-#pragma unroll 1
+  constexpr int kAtOnce = kPacked ? 4 : 1;          // every packed sequence ends so; elsewhere it is rare
+#pragma unroll kAtOnce
   for (int i = threadIdx.x % kWarpgroup; i < Tile::kSlabs * Tile::kRows * kVectors; i += kWarpgroup)
     if (!counts(i / kVectors % Tile::kRows)) reinterpret_cast<uint4*>(tile)[i] = uint4{};
 }
@@ -91,32 +92,39 @@ __device__ __forceinline__ void meet(int warpgroup) {
 }
 
 // The same of K and V, or of Q and dO; one warpgroup each.
-template <class Traits, class First, class Second, class Element, class Counts>
+template <class Traits, bool kPacked, class First, class Second, class Element, class Counts>
 __device__ __forceinline__ void clear_both(Element* first, Element* second, int warpgroup, Counts&& counts) {
   static_assert(First::kRows == Second::kRows);
-  if (warpgroup == 0) clear_rows<First>(first, counts);
-  if (warpgroup == 1) clear_rows<Second>(second, counts);
+  if (warpgroup == 0) clear_rows<First, kPacked>(first, counts);
+  if (warpgroup == 1) clear_rows<Second, kPacked>(second, counts);
   meet<Traits>(warpgroup);
 }
 
 // Packed: a tile's last keys belong to another sequence.
-template <class Traits>
+template <class Traits, bool kPacked>
 __device__ __forceinline__ void clear_key_tail(typename Traits::Smem& smem, int buffer, int keys, int warpgroup) {
   using SmemK = typename Traits::SmemK;
   using SmemV = typename Traits::SmemV;
-  clear_both<Traits, SmemK, SmemV>(smem.k + buffer * SmemK::kElements, smem.v + buffer * SmemV::kElements, warpgroup,
-                                   [&](int row) { return row < keys; });
+  clear_both<Traits, kPacked, SmemK, SmemV>(smem.k + buffer * SmemK::kElements, smem.v + buffer * SmemV::kElements,
+                                            warpgroup, [&](int row) { return row < keys; });
 }
 
-// In a marked tile, queries that see no key or belong to another sequence: Q and dO, which must have arrived.
-template <class Traits>
+// Whether a tile has queries that count as zeros and may hold anything: those that see no key, for which it is marked,
+// or, behind the end of a packed sequence, those of the next. Its last row is then one of these.
+template <bool kPacked, int kBlockM>
+__device__ __forceinline__ bool has_blind_queries(float* lse_log2) {
+  return cuda::mark_of(lse_log2, kBlockM) != nullptr || (kPacked && lse_log2[kBlockM - 1] == INFINITY);
+}
+// Clears those: Q and dO, which must have arrived.
+template <class Traits, bool kPacked>
 __device__ __forceinline__ void clear_blind_queries(typename Traits::Smem& smem, int q_stage, int dout_stage,
                                                     int warpgroup) {
   using SmemQ = typename Traits::SmemQ;
   using SmemDo = typename Traits::SmemDo;
   const float* lse_log2 = smem.lse_log2[q_stage];
-  clear_both<Traits, SmemQ, SmemDo>(smem.q + q_stage * SmemQ::kElements, smem.dout + dout_stage * SmemDo::kElements,
-                                    warpgroup, [&](int row) { return lse_log2[row] != INFINITY; });
+  clear_both<Traits, kPacked, SmemQ, SmemDo>(smem.q + q_stage * SmemQ::kElements,
+                                             smem.dout + dout_stage * SmemDo::kElements, warpgroup,
+                                             [&](int row) { return lse_log2[row] != INFINITY; });
 }
 
 // dK or dV of a warpgroup's 64 keys, from row `first` of the sequence on.

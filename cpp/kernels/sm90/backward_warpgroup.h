@@ -46,7 +46,8 @@ class BackwardWarpgroup {
       smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
       smem_.full_v.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
       const int keys = seq.seqlen_k - work.tile.block * kBlockN;
-      if (p_.cu_seqlens_k != nullptr && keys < kBlockN) clear_key_tail<Traits>(smem_, key_buffer(), keys, warpgroup_);
+      if (p_.cu_seqlens_k != nullptr && keys < kBlockN)
+        clear_key_tail<Traits, kPacked>(smem_, key_buffer(), keys, warpgroup_);
       const Scores scores(p_, seq, work.tile);
       bool last = step<true>(scores, acc_dk, acc_dv);
       while (!last) last = step<false>(scores, acc_dk, acc_dv);
@@ -70,6 +71,14 @@ class BackwardWarpgroup {
     const auto use = RingState<kStages>::after(steps_);
     const int stage = use.stage;
     smem_.full_q.wait_full(use);
+    // Packed: before the scores, which then need not be lowered. Not so elsewhere, where the first product would wait
+    // for what is read here, and rows behind the end are zeros anyway.
+    if constexpr (kPacked) {
+      if (has_blind_queries<kPacked, kBlockM>(smem_.lse_log2[stage])) {
+        smem_.full_do.wait_full(use);
+        clear_blind_queries<Traits, kPacked>(smem_, stage, stage, warpgroup_);
+      }
+    }
 
     auto k = cute::local_tile(smem_tensor<RowMajor<typename Traits::SmemK>>(smem_.k)(cute::_, cute::_, key_buffer()),
                               Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimQ>>{}, cute::make_coord(warpgroup_, 0));
@@ -91,7 +100,7 @@ class BackwardWarpgroup {
     smem_.full_do.wait_full(use);
     const float* const& top = cuda::mark_of(smem_.lse_log2[stage], kBlockM);
     // The scores of these rows, which are being computed, do not count.
-    if (top != nullptr) clear_blind_queries<Traits>(smem_, stage, stage, warpgroup_);
+    if (!kPacked && top != nullptr) clear_blind_queries<Traits, kPacked>(smem_, stage, stage, warpgroup_);
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
 
     cute::warpgroup_wait<1>();

@@ -57,20 +57,20 @@ class WideBackwardWarpgroup {
     smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
     smem_.full_v.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
     const int keys = seq.seqlen_k - work.tile.block * kBlockN;
-    if (p_.cu_seqlens_k != nullptr && keys < kBlockN) clear_key_tail<Traits>(smem_, 0, keys, warpgroup_);
+    if (p_.cu_seqlens_k != nullptr && keys < kBlockN) clear_key_tail<Traits, kPacked>(smem_, 0, keys, warpgroup_);
   }
   __device__ void release_keys() {
     const auto use = RingState<Traits::kKeyBuffers>::after(key_tiles_++);
     smem_.full_k.release(use, thread_);
     smem_.full_v.release(use, thread_);
   }
-  // Q of a step; marked tiles are cleared by both warpgroups.
+  // Q of a step; blind queries are cleared by both warpgroups.
   __device__ __forceinline__ BackwardStep wait_queries(const Use& use) {
     smem_.full_q.wait_full(use.q);
     const BackwardStep step = smem_.step[use.q.stage];
-    if (top_of(use) != nullptr) {
+    if (has_blind_queries<kPacked, kBlockM>(smem_.lse_log2[use.q.stage])) {
       smem_.full_do.wait_full(use.dout);
-      clear_blind_queries<Traits>(smem_, use.q.stage, use.dout.stage, warpgroup_);
+      clear_blind_queries<Traits, kPacked>(smem_, use.q.stage, use.dout.stage, warpgroup_);
     }
     return step;
   }
