@@ -8,17 +8,45 @@
 
 namespace flashsdk::cuda {
 
-// A thread block for each query tile of each head and sequence; where there are more of these than a grid's dimensions
-// take, a block does several. Never empty, as a launch may not be: rows of packed tensors need no sequence.
+// The sequence that a place (common/packed_tiles.h) belongs to, found by a warp. batch at least 1.
+template <int kTileRows>
+__device__ __forceinline__ int sequence_at(const std::int32_t* cu_seqlens, int batch, int place) {
+  int first = 0;
+  for (int count = batch; count > 1;) {
+    const int step = ceil_div(count, 32), ahead = threadIdx.x % 32 * step;
+    const bool begun = ahead < count && first_packed_tile(cu_seqlens[first + ahead], kTileRows, first + ahead) <= place;
+    const int before = (__popc(__ballot_sync(0xffffffffu, begun)) - 1) * step;
+    first += before;
+    count = min_of(step, count - before);
+  }
+  return first;
+}
+
+// A thread block for each query tile of each head and sequence; of packed sequences, for each place and head: where
+// lengths differ, most tiles that the longest has lie behind the end of the others. Where there are more of these than
+// a grid's dimensions take, a block does several. Never empty, as a launch may not be: rows of packed tensors need no
+// sequence.
 inline dim3 query_tile_grid(const ForwardParams& p, int tile_rows) {
   constexpr int kMost = 65535;
-  return dim3(static_cast<unsigned>(max_of(1, ceil_div(p.seqlen_q, tile_rows))),
-              static_cast<unsigned>(max_of(1, min_of(p.num_heads * p.batch, kMost))));  // no third: see branch_if()
+  const bool packed = p.cu_seqlens_q != nullptr;
+  const int tiles = packed ? first_packed_tile(p.total_q, tile_rows, p.batch) : ceil_div(p.seqlen_q, tile_rows);
+  const int heads = packed ? p.num_heads : p.num_heads * p.batch;
+  return dim3(static_cast<unsigned>(max_of(1, tiles)),
+              static_cast<unsigned>(max_of(1, min_of(heads, kMost))));  // no third: see branch_if()
 }
-template <class Body>
+// kPacked: of packed sequences, here and in all kernels.
+template <bool kPacked, int kTileRows, class Body>
 __device__ void for_each_query_tile(const ForwardParams& p, Body&& body) {
-  for (int i = blockIdx.y; i < p.num_heads * p.batch; i += gridDim.y)
-    body(static_cast<int>(blockIdx.x), i % p.num_heads, i / p.num_heads);
+  if constexpr (kPacked) {
+    if (p.batch == 0) return;
+    for (int head = blockIdx.y; head < p.num_heads; head += gridDim.y) {
+      const int batch = sequence_at<kTileRows>(p.cu_seqlens_q, p.batch, blockIdx.x);
+      body(static_cast<int>(blockIdx.x) - first_packed_tile(p.cu_seqlens_q[batch], kTileRows, batch), head, batch);
+    }
+  } else {
+    for (int i = blockIdx.y; i < p.num_heads * p.batch; i += gridDim.y)
+      body(static_cast<int>(blockIdx.x), i % p.num_heads, i / p.num_heads);
+  }
 }
 
 // P = exp(score − lse) takes over the rounding of the lse, up to here less than 1e-4 of P. Beyond, the row's sum is
@@ -115,16 +143,16 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
 
 // Grid: query_tile_grid(). RowSums: see cuda/row_sums.h; a loop of their own, so that what they need is not kept around
 // the rows of every tile.
-template <class Element, int kThreads, bool kVectors, bool kClears, class RowSums>
+template <class Element, int kThreads, bool kVectors, bool kClears, bool kPacked, class RowSums>
 __global__ void __launch_bounds__(kThreads, 5)  // what row sums need beyond these registers, others need not pay for
     backward_prepare_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace ws) {
   if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) *ws.next_work = 0;
   bool untrusted = false;
-  for_each_query_tile(p, [&](int m_block, int head, int batch) {
+  for_each_query_tile<kPacked, RowSums::kTileRows>(p, [&](int m_block, int head, int batch) {
     untrusted |= prepare_tile<Element, kThreads, RowSums::kTileRows, kVectors, kClears>(p, ws, m_block, head, batch);
   });
   if (!untrusted) return;
-  for_each_query_tile(p, [&](int m_block, int head, int batch) {
+  for_each_query_tile<kPacked, RowSums::kTileRows>(p, [&](int m_block, int head, int batch) {
     const SeqlenInfo seq(p, batch);
     const std::int64_t tile = ws.tile<RowSums::kTileRows>(p, seq, batch, head, m_block);
     RowSums::template take<kThreads>(p, seq, m_block, head, batch, ws.top + tile * ws.tile_rows, ws.lse_of(tile));

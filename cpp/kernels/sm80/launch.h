@@ -96,6 +96,7 @@ KernelEntry forward_entry() {
 template <class Traits, class Policy, cuda::Features kFeatures>
 void launch_backward(const ForwardParams& params, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
+  using Element = typename Traits::Element;
   const auto& p = static_cast<const BackwardParams&>(params);
   cuda::DeviceGuard guard(p.device.index);
   auto stream = static_cast<cudaStream_t>(context.stream);
@@ -104,26 +105,28 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
   const cuda::BackwardWorkspace ws(p, Traits::kBlockM, Traits::kHeadDim, context.workspace);
 
   const dim3 query_tiles = cuda::query_tile_grid(p, Traits::kBlockM);
-  const bool has_queries = p.seqlen_q != 0 && p.batch != 0;
+  const bool has_queries = p.seqlen_q != 0 && p.batch != 0, packed = p.cu_seqlens_q != nullptr;
   constexpr int kPrepareThreads = 256;
-  using Sums = cuda::RowSums<RowScores<typename Traits::Element>, Traits::kBlockM, Traits::kBlockN, Policy, kFeatures>;
+  using Sums = cuda::RowSums<RowScores<Element>, Traits::kBlockM, Traits::kBlockN, Policy, kFeatures>;
   if (has_queries) {
     cuda::launch("launching the backward's first pass",
-                 cuda::backward_prepare_kernel<typename Traits::Element, kPrepareThreads, false, true, Sums>,
+                 packed ? cuda::backward_prepare_kernel<Element, kPrepareThreads, false, true, true, Sums>
+                        : cuda::backward_prepare_kernel<Element, kPrepareThreads, false, true, false, Sums>,
                  query_tiles, kPrepareThreads, 0, stream, p, ws);
   }
-  const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(typename Traits::Element));
+  const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element));
   if (schedule.size() != 0) {
     cuda::launch("launching the backward kernel", kernel, dim3(static_cast<unsigned>(schedule.size())),
                  Traits::kThreads, Traits::kSmemBytes, stream, p, ws, schedule);
   }
   if (has_queries) {
-    constexpr int kTileBytes = Traits::SmemOut::kElements * sizeof(typename Traits::Element);
+    constexpr int kTileBytes = Traits::SmemOut::kElements * sizeof(Element);
     static_assert(kTileBytes <= 48 * 1024);
-    cuda::launch("launching the backward's last pass", backward_convert_dq_kernel<Traits>, query_tiles,
-                 Traits::kThreads, kTileBytes, stream, p, ws);
+    cuda::launch("launching the backward's last pass",
+                 packed ? backward_convert_dq_kernel<Traits, true> : backward_convert_dq_kernel<Traits, false>,
+                 query_tiles, Traits::kThreads, kTileBytes, stream, p, ws);
   }
-  cuda::clear_gradient_tails<typename Traits::Element>(p, stream);
+  cuda::clear_gradient_tails<Element>(p, stream);
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>

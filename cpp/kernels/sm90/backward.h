@@ -81,11 +81,11 @@ __device__ void convert_dq_tile(const BackwardParams& p, const cuda::BackwardWor
 }
 
 // Grid: cuda::query_tile_grid().
-template <class Traits>
+template <class Traits, bool kPacked>
 __global__ void __launch_bounds__(Traits::kDqPieces* kWarpgroup)
     backward_convert_dq_kernel(const __grid_constant__ BackwardParams p,
                                const __grid_constant__ cuda::BackwardWorkspace ws) {
-  cuda::for_each_query_tile(p, [&](int m_block, int head, int batch) {
+  cuda::for_each_query_tile<kPacked, Traits::kBlockM>(p, [&](int m_block, int head, int batch) {
     convert_dq_tile<Traits>(p, ws, m_block, head, batch);
     __syncthreads();  // shared memory is free for the next one
   });

@@ -63,8 +63,8 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
   using Product = RowScores<Element, Traits::kHeadDim, kPrepareThreads / kWarpgroup>;
   using Sums = cuda::RowSums<Product, Traits::kBlockM, Traits::kBlockN, cuda::BuiltinPolicy, kFeatures>;
   cuda::launch("launching the backward's first pass",
-               cuda::backward_prepare_kernel<Element, kPrepareThreads, true, Traits::kClearsDq, Sums>, query_tiles,
-               kPrepareThreads, 0, stream, p, ws);
+               cuda::backward_prepare_kernel<Element, kPrepareThreads, true, Traits::kClearsDq, kPacked, Sums>,
+               query_tiles, kPrepareThreads, 0, stream, p, ws);
 
   const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element));
   const int blocks =
@@ -74,7 +74,7 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
                  Traits::kSmemBytes, stream, p, backward_maps<Traits>(p), ws, schedule);
   }
 
-  cuda::launch("launching the backward's last pass", backward_convert_dq_kernel<Traits>, query_tiles,
+  cuda::launch("launching the backward's last pass", backward_convert_dq_kernel<Traits, kPacked>, query_tiles,
                Traits::kDqPieces * kWarpgroup, 0, stream, p, ws);
   cuda::clear_gradient_tails<Element>(p, stream);
 }
