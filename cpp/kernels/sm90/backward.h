@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (warp == 0) {
       plan_steps<Traits, Policy, kPacked>(p, ws, schedule, smem);
     } else if (warp == 1) {
-      load_operands<Traits>(p, maps, ws, smem);
+      load_operands<Traits, kPacked>(p, maps, ws, smem);
     } else {
       add_dq<Traits>(p, ws, smem, warp - 2);
     }

@@ -54,15 +54,15 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map, cutlass::ar
 }
 
 // One thread: a tile of K or V, when its place is free.
-template <class Tile, class Traits>
-__device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtensorMap& map,
-                                          Ring<Traits::kKeyBuffers>& ring, unsigned n, typename Traits::Element* smem,
-                                          const cuda::TileWork& work, const SeqlenInfo& seq) {
+template <class Tile, class Traits, bool kPacked>
+__device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring<Traits::kKeyBuffers>& ring, unsigned n,
+                                          typename Traits::Element* smem, const cuda::TileWork& work,
+                                          const SeqlenInfo& seq) {
   const auto use = RingState<Traits::kKeyBuffers>::after(n);
   ring.wait_empty(use);
   ring.announce(use, Tile::kBytes);
   load_tile<Tile>(map, ring.full[use.stage], smem + use.stage * Tile::kElements,
-                  {seq.offset_k + work.block * Traits::kBlockN, work.head, p.cu_seqlens_k != nullptr ? 0 : work.batch});
+                  {seq.offset_k + work.block * Traits::kBlockN, work.head, kPacked ? 0 : work.batch});
 }
 
 // Takes key tiles off the schedule, walks the queries that see them, and tells all what comes. A walk does not fit the
@@ -130,7 +130,7 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
 }
 
 // One thread: loads Q, dO, K and V.
-template <class Traits>
+template <class Traits, bool kPacked>
 __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps, const cuda::BackwardWorkspace& ws,
                               typename Traits::Smem& smem) {
   using SmemQ = typename Traits::SmemQ;
@@ -139,7 +139,7 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
   for_each_work<Traits>(smem, [&](const BackwardWork& work) {
     if (work.visited) {
       const SeqlenInfo seq(p, work.tile.batch);
-      const int batch = p.cu_seqlens_q != nullptr ? 0 : work.tile.batch;
+      const int batch = kPacked ? 0 : work.tile.batch;
       bool first = true;
       for_each_step<Traits>(smem, steps, [&](const PlannedStep& planned) {
         const TileOrigin at{seq.offset_q + planned.step.m_block * Traits::kBlockM, planned.step.head, batch};
@@ -154,8 +154,8 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
                              ws.minus_delta + std::int64_t{planned.tile} * Traits::kBlockM,
                              smem.minus_delta[dout.stage]);
         if (first) {
-          load_keys<typename Traits::SmemV, Traits>(p, maps.v, smem.full_v, key_tiles, smem.v, work.tile, seq);
-          load_keys<typename Traits::SmemK, Traits>(p, maps.k, smem.full_k, key_tiles++, smem.k, work.tile, seq);
+          load_keys<typename Traits::SmemV, Traits, kPacked>(maps.v, smem.full_v, key_tiles, smem.v, work.tile, seq);
+          load_keys<typename Traits::SmemK, Traits, kPacked>(maps.k, smem.full_k, key_tiles++, smem.k, work.tile, seq);
           first = false;
         }
       });

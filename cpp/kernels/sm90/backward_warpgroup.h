@@ -46,8 +46,7 @@ class BackwardWarpgroup {
       smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
       smem_.full_v.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
       const int keys = seq.seqlen_k - work.tile.block * kBlockN;
-      if (p_.cu_seqlens_k != nullptr && keys < kBlockN)
-        clear_key_tail<Traits, kPacked>(smem_, key_buffer(), keys, warpgroup_);
+      if (kPacked && keys < kBlockN) clear_key_tail<Traits>(smem_, key_buffer(), keys, warpgroup_);
       const Scores scores(p_, seq, work.tile);
       bool last = step<true>(scores, acc_dk, acc_dv);
       while (!last) last = step<false>(scores, acc_dk, acc_dv);

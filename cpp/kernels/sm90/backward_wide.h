@@ -57,7 +57,7 @@ class WideBackwardWarpgroup {
     smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
     smem_.full_v.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
     const int keys = seq.seqlen_k - work.tile.block * kBlockN;
-    if (p_.cu_seqlens_k != nullptr && keys < kBlockN) clear_key_tail<Traits, kPacked>(smem_, 0, keys, warpgroup_);
+    if (kPacked && keys < kBlockN) clear_key_tail<Traits>(smem_, 0, keys, warpgroup_);
   }
   __device__ void release_keys() {
     const auto use = RingState<Traits::kKeyBuffers>::after(key_tiles_++);
