@@ -114,7 +114,8 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
                         : cuda::backward_prepare_kernel<Element, kPrepareThreads, false, true, false, Sums>,
                  query_tiles, kPrepareThreads, 0, stream, p, ws);
   }
-  const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element));
+  const cuda::TileSchedule schedule =
+      cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element), cuda::device_limits(p.device.index).multiprocessors);
   if (schedule.size() != 0) {
     cuda::launch("launching the backward kernel", kernel, dim3(static_cast<unsigned>(schedule.size())),
                  Traits::kThreads, Traits::kSmemBytes, stream, p, ws, schedule);

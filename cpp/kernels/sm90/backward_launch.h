@@ -66,9 +66,9 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
                cuda::backward_prepare_kernel<Element, kPrepareThreads, true, Traits::kClearsDq, kPacked, Sums>,
                query_tiles, kPrepareThreads, 0, stream, p, ws);
 
-  const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element));
-  const int blocks =
-      min_of(static_cast<int>(key_tiles<Traits>(p)), cuda::device_limits(p.device.index).multiprocessors);
+  const int multiprocessors = cuda::device_limits(p.device.index).multiprocessors;
+  const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element), multiprocessors);
+  const int blocks = min_of(static_cast<int>(key_tiles<Traits>(p)), multiprocessors);
   if (blocks != 0) {
     cuda::launch("launching the backward kernel", kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
                  Traits::kSmemBytes, stream, p, backward_maps<Traits>(p), ws, schedule);
