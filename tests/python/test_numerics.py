@@ -224,6 +224,18 @@ def test_rows_that_see_no_key_are_not_read(runner, hidden_by, head_dim, bad):
         assert_same_bits(got, want)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_of_queries_that_see_no_key_are_zeros(runner, head_dim, bad):
+    """Whatever k and v hold: 700 queries come before the first key, tiles are of at most 192."""
+    for dtype in runner.dtypes:
+        q, k, v, _ = qkv((1000, 300), 2, head_dim, dtype=dtype)
+        k[:], v[:] = bad, bad
+        out, lse = runner.call("mha_fwd", q, k, v, mask=fs.Causal())
+        assert np.array_equal(np.isneginf(lse).all(axis=(0, 1)), np.arange(1000) < 700)
+        assert not out[:, : 700 - 192].astype(float).any()
+
+
 @pytest.mark.parametrize("seqlen_q", [64, 70])
 def test_a_bias_hides_a_key_whatever_its_score(runner, seqlen_q):
     q, k, v, dout = qkv((seqlen_q, 210), 2, 32, dtype=runner.dtypes[0])

@@ -32,8 +32,8 @@ class KeyLoader {
       const SeqlenInfo seq(p_, work.batch);
       const Policy policy(p_.mask, seq, work.batch, work.head);
       QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, policy.diagonals()};
-      visit_row_walk(policy, flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, work.block, of.m0,
-                     std::bool_constant<Traits::kFromEnd>{}, [&](TileWalk walk) { load_work(of, seq, walk, stream); });
+      policy.template visit_row_walk<Traits::kFromEnd>(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, work.block,
+                                                       of.m0, [&](TileWalk walk) { load_work(of, seq, walk, stream); });
     }
     const auto state = RingState<Traits::kKeyStages>::after(tiles_);
     if (leader_) announce({0, KeyTile::kEnd, 0, 0});
@@ -45,8 +45,11 @@ class KeyLoader {
   __device__ void load_work(QueryTile of, const SeqlenInfo& seq, TileWalk walk, WorkStream& stream) {
     const int batch = p_.cu_seqlens_q != nullptr ? 0 : of.batch, head_kv = of.head / p_.heads_per_group();
     TileRef tile{0, false};
-    // Queries that see nothing get one tile without a key: their output is written like any other.
+    // Queries that see nothing get one tile without a key: their output is written like any other. The tile lies behind
+    // all rows, where the copy engine gives zeros, as 0 times what K and V hold may be NaN.
     of.key_end = walk.next(tile) ? seq.seqlen_k : 0;
+    constexpr int kBehindAll = 1 << 30;
+    const int row0 = of.key_end > 0 ? seq.offset_k : kBehindAll;
     const int outside = Traits::kSkips ? of_each(is_outside(of, seq.seqlen_q)) * KeyTile::kHidden : 0;
     for (bool first = true, more = true; more; first = false) {
       TileRef next{0, false};
@@ -61,14 +64,14 @@ class KeyLoader {
       const auto state = RingState<Traits::kKeyStages>::after(tiles_);
       if (leader_) {
         if (first) smem_.query_tiles[works_ % Traits::kSlots] = of;
-        announce({n0, flags, seq.offset_k + n0, rows});
+        announce({n0, flags, row0 + n0, rows});
       }
       smem_.k_ring.wait_empty(state);
       if (leader_) {
         smem_.k_ring.announce(state, Traits::SmemK::kBytes);
         load_tile<typename Traits::SmemK>(maps_.k, smem_.k_ring.full[state.stage],
                                           smem_.k + state.stage * Traits::SmemK::kElements,
-                                          {seq.offset_k + n0, head_kv, batch});
+                                          {row0 + n0, head_kv, batch});
       }
       if (first) load_queries({seq.offset_q + of.m0, of.head, batch});
       ++tiles_;
