@@ -203,10 +203,11 @@ def test_bits_repeat(backend, dim, mask):
         assert_same(both(x, mask=mask, backend=backend)[:2], want[:2])
 
 
-def test_dropout_drops_what_the_cpu_drops(backend):
-    """With q = 0 all keys weigh the same, and v, one key a column, shows which were kept."""
-    seqlen = 64
-    q, v = torch.zeros(1, seqlen, 3, 64), torch.eye(seqlen).reshape(1, seqlen, 1, 64)
+@pytest.mark.parametrize("seqlen", [64, 500])
+def test_dropout_drops_what_the_cpu_drops(backend, seqlen):
+    """With q = 0 all keys weigh the same, and v, one of the last keys a column, shows which were kept."""
+    q, v = torch.zeros(1, seqlen, 3, 64), torch.zeros(1, seqlen, 1, 64)
+    v[0, -64:, 0] = torch.eye(64)
     k = torch.ones(1, seqlen, 1, 64)
     x = [t.to(BF16) for t in (q, k, v)]
     for seed, offset, p in ((1, 0, 0.3), (2**63 + 7, 2**40 + 1, 0.9)):
@@ -241,6 +242,14 @@ def test_explain_needs_no_outputs(backend, op):
     """Those that are not there yet are taken to be made as the call makes them."""
     q, k, v, _ = qkv()
     assert backend in fs.explain(q, k, v, op=op, backend=backend).kernel
+
+
+def test_layouts_take_no_tiles_that_are_counted_from_the_end(backend):
+    """Such a tile of 192 queries begins anywhere, also where the layout's blocks would suit it."""
+    mask = fs.layouts.dense(768, 768, (192, 128))
+    q, k, v, _ = qkv(768)
+    refused = [why for kernel, why in fs.explain(q, k, v, mask=mask).refused if backend in kernel]
+    assert any("counted from the end of a sequence" in why for why in refused) == (backend == "sm90")
 
 
 def test_strides_beyond_two_to_the_31(backend):

@@ -57,16 +57,18 @@ struct ForwardTraits {
   static constexpr bool kWholeStores = kHeadDim <= 128;  // of the output: see store_accumulator()
   // With more than two warpgroups, tiles of queries are so long that each of these passes over tiles of keys of which
   // it sees nothing, and that tiles are counted from the end of a sequence: under a causal mask what is left over sees
-  // the fewest keys then, not the most.
+  // the fewest keys then, not the most. Dropout draws for 16 queries at once, so that the end is a multiple of these.
   static constexpr bool kSkips = kWarpgroups > 2, kFromEnd = kSkips;
   static __device__ int first_query(int m_block, int seqlen_q) {
-    return kFromEnd ? seqlen_q - (ceil_div(seqlen_q, kBlockM) - m_block) * kBlockM : m_block * kBlockM;
+    constexpr int kDrawn = 16;
+    const int end = kFromEnd ? ceil_div(seqlen_q, kDrawn) * kDrawn : ceil_div(seqlen_q, kBlockM) * kBlockM;
+    return end - (ceil_div(seqlen_q, kBlockM) - m_block) * kBlockM;
   }
   // Of 65536 a multiprocessor: what loading does not need, computing gets. S, P and the output take the most.
   static constexpr int kTileRegisters = kBlockN / 2 + kBlockN / 4 + kHeadDimV / 2;
   static constexpr bool kWide = kTileRegisters > 176;
   static constexpr int kLoadRegisters = kWarpgroups == 2 ? (kWide ? 40 : 56) : 32;
-  static constexpr int kComputeRegisters = kWarpgroups == 2 ? (kWide ? 232 : 224) : kWarpgroups == 3 ? 160 : 112;
+  static constexpr int kComputeRegisters = kWarpgroups == 2 ? (kWide ? 232 : 224) : 160;
 
   using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kQueryStages>;
   using SmemK = SmemTile<Element, kBlockN, kHeadDim, kKeyStages>;
