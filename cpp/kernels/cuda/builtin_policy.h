@@ -5,40 +5,29 @@
 // masks.
 #pragma once
 
-#include <type_traits>
-
 #include "common/mask_policy.h"
 
 namespace flashsdk::cuda {
-
-// visit(walk) with the walk of a row of tiles. m0: its first query, which is m_block · tile.m unless kFromEnd, where
-// tiles are counted from the end of a sequence.
-template <bool kFromEnd, class Policy, class Visit>
-__device__ void visit_row_walk(const Policy& policy, flashsdk::Tile tile, int m_block, int /*m0*/,
-                               std::bool_constant<kFromEnd>, Visit&& visit) {
-  static_assert(!kFromEnd, "this policy is walked by tiles that are counted from the first query");
-  visit(policy.row_walk(tile, m_block));
-}
 
 class BuiltinPolicy {
  public:
   __device__ BuiltinPolicy(const MaskParam& mask, const SeqlenInfo& s, int batch, int head)
       : mask_(mask), seq_(s), batch_(batch), head_(head) {}
 
-  // Runs and lists apart: the compiler then keeps in registers what the one or the other needs, not both. Layouts have
-  // no walk from the end of a sequence, where a tile may lie in several blocks: refuse_forward() keeps them away.
+  // visit(walk) with the walk of a row of tiles. m0: its first query, which is m_block · tile.m unless kFromEnd, where
+  // tiles are counted from the end of a sequence: layouts have no walk from there, as a tile may lie in several blocks,
+  // and refuse_forward() keeps them away. Runs and lists apart: the compiler then keeps in registers what the one or
+  // the other needs, not both.
   template <bool kFromEnd, class Visit>
-  friend __device__ void visit_row_walk(const BuiltinPolicy& policy, flashsdk::Tile tile, int m_block, int m0,
-                                        std::bool_constant<kFromEnd>, Visit&& visit) {
-    if (!kFromEnd && policy.mask_.kind == MaskKind::kBlockSparse) {
-      visit(BlockSparsePolicy(policy.mask_, policy.seq_, policy.batch_, policy.head_).row_walk(tile, m_block));
-    } else if (policy.mask_.kind == MaskKind::kBand) {
-      visit(BandPolicy(policy.mask_, policy.seq_, policy.batch_, policy.head_).row_walk_from(tile, m0));
+  __device__ void visit_row_walk(flashsdk::Tile tile, int m_block, int m0, Visit&& visit) const {
+    if (!kFromEnd && mask_.kind == MaskKind::kBlockSparse) {
+      visit(BlockSparsePolicy(mask_, seq_, batch_, head_).row_walk(tile, m_block));
+    } else if (mask_.kind == MaskKind::kBand) {
+      visit(BandPolicy(mask_, seq_, batch_, head_).row_walk_from(tile, m0));
     } else {
-      visit(DensePolicy(policy.mask_, policy.seq_, policy.batch_, policy.head_).row_walk(tile, m_block));
+      visit(DensePolicy(mask_, seq_, batch_, head_).row_walk(tile, m_block));
     }
   }
-
   __device__ TileWalk row_walk(flashsdk::Tile tile, int m_block) const {
     switch (mask_.kind) {
       case MaskKind::kDense:
