@@ -323,7 +323,7 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, *, gqa: bool) -> tuple[int
     of_query, of_key, of_value = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
     of_kv = max(of_key, of_value) if 0 not in (of_key, of_value) else 0
     for name, n in (("key", of_key), ("value", of_value)):
-        if n not in (1, of_kv):
+        if not _broadcasts(n, of_kv):
             raise Error(f"{name}: {n} heads; {of_kv}, or 1")
     if of_query == of_kv or of_kv == 1:
         return of_query, of_kv, of_kv
@@ -345,11 +345,16 @@ def _batch(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
         given = x.shape[:-3]
         rank = max(len(batch), len(given))
         one, other = ((1,) * (rank - len(sizes)) + tuple(sizes) for sizes in (batch, given))
-        if any(m != n and 1 not in (m, n) for m, n in zip(one, other, strict=True)):
+        if not all(_broadcasts(m, n) or n == 1 for m, n in zip(one, other, strict=True)):
             allowed = f"leading dimensions that broadcast with {tuple(batch)}"
             raise Error(f"{name}: {shape_of(x)}; {allowed}")
         batch = torch.Size(n if m == 1 else m for m, n in zip(one, other, strict=True))
     return batch
+
+
+def _broadcasts(size: int, to: int) -> bool:
+    # Not "size in (1, to)": torch.compile finds no number in a tuple of symbols, equal as they are.
+    return size == 1 or size == to
 
 
 def _rows_first(x: Tensor, batch: torch.Size, heads: int) -> Tensor:
@@ -370,7 +375,7 @@ def _bias(attn_mask: Tensor, batch: torch.Size, scores: tuple[int, int, int]) ->
     rank = len(batch) + 3
     shape = (1,) * (rank - attn_mask.dim()) + tuple(attn_mask.shape)
     allowed = (*batch, *scores)
-    if len(shape) != rank or any(n not in (1, m) for n, m in zip(shape, allowed, strict=True)):
+    if len(shape) != rank or not all(map(_broadcasts, shape, allowed)):
         raise Error(f"attn_mask: {shape_of(attn_mask)}; one that broadcasts to {allowed}")
     if all(n == 1 for n in shape[:-3]):
         bias = attn_mask.reshape(1, *shape[-3:])

@@ -226,6 +226,20 @@ def test_dynamic_shapes(function):
     assert counter.frame_count == graphs
 
 
+def test_a_mask_of_fixed_size_among_dynamic_shapes():
+    """A number and a symbol of the same value are the same size."""
+
+    def function(q, k, v):
+        return heads_first(q, k, v, attn_mask=torch.ones(48, 64, dtype=torch.bool).tril(3))
+
+    q, _, _ = qkv(48)
+    _, k, v = qkv(64)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    same_as_eager(function, q, k, v, compiled=compiled)
+    with pytest.raises(fs.Error, match=r"^attn_mask: shape \(48, 64\); one that broadcasts to "):
+        function(k, k, v)
+
+
 def test_numbers_that_change():
     def function(q, k, v, softcap, scale):
         return adapter.attention(q, k, v, softcap=softcap, softmax_scale=scale)
