@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import ops
+from . import _torch_flops, ops
 from ._block_lists import INT32_MAX, LISTS, Csr
 from ._errors import Error, integer, shown
 from ._torch_checks import (
@@ -225,6 +225,7 @@ def _define(
     gradients = _operator(schema, backward, fake_backward, save_nothing, refuse)
     schema = f"{name}_fwd({qkv}{rest_schema}) -> (Tensor out, Tensor lse)"
     differentiable = _operator(schema, forward, fake_forward, save, gradient)
+    _torch_flops.register(name, packed)
     return Operation(differentiable, gradients, run_forward, run_backward, _encoded, _beside)
 
 

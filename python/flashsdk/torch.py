@@ -13,6 +13,8 @@ What all share:
 - float32, float16 and bfloat16. Under torch.autocast q, k and v become the autocast dtype.
 - With dropout and no seed, a seed is drawn from torch's CPU generator on each call, whatever the
   device of the tensors: torch.manual_seed repeats it, and nothing is synchronised.
+- torch.utils.flop_counter counts them as it counts scaled_dot_product_attention: bands in full, of
+  a ``BlockMask`` the share that is visited.
 - Bad input raises ``flashsdk.Error``, a ValueError, before anything runs.
 """
 

@@ -11,6 +11,8 @@ torch = pytest.importorskip("torch")
 import flashsdk as fs  # noqa: E402
 from flashsdk.torch import attention, varlen_attention  # noqa: E402
 from standard_attention import check, standard  # noqa: E402
+from torch._subclasses import FakeTensorMode  # noqa: E402
+from torch.utils import flop_counter  # noqa: E402
 from torch_cases import block_mask, qkv, with_gradients  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -224,6 +226,41 @@ def test_meta_lengths_among_others():
     offsets = torch.tensor([0, 70], dtype=torch.int32)
     with pytest.raises(fs.Error, match=r"^cu_seqlens_k: on meta; cpu, where q is$"):
         varlen_attention(q, k, v, offsets, offsets.to("meta"), 70, 70)
+
+
+def flops(call, *tensors):
+    """(of the forward, of its backward)"""
+    with flop_counter.FlopCounterMode(display=False) as forward:
+        out = call(*tensors)
+    with flop_counter.FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def test_flops_are_counted():
+    q, k, v = with_gradients(qkv(2, 48, 80, 4, 2, 32, 16))
+    pairs = 2 * 4 * 48 * 80
+    forward, backward = 2 * pairs * (32 + 16), 2 * pairs * (3 * 32 + 2 * 16)
+    assert flops(attention, q, k, v) == (forward, backward)
+    assert flops(lambda *x: attention(*x, mask=CAUSAL), q, k, v) == (forward, backward)
+    mask = fs.layouts.random(48, 80, 16, density=0.4, num_heads=4, band=fs.SlidingWindow(20, 20))
+    want = round(forward * mask.density), round(backward * mask.density)
+    assert flops(lambda *x: attention(*x, mask=mask), q, k, v) == want
+    theirs = flop_counter.sdpa_flop_count((2, 4, 48, 32), (2, 4, 80, 32), (2, 4, 80, 16))
+    assert theirs == forward
+
+
+def test_flops_of_packed_sequences_are_counted():
+    x = torch.randn(30, 4, 32, requires_grad=True)
+    offsets = torch.tensor([0, 10, 10, 27], dtype=torch.int32)
+
+    def call(x):
+        return varlen_attention(x, x, x, offsets, offsets, 20, 20)
+
+    pairs = 4 * (10 * 10 + 17 * 17)
+    assert flops(call, x) == (2 * pairs * 64, 2 * pairs * 160)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # whose lengths nobody knows
+        assert flops(call, torch.empty(30, 4, 32, requires_grad=True))[0] == 2 * 4 * 3 * 400 * 64
 
 
 def test_changing_an_input_before_backward_is_noticed():
