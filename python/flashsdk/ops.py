@@ -15,7 +15,7 @@ float32, bfloat16 or float16, all the same; lse and dlse are float32. head_dim a
 to 256, num_heads is a multiple of num_heads_kv. Any strides, except that the last dimension is
 contiguous. Inputs may be read-only. Tensors of PyTorch that require gradients are read like any
 other (an older PyTorch, whose DLPack refuses to lend them, is an Error): autograd belongs to
-``flashsdk.torch``.
+``flashsdk.torch``. Those that results are written into count as changed, as after torch's own out=.
 
 Keywords of all four functions::
 
