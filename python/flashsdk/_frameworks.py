@@ -164,7 +164,9 @@ class _Jax(_NumPy):
     def _new(self, like: Any, shape: Shape, dtype: str) -> Any:
         device = self.device(like)
         if device is None:
-            return _bindings.empty(dtype, shape)
+            memory = _bindings.empty(dtype, shape)
+            (host,) = like.devices()
+            return memory if host.id == 0 else _JaxHostMemory(memory, host)
         array = sys.modules["jax"].numpy.empty(shape, dtype, device=device)
         return _JaxMemory(array.block_until_ready())
 
@@ -173,6 +175,8 @@ class _Jax(_NumPy):
             return result.array
         import jax.dlpack  # here already, as somebody made the arrays
 
+        if isinstance(result, _JaxHostMemory):
+            return jax.device_put(jax.dlpack.from_dlpack(result.memory), result.device)
         return jax.dlpack.from_dlpack(result)
 
     def device(self, like: Any) -> Any:
@@ -203,6 +207,16 @@ class _JaxMemory:
             self.array.unsafe_buffer_pointer(),
             self.__dlpack_device__()[1],
         ).__dlpack__()
+
+
+class _JaxHostMemory:
+    """Memory for an array on a CPU device of JAX that is not the first, where DLPack puts all."""
+
+    def __init__(self, memory: Any, device: Any):
+        self.memory, self.device = memory, device
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self.memory.__dlpack__(**keywords)
 
 
 class _ArrayApi(_NumPy):

@@ -287,6 +287,12 @@ for mask in (None, blocks):
         fs.mha_fwd(x, x, x, mask=mask)
     except fs.Error as e:
         print(e)
+
+second = jax.device_put(np.ones((2, 40, 1, 8), np.float32), jax.devices()[1])
+out, lse = fs.mha_fwd(second, second, second, mask=blocks)
+for result in (out, lse, *fs.mha_bwd(out, second, second, second, out, lse, mask=blocks)):
+    assert result.devices() == second.devices(), result.devices()
+assert np.array_equal(out + second, 2 * np.ones(out.shape))
 """
 
 
