@@ -8,7 +8,8 @@
 //   KeyRange keys_of(i)                that interval, which lets kernels trim and mask by two comparisons.
 // A policy that is the same along every diagonal may offer
 //   KeyRange diagonals()               the visible values of j - i in partial tiles,
-// and a GPU kernel then compares each element with two constants; the sm90 forward takes no policy without it.
+// and a GPU kernel then compares each element with two constants. The sm90 forward, which announces masks as diagonals,
+// takes cuda::BuiltinPolicy alone.
 // i and j are local to the sequence. Cutting at the sequence ends belongs to the kernel. examples/custom_mask adds one.
 #pragma once
 

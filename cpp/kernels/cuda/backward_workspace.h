@@ -3,10 +3,10 @@
 // Rows are padded to whole query tiles, so that the main kernel reads and adds without asking whether a row exists:
 // a missing row, and one that sees no key, has lse +inf, and so probability 0 everywhere.
 //
-// P = exp(score − lse) takes over the rounding of the lse, and 0·NaN is NaN. Where the one would show, or a row that sees
-// no key may hold the other, a tile is marked: its scores are first reduced by `top`, and lse_log2 is relative to that;
-// rows of lse +inf, whose top is +inf too, are cleared. Rows behind the end of a packed sequence are the next one's:
-// the main kernels see to it that they are zeros before the first product, and they need no mark.
+// P = exp(score − lse) takes over the rounding of the lse, and 0·NaN is NaN. Where the one would show, or a row that
+// sees no key may hold the other, a tile is marked: its scores are first reduced by `top`, and lse_log2 is relative to
+// that; rows of lse +inf, whose top is +inf too, are cleared. Rows behind the end of a packed sequence are the next
+// one's: the main kernels see to it that they are zeros before the first product, and they need no mark.
 #pragma once
 
 #include <cstddef>

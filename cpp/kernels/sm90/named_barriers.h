@@ -7,8 +7,8 @@ namespace flashsdk::sm90 {
 
 // Forward and backward are kernels of their own: their ids may be the same.
 namespace named_barrier {
-constexpr std::uint32_t kForwardTurn = 1;      // + warpgroup, up to 4: whose products are issued next
-constexpr std::uint32_t kForwardVote = 5;      // + warpgroup, up to 4: whether a try holds there
+constexpr std::uint32_t kForwardTurn = 1;      // + warpgroup, up to 3: whose products are issued next
+constexpr std::uint32_t kForwardVote = 5;      // + warpgroup, up to 3: whether a try holds there
 constexpr std::uint32_t kBackwardClear = 1;    // + 0, 1: the computing warpgroups have cleared rows that do not count
 constexpr std::uint32_t kBackwardScores = 3;   // + buffer, up to 2: P has been handed over
 constexpr std::uint32_t kBackwardRowSums = 1;  // + warpgroup: what its warps hand each other is in shared memory
