@@ -56,11 +56,11 @@ inline TileSchedule forward_schedule(const ForwardParams& p, int tile_queries, s
           section_of(kv_bytes, heads_total, uniform_tiles), true};
 }
 
-// The tiles of keys, whose heads share Q, dO and the fp32 dQ in L2. Where they differ in cost, multiprocessors are idle
-// at the end of the last section, so a section has kTilesEach tiles for each of them; but only as many heads as leave
-// kKeysAtOnce keys of each at work at a time, as otherwise all key tiles read Q and dO anew (docs/sm90-backward.md,
-// version 10). In a deterministic call key tiles of a head take turns (turn_order.h): the more heads side by side, the
-// fewer blocks queue for the same dQ.
+// The tiles of keys, whose heads share Q, dO and the fp32 dQ in L2. Under a band multiprocessors are idle at the end of
+// the last section, so a section has kTilesEach tiles for each of them; but only as many heads as leave kKeysAtOnce keys
+// of each at work at a time, as otherwise all key tiles read Q and dO anew. Key tiles of a layout share too little of
+// these for that. In a deterministic call key tiles of a head take turns (turn_order.h): the more heads side by side, the
+// fewer blocks queue for the same dQ. Measurements: docs/sm90-backward.md, version 10.
 inline TileSchedule backward_schedule(const ForwardParams& p, int tile_keys, std::size_t element_bytes,
                                       int multiprocessors) {
   constexpr int kTilesEach = 8, kKeysAtOnce = 512;
@@ -71,12 +71,13 @@ inline TileSchedule backward_schedule(const ForwardParams& p, int tile_keys, std
   if (p.deterministic) {
     schedule.section = section_of(q_bytes, heads_total, false, 2 * kL2Share);
     schedule.descending = last_keys_first(p.mask);
-  } else if (p.mask.kind == MaskKind::kDense) {
-    schedule.section = section_of(q_bytes, heads_total, true);
-  } else {
+    return schedule;
+  }
+  schedule.section = section_of(q_bytes, heads_total, p.mask.kind == MaskKind::kDense);
+  if (p.mask.kind == MaskKind::kBand) {
     const int enough = ceil_div(kTilesEach * multiprocessors, max_of(1, schedule.num_blocks));
     const int most = multiprocessors * tile_keys / kKeysAtOnce;
-    schedule.section = max_of(section_of(q_bytes, heads_total, false), min_of(enough, most));
+    schedule.section = max_of(schedule.section, min_of(enough, most));
   }
   return schedule;
 }
