@@ -300,9 +300,10 @@ def stack_heads(masks: Iterable[BlockMask]) -> BlockMask:
     """
     given = masks
     try:
-        masks = tuple(masks)
-    except Exception:  # of the caller's type, such as an array without dimensions
+        iter(masks)
+    except TypeError:  # of an array without dimensions too, which has an __iter__
         masks = ()
+    masks = tuple(masks)
     if not masks or not all(isinstance(mask, BlockMask) for mask in masks):
         raise Error(f"masks: {shown(masks or given)}; one or more BlockMasks")
     first = masks[0]

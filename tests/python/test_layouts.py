@@ -263,6 +263,14 @@ def test_density_may_be_numpys():
     )
 
 
+def test_stack_heads_of_a_generator():
+    """What goes wrong in it is said as it is, and not that there are no masks."""
+    two = layouts.stack_heads(layouts.dense(64, 64, 16) for _ in range(2))
+    assert two.num_heads == 2
+    with pytest.raises(Error, match=r"^block_size: 'a'; "):
+        layouts.stack_heads(layouts.dense(64, 64, size) for size in (16, "a"))
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_lengths_may_be_tensors(name):
     """As the longest of a batch is, where its lengths are one."""
