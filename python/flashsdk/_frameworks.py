@@ -180,7 +180,10 @@ class _Jax(_NumPy):
         return jax.dlpack.from_dlpack(result)
 
     def device(self, like: Any) -> Any:
-        (device,) = like.devices()
+        try:
+            (device,) = like.devices()
+        except (TypeError, ValueError):  # traced, or on several: the library says so
+            return None
         return device if device.platform == "gpu" else None
 
     def to_device(self, array: Any, like: Any) -> Any:

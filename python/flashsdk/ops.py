@@ -364,10 +364,7 @@ def _mask(mask: object, q: Any) -> _bindings.Mask:
 def _lists(mask: BlockMask, q: Any) -> tuple[Any, ...]:
     """The eight arrays of a layout where q is; a GPU gets them once for each mask."""
     framework = _frameworks.of(q)
-    try:
-        device = framework.device(q)
-    except Exception:  # an array on several devices, or one that is traced: the library says so
-        return mask._arrays
+    device = framework.device(q)
     if device is None:
         return mask._arrays
     key = type(framework), device
