@@ -13,11 +13,10 @@ from flashsdk.torch import attention, varlen_attention  # noqa: E402
 from standard_attention import check, standard  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.utils import flop_counter  # noqa: E402
-from torch_cases import block_mask, qkv, with_gradients  # noqa: E402
+from torch_cases import TORCH, block_mask, qkv, with_gradients  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAUSAL = fs.Causal()
-TORCH = tuple(int(x) for x in torch.__version__.split(".")[:2])
 
 
 # ---- values and gradients, against standard attention

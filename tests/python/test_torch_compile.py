@@ -9,12 +9,10 @@ import flashsdk as fs  # noqa: E402
 from flashsdk import torch as adapter  # noqa: E402
 from flashsdk._torch_ops import decode_mask, encode_mask  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torch_cases import TORCH  # noqa: E402
 
 CAUSAL = fs.Causal()
 BLOCKS = fs.layouts.bigbird(48, 48, 16, window_blocks=1, global_blocks=0, random_blocks=1)
-
-
-TORCH = tuple(int(x) for x in torch.__version__.split(".")[:2])
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,8 @@
 import flashsdk as fs
 import torch
 
+TORCH = tuple(int(x) for x in torch.__version__.split(".")[:2])
+
 
 def qkv(
     batch=2, seqlen_q=70, seqlen_k=None, heads=4, heads_kv=None, dim=32, dim_v=None, dtype=None
