@@ -46,7 +46,7 @@ float to_probability(const char* name, nb::handle value) {
   return p == 1.f && PyFloat_AsDouble(value.ptr()) < 1. ? std::nextafter(1.f, 0.f) : p;
 }
 
-// One that is too small must not round to 0, which is none.
+// A softcap too small for float32 must not become 0, which turns it off.
 float to_softcap(const char* name, nb::handle value) {
   const float cap = to_float(name, value);
   if (cap == 0.f && PyFloat_AsDouble(value.ptr()) != 0.) fail(name, value, "0, or a number that float32 can hold");

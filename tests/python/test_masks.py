@@ -379,7 +379,7 @@ def numbers(*shape, of=1):
     ],
 )
 def test_from_flex_of_fields_that_do_not_fit(fields, line):
-    """Counts past the width were cut and below 0 were none, and a block could be listed twice."""
+    """None of them is cut to what would fit, and no block counts twice."""
     good = {
         "BLOCK_SIZE": (16, 16),
         "seq_lengths": (32, 32),
