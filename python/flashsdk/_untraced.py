@@ -21,11 +21,11 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:
         nonlocal hidden
-        compiler: Any = sys.modules.get("torch._dynamo")
-        if compiler is None:
+        disable: Any = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+        if disable is None:  # not imported, or not yet to its end, in another thread
             return function(*args, **keywords)
         if hidden is None:
-            hidden = compiler.disable(function)
+            hidden = disable(function)
         return hidden(*args, **keywords)
 
     return call

@@ -1,6 +1,8 @@
 """Layouts against the papers' definitions, block by block, in plain loops."""
 
 import math
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -261,6 +263,11 @@ def test_density_may_be_numpys():
     assert layouts.random(80, 80, 16, density=np.float32(0.5)) == layouts.random(
         80, 80, 16, density=0.5
     )
+
+
+def test_while_another_thread_imports_the_compiler(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    assert layouts.dense(64, 64, 16).density == 1
 
 
 def test_stack_heads_of_a_generator():
