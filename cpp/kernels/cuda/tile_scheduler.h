@@ -56,11 +56,12 @@ inline TileSchedule forward_schedule(const ForwardParams& p, int tile_queries, s
           section_of(kv_bytes, heads_total, uniform_tiles), true};
 }
 
-// The tiles of keys, whose heads share Q, dO and the fp32 dQ in L2. Under a band multiprocessors are idle at the end of
-// the last section, so a section has kTilesEach tiles for each of them; but only as many heads as leave kKeysAtOnce
-// keys of each at work at a time, as otherwise all key tiles read Q and dO anew. Key tiles of a layout share too little
-// of these for that. In a deterministic call key tiles of a head take turns (turn_order.h): the more heads side by
-// side, the fewer blocks queue for the same dQ. Measurements: docs/sm90-backward.md, version 10.
+// The tiles of keys, whose heads share Q, dO and the fp32 dQ in L2. Under a band multiprocessors are idle at the end
+// of the last section, so a section has kTilesEach tiles for each of them; but only as many heads as leave kKeysAtOnce
+// keys of each at work at a time, as otherwise all key tiles read Q and dO anew. Key tiles of a layout share too
+// little of these for that. In a deterministic call key tiles of a head take turns (turn_order.h): of twice as many
+// heads fewer blocks queue for the same dQ, and more are slower again. Measurements: docs/sm90-backward.md, version
+// 10.
 inline TileSchedule backward_schedule(const ForwardParams& p, int tile_keys, std::size_t element_bytes,
                                       int multiprocessors) {
   constexpr int kTilesEach = 8, kKeysAtOnce = 512;
