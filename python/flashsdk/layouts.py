@@ -35,7 +35,7 @@ from ._block_lists import (
 )
 from ._errors import Error, integer, real, shown
 from ._untraced import untraced
-from .masks import Alignment, Band, BlockMask, Causal, SlidingWindow, band_or_all
+from .masks import Alignment, Band, BlockMask, Causal, SlidingWindow, band_or_all, lengths
 
 __all__ = [
     "bigbird",
@@ -204,8 +204,8 @@ def longformer(
     whole = _along_diagonal(pattern, seqlen_q, seqlen_k, block_size, anywhere)
     full = whole.to_dense(block_level=True)
     if right <= 0:
-        lengths = whole.seqlen_q, whole.seqlen_k
-        full &= Band(None, right, alignment).blocks(*lengths, whole.block_size)[1]
+        before = Band(None, right, alignment)
+        full &= before.blocks(whole.seqlen_q, whole.seqlen_k, whole.block_size)[1]
     return BlockMask.from_dense(
         np.ones_like(full),
         whole.block_size,
@@ -280,8 +280,8 @@ def random(
 
     diagonal = _along_diagonal(np.equal, seqlen_q, seqlen_k, block_size, band)
     kept = diagonal.to_dense(block_level=True)[0, 0]
-    lengths = diagonal.seqlen_q, diagonal.seqlen_k
-    visible = band_or_all(band).blocks(*lengths, diagonal.block_size)[0]
+    seqlen_q, seqlen_k = diagonal.seqlen_q, diagonal.seqlen_k
+    visible = band_or_all(band).blocks(seqlen_q, seqlen_k, diagonal.block_size)[0]
     count = max(round(share * np.count_nonzero(visible)) - np.count_nonzero(kept), 0)
     candidates = (visible & ~kept).reshape(1, -1)
     picks = (_pick(candidates, count, (seed, head)) for head in heads)
@@ -376,8 +376,8 @@ def from_matrix(
 def _everywhere(
     seqlen_q: int, seqlen_k: int, block_size: BlockSize, band: Band | None
 ) -> BlockMask:
-    rows, cols, size = _grid(seqlen_q, seqlen_k, block_size)
-    blocks = np.ones((rows, cols), bool)
+    (seqlen_q, seqlen_k), grid, size = _grid(seqlen_q, seqlen_k, block_size)
+    blocks = np.ones(grid, bool)
     return BlockMask.from_dense(blocks, size, seqlen_q=seqlen_q, seqlen_k=seqlen_k, band=band)
 
 
@@ -389,8 +389,7 @@ def _along_diagonal(
     band: Band | None,
 ) -> BlockMask:
     """The mask whose query blocks follow ``pattern`` at each key block that they stand in."""
-    _, cols, (block_q, block_k) = _grid(seqlen_q, seqlen_k, block_size)
-    seqlen_q, seqlen_k = int(seqlen_q), int(seqlen_k)
+    (seqlen_q, seqlen_k), (_, cols), (block_q, block_k) = _grid(seqlen_q, seqlen_k, block_size)
     blocks = np.arange(cols)
     square = pattern(blocks[:, None], blocks)
     at = band_or_all(band).shift(seqlen_q, seqlen_k)
@@ -405,12 +404,13 @@ def _along_diagonal(
     )
 
 
-def _grid(seqlen_q: int, seqlen_k: int, block_size: BlockSize) -> tuple[int, int, tuple[int, int]]:
-    """Block rows, block columns, (block_q, block_k)."""
+def _grid(
+    seqlen_q: int, seqlen_k: int, block_size: BlockSize
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """(seqlen_q, seqlen_k), (block rows, block columns), (block_q, block_k)."""
     block_q, block_k = check_block_size(block_size)
-    rows = -(-length("seqlen_q", seqlen_q) // block_q)
-    cols = -(-length("seqlen_k", seqlen_k) // block_k)
-    return rows, cols, (block_q, block_k)
+    queries, keys = lengths(seqlen_q, seqlen_k, 1)
+    return (queries, keys), (-(-queries // block_q), -(-keys // block_k)), (block_q, block_k)
 
 
 def _global(own: NDArray[np.int64], key: NDArray[np.int64], count: int) -> Bools:

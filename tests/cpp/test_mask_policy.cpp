@@ -4,19 +4,16 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "block_lists.h"
 #include "policy_check.h"
+#include "rng.h"
 
 namespace flashsdk::testing {
 namespace {
 
-using Rng = std::mt19937;
-
-int between(Rng& rng, int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng); }
 template <class T>
 T pick(Rng& rng, std::initializer_list<T> values) {
   return values.begin()[between(rng, 0, static_cast<int>(values.size()) - 1)];

@@ -1,19 +1,17 @@
 // The order in which thread blocks take tiles (cuda/tile_scheduler.h), as the host plans it.
 #include <gtest/gtest.h>
 
-#include <random>
 #include <set>
 #include <tuple>
 
 #include "cuda/tile_scheduler.h"
+#include "rng.h"
 
-namespace flashsdk {
+namespace flashsdk::testing {
 namespace {
 
-int between(std::mt19937& rng, int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng); }
-
 TEST(TileSchedule, TakesEveryTileOnce) {
-  std::mt19937 rng(1);
+  Rng rng(1);
   for (int round = 0; round < 500; ++round) {
     const int heads = between(rng, 1, 9), batch = between(rng, 1, 4);
     const cuda::TileSchedule schedule{between(rng, 1, 40), heads, heads * batch, between(rng, 1, 50),
@@ -75,4 +73,4 @@ TEST(BackwardSchedule, TakesNoTilesAndNoHeads) {
 }
 
 }  // namespace
-}  // namespace flashsdk
+}  // namespace flashsdk::testing

@@ -5,20 +5,16 @@
 
 #include <algorithm>
 #include <numeric>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "block_lists.h"
 #include "common/mask_policy.h"
 #include "cuda/tile_scheduler.h"
+#include "rng.h"
 
 namespace flashsdk::testing {
 namespace {
-
-using Rng = std::mt19937;
-
-int between(Rng& rng, int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng); }
 
 template <class F>
 void with_policy(const ForwardParams& p, int batch, int head, F&& f) {
