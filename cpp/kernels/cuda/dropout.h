@@ -5,8 +5,10 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include <cute/tensor.hpp>
+#include <cutlass/numeric_types.h>
 
 #include "common/philox.h"
 #include "cuda/math.h"
@@ -36,21 +38,55 @@ __device__ __forceinline__ std::uint32_t pick_bytes(std::uint32_t low, std::uint
   return result;
 }
 
+// Of two bytes b, each given as 0x6400 + b, the factors of what they decide on: 0 below the threshold, else 1, in fp16.
+// Made and applied in floating point, as its pipes have less to do than the one of integers: 0x6400 + b is the number
+// 1024 + b, and 1023 + threshold, subtracted with saturation, leaves 0 or 1.
+class DropFactors {
+ public:
+  __device__ explicit DropFactors(int threshold) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(base_) : "f"(-1023.f - threshold));
+  }
+  __device__ std::uint32_t operator()(std::uint32_t bytes) const {
+    std::uint32_t factors;
+    asm("add.rn.sat.f16x2 %0, %1, %2;" : "=r"(factors) : "r"(bytes), "r"(base_));
+    return factors;
+  }
+
+ private:
+  std::uint32_t base_;
+};
+
+// A pair of elements times their factors. Read as bf16, the 1 of fp16 is 2⁻⁷.
+template <class Element>
+__device__ __forceinline__ void multiply(std::uint32_t& pair, std::uint32_t factors) {
+  if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(factors));
+  } else {
+    asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(factors));
+  }
+}
+// What makes up for that, and for what is dropped.
+template <class Element>
+__device__ float scale_of_kept(const DropoutParam& dropout) {
+  return dropout.scale() * (std::is_same_v<Element, cutlass::bfloat16_t> ? 128 : 1);
+}
+
 __device__ __forceinline__ std::uint32_t select_word(const PhiloxBytes& bytes, int word) {
   const std::uint32_t low = word & 1 ? bytes.word[1] : bytes.word[0];
   const std::uint32_t high = word & 1 ? bytes.word[3] : bytes.word[2];
   return word & 2 ? high : low;
 }
 
-// Rows are queries: drops elements of a 16-bit accumulator fragment ((2, 2), M, N). coordinates(i, j) is the (query,
-// key) in the tile of its matrix view. m0 and n0 are multiples of 16; the four 8-column atoms of one Philox call are
+// Rows are queries: multiplies a 16-bit accumulator fragment ((2, 2), M, N) by its factors. coordinates(i, j) is the
+// (query, key) in the tile of its matrix view. m0 and n0 are multiples of 16; the four 8-column atoms of one Philox call are
 // neighbours when the tile is 32 columns or wider.
 template <class Fragment, class Coordinates>
 __device__ void drop_elements(Fragment& fragment, const Coordinates& coordinates, const DropoutRng& rng, int threshold,
                               int m0, int n0) {
   constexpr int kRowPairs = kExtent<Coordinates, 0> / 2, kAtoms = kExtent<Coordinates, 1> / 2;
   constexpr int kPerCall = kAtoms % 4 == 0 ? 4 : 1;
-  const ByteTest kept(threshold);
+  using Element = typename Fragment::value_type;
+  const DropFactors factors(threshold);
   auto pairs = cute::recast<std::uint32_t>(fragment);  // ((1, 2), M, N): columns c and c + 1 of row r, then of r + 8
   CUTE_UNROLL
   for (int m = 0; m < kRowPairs; ++m) {
@@ -61,11 +97,11 @@ __device__ void drop_elements(Fragment& fragment, const Coordinates& coordinates
       const PhiloxBytes bytes = rng.group(row, column);
       CUTE_UNROLL
       for (int n = 0; n < kPerCall; ++n) {
-        const std::uint32_t word =
-            kept(kPerCall == 4 ? bytes.word[n] : select_word(bytes, DropoutRng::word_of(column)));
+        const std::uint32_t word = kPerCall == 4 ? bytes.word[n] : select_word(bytes, DropoutRng::word_of(column));
         // Byte e is row r + 8·(e % 2), column c + e / 2.
-        pairs(cute::make_coord(0, 0), m, c + n) &= pick_bytes(word, 0, 0xaa88);
-        pairs(cute::make_coord(0, 1), m, c + n) &= pick_bytes(word, 0, 0xbb99);
+        const std::uint32_t rows[] = {pick_bytes(word, 0x64646464u, 0x4240), pick_bytes(word, 0x64646464u, 0x4341)};
+        multiply<Element>(pairs(cute::make_coord(0, 0), m, c + n), factors(rows[0]));
+        multiply<Element>(pairs(cute::make_coord(0, 1), m, c + n), factors(rows[1]));
       }
     }
   }

@@ -78,7 +78,9 @@ class ForwardScores {
     auto out = as_matrix(acc_out);
     auto coordinates = matrix_coordinates<Traits::kBlockM, 16>(typename Traits::Mma{});
     float* lse = seq_.rows(p_.lse, work.batch, work.head);
-    float dropout_scale = cuda::has_dropout(kFeatures) ? p_.score.dropout.scale() : 1.f;
+    using Element = typename Traits::Element;
+    const bool drops = cuda::has_dropout(kFeatures) && p_.score.dropout.threshold > 0;
+    const float dropout_scale = drops ? cuda::scale_of_kept<Element>(p_.score.dropout) : 1.f;
     softmax_.finish();
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
