@@ -34,6 +34,9 @@ class BackwardScores {
                kLog2e),
         dropout_scale_(has_dropout(kFeatures) ? p.score.dropout.scale() : 1.f) {}
 
+  __device__ int first_key() const { return n0_; }
+  __device__ DropoutRng rng(int head) const { return DropoutRng(p_.score.dropout, batch_ * p_.num_heads + head); }
+
   // Of a marked tile (cuda/backward_workspace.h), else null. A reference to where it is in shared memory: read where it
   // is asked for, it takes no registers in between.
   using TopOfTile = const float* const&;
@@ -57,6 +60,19 @@ class BackwardScores {
   __device__ void gradients(const Probabilities& p, Gradients&& dp, const Rows& minus_delta) const {
     for_each_pair(dp, minus_delta,
                   [&](int i, int j, float& x, float row) { x = static_cast<float>(p(i, j)) * (x + row); });
+  }
+
+  // The same with dropout's factors (DropFactors), which drawn.for_each_pair(f) tells for all (i, j): dS = P∘(m·dP − δ).
+  // Then P, which weighs dO, loses what is dropped.
+  template <class Probabilities, class Gradients, class Rows, class Drawn>
+  __device__ void gradients(Probabilities&& p, Gradients&& dp, const Rows& minus_delta, const Drawn& drawn) const {
+    drawn.for_each_pair([&](int i, int j, std::uint32_t factors) {
+      const float2 row = minus_delta(j), kept = __half22float2(reinterpret_cast<const __half2&>(factors));
+      dp(i, j) = p(i, j) * fmaf(dp(i, j) * kept.x, dropout_scale_, row.x);
+      dp(i, j + 1) = p(i, j + 1) * fmaf(dp(i, j + 1) * kept.y, dropout_scale_, row.y);
+      p(i, j) *= kept.x;
+      p(i, j + 1) *= kept.y;
+    });
   }
 
   // The same for kernels that hold P as well, as the fragment ((2, 2), M, N) of 16 bits that weighs dO. Where dropout
@@ -160,7 +176,7 @@ class BackwardScores {
   __device__ void drop(int first, Gradients& dp, const Coordinates& at, int head, TileRef tile, F&& f) const {
     const DropoutParam& dropout = p_.score.dropout;
     branch_if(dropout.threshold > 0, [&] {
-      const DropoutRng rng(dropout, batch_ * p_.num_heads + head);
+      const DropoutRng rng = this->rng(head);
       CUTE_UNROLL
       for (int j = first; j < first + kColumns; j += 4) {
         for_each_kept_transposed<kWholeCalls, Gradients>(j, at, rng, dropout.threshold, tile.index * kBlockM, n0_,

@@ -102,11 +102,11 @@ __device__ __forceinline__ void clear_both(Element* first, Element* second, int 
 
 // Packed: a tile's last keys belong to another sequence.
 template <class Traits>
-__device__ __forceinline__ void clear_key_tail(typename Traits::Smem& smem, int buffer, int keys, int warpgroup) {
+__device__ __forceinline__ void clear_key_tail(typename Traits::Smem& smem, int k_buffer, int keys, int warpgroup) {
   using SmemK = typename Traits::SmemK;
   using SmemV = typename Traits::SmemV;
-  clear_both<Traits, true, SmemK, SmemV>(smem.k + buffer * SmemK::kElements, smem.v + buffer * SmemV::kElements,
-                                         warpgroup, [&](int row) { return row < keys; });
+  clear_both<Traits, true, SmemK, SmemV>(smem.k + k_buffer * SmemK::kElements, smem.v, warpgroup,
+                                         [&](int row) { return row < keys; });
 }
 
 // Whether a tile has queries that count as zeros and may hold anything: those that see no key, for which it is marked,

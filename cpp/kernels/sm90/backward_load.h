@@ -54,11 +54,11 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map, cutlass::ar
 }
 
 // One thread: a tile of K or V, when its place is free.
-template <class Tile, class Traits, bool kPacked>
-__device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring<Traits::kKeyBuffers>& ring, unsigned n,
+template <class Tile, class Traits, bool kPacked, int kBuffers>
+__device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring<kBuffers>& ring, unsigned n,
                                           typename Traits::Element* smem, const cuda::TileWork& work,
                                           const SeqlenInfo& seq) {
-  const auto use = RingState<Traits::kKeyBuffers>::after(n);
+  const auto use = RingState<kBuffers>::after(n);
   ring.wait_empty(use);
   ring.announce(use, Tile::kBytes);
   load_tile<Tile>(map, ring.full[use.stage], smem + use.stage * Tile::kElements,

@@ -7,6 +7,7 @@
 
 #include "cuda/backward_workspace.h"
 #include "cuda/tile_scheduler.h"
+#include "sm90/dropout_bytes.h"
 #include "sm90/pipeline.h"
 #include "sm90/traits.h"
 
@@ -32,10 +33,11 @@ struct BackwardWork {
   bool stop;     // there is no more work
 };
 
-// For head dimensions up to 128. kStages: buffers of dO, and of Q; kKeyBuffers: of K and V, the next ones load under
-// these; kStaggered: see cuda::QueryStream.
+// For head dimensions up to 128. kStages: buffers of dO, and of Q; kKeyBuffers: of K, the next one loads under this one
+// (V, which is done sooner, gains nothing by a second); kStaggered: see cuda::QueryStream; kDraws: dropout is the only
+// feature, and drawn for a warpgroup at once (dropout_bytes.h).
 template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_,
-          bool kStaggered_>
+          bool kStaggered_, bool kDraws_>
 struct NarrowBackwardTraits {
   static constexpr bool kWide = false;
   using Element = Element_;
@@ -44,6 +46,7 @@ struct NarrowBackwardTraits {
   static constexpr int kWarpgroups = kBlockN / kWarpgroupRows;  // that compute; one more loads and writes
   static_assert(kWarpgroups <= 2, "one warp walks, one loads, and one for each of these writes");
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
+  static constexpr bool kDraws = kDraws_;
   static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
   static constexpr int kStages = kStages_, kQueryStages = kStages, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
   static constexpr bool kStaggered = kStaggered_;
@@ -53,7 +56,7 @@ struct NarrowBackwardTraits {
   using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kQueryStages>;
   using SmemDo = SmemTile<Element, kBlockM, kHeadDimV, kStages>;
   using SmemK = SmemTile<Element, kBlockN, kHeadDimQ, kKeyBuffers>;
-  using SmemV = SmemTile<Element, kBlockN, kHeadDimV, kKeyBuffers>;
+  using SmemV = SmemTile<Element, kBlockN, kHeadDimV>;
   using SmemScores = SmemTile<Element, kBlockM, kBlockN, kScoreBuffers>;  // dS
 
   using MmaScores = SmemMma<Element, kBlockM, kHeadDim, kSumContiguous, kSumContiguous>;  // Sᵀ and dPᵀ
@@ -69,12 +72,13 @@ struct NarrowBackwardTraits {
   static constexpr int kDqElements = kWarpgroupRows * kDqColumns;
   static_assert(kDqPieces % kDqRowPieces == 0 && kDqColumns % 8 == 0);
   using MmaDq = SmemMma<Element, kDqColumns, kBlockN, kSumStrided, kSumContiguous>;
+  using Bytes = DropoutBytes<kBlockM>;
 
   struct Smem {
     alignas(1024) Element q[kQueryStages * SmemQ::kElements];
     alignas(1024) Element dout[kStages * SmemDo::kElements];
     alignas(1024) Element k[kKeyBuffers * SmemK::kElements];
-    alignas(1024) Element v[kKeyBuffers * SmemV::kElements];
+    alignas(1024) Element v[SmemV::kElements];
     alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
     alignas(128) float dq[kWarpgroups][kDqElements];
     alignas(128) float lse_log2[kQueryStages][kBlockM + cuda::kMarkWords];
@@ -82,9 +86,11 @@ struct NarrowBackwardTraits {
     BackwardStep step[kQueryStages];
     BackwardWork work[2];
     PlannedStep plan[kPlannedSteps];
+    SharedDropoutBytes<Bytes, kDraws ? kWarpgroups : 0> drawn;
     Ring<kQueryStages> full_q;  // with lse_log2 and step
     Ring<kStages> full_do;      // with delta
-    Ring<kKeyBuffers> full_k, full_v;
+    Ring<kKeyBuffers> full_k;
+    Ring<1> full_v;
     Ring<kScoreBuffers> full_ds;           // from and to the computing warps
     Ring<kDqPieces> full_dq[kWarpgroups];  // of one buffer, but two steps' barriers: see DqAdder
     Ring<2> full_work;
@@ -110,14 +116,16 @@ struct NarrowBackwardTraits {
 // Pᵀ and dV, the other dSᵀ and dK, and dQ is shared out in pieces. Both own the same 64 keys. kStages: buffers of dO,
 // and Q has one more, as dK needs it last.
 template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_,
-          bool kStaggered_>
+          bool kStaggered_, bool kDraws_>
 struct WideBackwardTraits {
   static constexpr bool kWide = true;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kHeadDimQ = kHeadDim_;
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
   static_assert(kBlockN == kWarpgroupRows && kHeadDim % 64 == 0 && kHeadDimV % 64 == 0);
-  static_assert(kKeyBuffers_ == 1, "shared memory has no room for the next K and V");
+  static_assert(kKeyBuffers_ == 1, "shared memory has no room for the next K");
+  static_assert(!kDraws_, "dropout is drawn where it is applied");
+  static constexpr bool kDraws = false;
   static constexpr int kWarpgroups = 2;
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
@@ -147,7 +155,7 @@ struct WideBackwardTraits {
     alignas(1024) Element q[kQueryStages * SmemQ::kElements];
     alignas(1024) Element dout[kStages * SmemDo::kElements];
     alignas(1024) Element k[kKeyBuffers * SmemK::kElements];
-    alignas(1024) Element v[kKeyBuffers * SmemV::kElements];
+    alignas(1024) Element v[SmemV::kElements];
     alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
     alignas(128) Element p[kScoreBuffers][kScoreElements];  // in the order of accumulator registers
     alignas(128) float dq[kWarpgroups][kDqElements];
@@ -158,7 +166,8 @@ struct WideBackwardTraits {
     PlannedStep plan[kPlannedSteps];
     Ring<kQueryStages> full_q;
     Ring<kStages> full_do;
-    Ring<kKeyBuffers> full_k, full_v;
+    Ring<kKeyBuffers> full_k;
+    Ring<1> full_v;
     Ring<kScoreBuffers> full_ds;           // from the one warpgroup to both
     EmptyRing<kScoreBuffers> empty_p;      // a named barrier says that P is there
     Ring<kDqPieces> full_dq[kWarpgroups];  // of one buffer, but two steps' barriers: see DqAdder
@@ -183,10 +192,10 @@ struct WideBackwardTraits {
 };
 
 template <class Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, int kStages, int kKeyBuffers,
-          bool kStaggered>
+          bool kStaggered, bool kDraws>
 using BackwardTraits = std::conditional_t<
     (kHeadDim <= 128),
-    NarrowBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered>,
-    WideBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered>>;
+    NarrowBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered, kDraws>,
+    WideBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered, kDraws>>;
 
 }  // namespace flashsdk::sm90

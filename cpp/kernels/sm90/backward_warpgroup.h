@@ -23,7 +23,9 @@ class BackwardWarpgroup {
   using MmaDq = typename Traits::MmaDq;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
   using ScoreUse = RingState<Traits::kScoreBuffers>;
-  static constexpr bool kFeatured = cuda::has_dropout(kFeatures);
+  static constexpr bool kDraws = Traits::kDraws;  // of the features, dropout alone
+  static constexpr bool kFeatured = cuda::modifies_scores(kFeatures);
+  static_assert(kDraws == (kFeatures == cuda::Features::kDropout));
   template <class Layout>
   using RowMajor = typename Layout::RowMajor;
 
@@ -44,13 +46,13 @@ class BackwardWarpgroup {
     cute::clear(acc_dv);
     if (work.visited) {
       smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
-      smem_.full_v.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
+      smem_.full_v.wait_full(RingState<1>::after(key_tiles_));
       const int keys = seq.seqlen_k - work.tile.block * kBlockN;
       if (kPacked && keys < kBlockN) clear_key_tail<Traits>(smem_, key_buffer(), keys, warpgroup_);
       const Scores scores(p_, seq, work.tile);
       bool last = step<true>(scores, acc_dk, acc_dv);
       while (!last) last = step<false>(scores, acc_dk, acc_dv);
-      smem_.full_v.release(RingState<Traits::kKeyBuffers>::after(key_tiles_), thread_);
+      smem_.full_v.release(RingState<1>::after(key_tiles_), thread_);
       auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
       start_dq(acc_dq);
       cute::warpgroup_wait<0>();
@@ -59,7 +61,7 @@ class BackwardWarpgroup {
       publish_dq();
     }
     const int first = work.tile.block * kBlockN + warpgroup_ * kWarpgroupRows;
-    const float dv_scale = kFeatured ? p_.score.dropout.scale() : 1.f;
+    const float dv_scale = cuda::has_dropout(kFeatures) ? p_.score.dropout.scale() : 1.f;
     store_gradient<Element>(acc_dv, dv_scale, p_.dv, seq, work.tile, first, p_.head_dim_v);
     store_gradient<Element>(acc_dk, p_.score.softmax_scale, p_.dk, seq, work.tile, first, p_.head_dim);
   }
@@ -81,7 +83,7 @@ class BackwardWarpgroup {
 
     auto k = cute::local_tile(smem_tensor<RowMajor<typename Traits::SmemK>>(smem_.k)(cute::_, cute::_, key_buffer()),
                               Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimQ>>{}, cute::make_coord(warpgroup_, 0));
-    auto v = cute::local_tile(smem_tensor<RowMajor<typename Traits::SmemV>>(smem_.v)(cute::_, cute::_, key_buffer()),
+    auto v = cute::local_tile(smem_tensor<RowMajor<typename Traits::SmemV>>(smem_.v)(cute::_, cute::_, 0),
                               Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimV>>{}, cute::make_coord(warpgroup_, 0));
     auto q = smem_tensor<RowMajor<typename Traits::SmemQ>>(smem_.q)(cute::_, cute::_, stage);
     auto dout = smem_tensor<RowMajor<typename Traits::SmemDo>>(smem_.dout)(cute::_, cute::_, stage);
@@ -101,13 +103,17 @@ class BackwardWarpgroup {
     // The scores of these rows, which are being computed, do not count.
     if (!kPacked && top != nullptr) clear_blind_queries<Traits, kPacked>(smem_, stage, stage, warpgroup_);
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
+    if constexpr (kDraws) draw(scores, step);
 
     cute::warpgroup_wait<1>();
     finished(acc_s);
     if constexpr (!kFeatured) scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top);
     cute::warpgroup_wait<0>();
     finished(acc_dp);
-    if constexpr (!kFeatured) scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta);
+    if constexpr (kDraws)
+      scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta, drawn());
+    else if constexpr (!kFeatured)
+      scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta);
     const auto kept = [&] {
       if constexpr (kFeatured)
         return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, step.head, tile, lse_log2, minus_delta, top);
@@ -138,6 +144,20 @@ class BackwardWarpgroup {
     if constexpr (!kFirst) publish_dq();
     ++steps_;
     return step.last;
+  }
+
+  // What dropout takes its decisions from, for the scores that are being computed: by all warps of the warpgroup, when
+  // all have read what was drawn before.
+  __device__ __forceinline__ void draw(const Scores& scores, const BackwardStep& step) {
+    cuda::branch_if(p_.score.dropout.threshold > 0, [&] {
+      barrier_sync(named_barrier::kBackwardDrawn + warpgroup_, kWarpgroup);
+      Traits::Bytes::draw(smem_.drawn.of[warpgroup_], scores.rng(step.head), step.m_block * kBlockM,
+                          scores.first_key() + warpgroup_ * kWarpgroupRows, thread_);
+    });
+  }
+  __device__ __forceinline__ auto drawn() {
+    barrier_sync(named_barrier::kBackwardDrawn + warpgroup_, kWarpgroup);
+    return typename Traits::Bytes(smem_.drawn.of[warpgroup_], p_.score.dropout.threshold, thread_);
   }
 
   // dS of this warpgroup's keys, for all warpgroups.

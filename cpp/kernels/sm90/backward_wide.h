@@ -55,14 +55,13 @@ class WideBackwardWarpgroup {
 
   __device__ void wait_keys(const BackwardWork& work, const SeqlenInfo& seq) {
     smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
-    smem_.full_v.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
+    smem_.full_v.wait_full(RingState<1>::after(key_tiles_));
     const int keys = seq.seqlen_k - work.tile.block * kBlockN;
     if (kPacked && keys < kBlockN) clear_key_tail<Traits>(smem_, 0, keys, warpgroup_);
   }
   __device__ void release_keys() {
-    const auto use = RingState<Traits::kKeyBuffers>::after(key_tiles_++);
-    smem_.full_k.release(use, thread_);
-    smem_.full_v.release(use, thread_);
+    smem_.full_k.release(RingState<Traits::kKeyBuffers>::after(key_tiles_), thread_);
+    smem_.full_v.release(RingState<1>::after(key_tiles_++), thread_);
   }
   // Q of a step; blind queries are cleared by both warpgroups.
   __device__ __forceinline__ BackwardStep wait_queries(const Use& use) {

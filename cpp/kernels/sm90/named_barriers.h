@@ -11,6 +11,7 @@ constexpr std::uint32_t kForwardTurn = 1;      // + warpgroup, up to 3: whose pr
 constexpr std::uint32_t kForwardVote = 5;      // + warpgroup, up to 3: whether a try holds there
 constexpr std::uint32_t kBackwardClear = 1;    // + 0, 1: the computing warpgroups have cleared rows that do not count
 constexpr std::uint32_t kBackwardScores = 3;   // + buffer, up to 2: P has been handed over
+constexpr std::uint32_t kBackwardDrawn = 5;    // + warpgroup: its warps have read, or drawn, what dropout decides by
 constexpr std::uint32_t kBackwardRowSums = 1;  // + warpgroup: what its warps hand each other is in shared memory
 constexpr std::uint32_t kBackwardConvert = 1;  // + warpgroup: its part of dQ is in shared memory
 }  // namespace named_barrier
