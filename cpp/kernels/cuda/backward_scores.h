@@ -62,8 +62,8 @@ class BackwardScores {
                   [&](int i, int j, float& x, float row) { x = static_cast<float>(p(i, j)) * (x + row); });
   }
 
-  // The same with dropout's factors (DropFactors), which drawn.for_each_pair(f) tells for all (i, j): dS = P∘(m·dP − δ).
-  // Then P, which weighs dO, loses what is dropped.
+  // The same with dropout's factors m (DropFactors), which drawn.for_each_pair(f) tells for all (i, j):
+  // dS = P∘(m∘dP/(1 − p) − δ). Then P, which weighs dO, loses what is dropped.
   template <class Probabilities, class Gradients, class Rows, class Drawn>
   __device__ void gradients(Probabilities&& p, Gradients&& dp, const Rows& minus_delta, const Drawn& drawn) const {
     drawn.for_each_pair([&](int i, int j, std::uint32_t factors) {

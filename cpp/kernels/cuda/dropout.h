@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include <cute/tensor.hpp>
 #include <cutlass/numeric_types.h>
+#include <cute/tensor.hpp>
 
 #include "common/philox.h"
 #include "cuda/math.h"
@@ -78,8 +78,8 @@ __device__ __forceinline__ std::uint32_t select_word(const PhiloxBytes& bytes, i
 }
 
 // Rows are queries: multiplies a 16-bit accumulator fragment ((2, 2), M, N) by its factors. coordinates(i, j) is the
-// (query, key) in the tile of its matrix view. m0 and n0 are multiples of 16; the four 8-column atoms of one Philox call are
-// neighbours when the tile is 32 columns or wider.
+// (query, key) in the tile of its matrix view. m0 and n0 are multiples of 16; the four 8-column atoms of a Philox call
+// are neighbours when the tile is 32 columns or wider.
 template <class Fragment, class Coordinates>
 __device__ void drop_elements(Fragment& fragment, const Coordinates& coordinates, const DropoutRng& rng, int threshold,
                               int m0, int n0) {
