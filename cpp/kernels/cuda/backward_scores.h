@@ -62,19 +62,6 @@ class BackwardScores {
                   [&](int i, int j, float& x, float row) { x = static_cast<float>(p(i, j)) * (x + row); });
   }
 
-  // The same with dropout's factors m (DropFactors), which drawn.for_each_pair(f) tells for all (i, j):
-  // dS = P∘(m∘dP/(1 − p) − δ). Then P, which weighs dO, loses what is dropped.
-  template <class Probabilities, class Gradients, class Rows, class Drawn>
-  __device__ void gradients(Probabilities&& p, Gradients&& dp, const Rows& minus_delta, const Drawn& drawn) const {
-    drawn.for_each_pair([&](int i, int j, std::uint32_t factors) {
-      const float2 row = minus_delta(j), kept = __half22float2(reinterpret_cast<const __half2&>(factors));
-      dp(i, j) = p(i, j) * fmaf(dp(i, j) * kept.x, dropout_scale_, row.x);
-      dp(i, j + 1) = p(i, j + 1) * fmaf(dp(i, j + 1) * kept.y, dropout_scale_, row.y);
-      p(i, j) *= kept.x;
-      p(i, j + 1) *= kept.y;
-    });
-  }
-
   // The same for kernels that hold P as well, as the fragment ((2, 2), M, N) of 16 bits that weighs dO. Where dropout
   // is the only feature, both lose what is dropped. By 16 queries, so that no more of `weights` is there beside p than
   // is being drawn for, and no mask has to be kept.
@@ -107,6 +94,19 @@ class BackwardScores {
         }
       }
     }
+  }
+
+  // The same for kernels whose only feature is dropout, with its factors m (DropFactors), which drawn.for_each_pair(f)
+  // tells for all (i, j): dS = P∘(m∘dP·dropout_scale_ − δ). Then P, which weighs dO, loses what is dropped.
+  template <class Probabilities, class Gradients, class Rows, class Drawn>
+  __device__ void gradients(Probabilities&& p, Gradients&& dp, const Rows& minus_delta, const Drawn& drawn) const {
+    drawn.for_each_pair([&](int i, int j, std::uint32_t factors) {
+      const float2 row = minus_delta(j), kept = __half22float2(reinterpret_cast<const __half2&>(factors));
+      dp(i, j) = p(i, j) * fmaf(dp(i, j) * kept.x, dropout_scale_, row.x);
+      dp(i, j + 1) = p(i, j + 1) * fmaf(dp(i, j + 1) * kept.y, dropout_scale_, row.y);
+      p(i, j) *= kept.x;
+      p(i, j + 1) *= kept.y;
+    });
   }
 
   // Both steps, with the features. Returns what dropout keeps, to be applied to the P that weighs dO.

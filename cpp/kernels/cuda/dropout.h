@@ -1,7 +1,8 @@
 // Which elements of an mma accumulator dropout keeps (common/philox.h), a Philox call for many of them at once.
 //
-// The four bytes of a Philox word are compared with the threshold together, and what is kept is a mask that is and-ed
-// to packed pairs of 16-bit elements or to the bits of a float: no compare or select an element.
+// No compare or select an element. Where elements are 16 bits wide, and where bytes are shared (sm90/dropout_bytes.h),
+// pairs are multiplied by 0 or 1 (DropFactors). Elsewhere in the backward the four bytes of a Philox word are compared
+// with the threshold together, and what is kept is a mask that is and-ed to pairs and to the bits of floats.
 #pragma once
 
 #include <cstdint>
@@ -56,19 +57,24 @@ class DropFactors {
   std::uint32_t base_;
 };
 
-// A pair of elements times their factors. Read as bf16, the 1 of fp16 is 2⁻⁷.
+// A pair of elements times its factors. Read as bf16, the 1 of fp16 is 2⁻⁷: of what is kept that much is left, which
+// scale_of_kept() makes up for, as for what is dropped.
 template <class Element>
-__device__ __forceinline__ void multiply(std::uint32_t& pair, std::uint32_t factors) {
-  if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
-    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(factors));
-  } else {
+__device__ __forceinline__ void apply_factors(std::uint32_t& pair, std::uint32_t factors) {
+  if constexpr (!std::is_same_v<Element, cutlass::bfloat16_t>) {
     asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(factors));
+  } else {
+#if __CUDA_ARCH__ >= 900
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(factors));
+#else  // has no product of bf16 but with a sum: plus −0
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(factors), "r"(0x80008000u));
+#endif
   }
 }
-// What makes up for that, and for what is dropped.
 template <class Element>
 __device__ float scale_of_kept(const DropoutParam& dropout) {
-  return dropout.scale() * (std::is_same_v<Element, cutlass::bfloat16_t> ? 128 : 1);
+  constexpr float kOne = std::is_same_v<Element, cutlass::bfloat16_t> ? 128.f : 1.f;
+  return dropout.threshold > 0 ? dropout.scale() * kOne : 1.f;
 }
 
 __device__ __forceinline__ std::uint32_t select_word(const PhiloxBytes& bytes, int word) {
@@ -77,7 +83,7 @@ __device__ __forceinline__ std::uint32_t select_word(const PhiloxBytes& bytes, i
   return word & 2 ? high : low;
 }
 
-// Rows are queries: multiplies a 16-bit accumulator fragment ((2, 2), M, N) by its factors. coordinates(i, j) is the
+// Rows are queries: applies the factors to a 16-bit accumulator fragment ((2, 2), M, N). coordinates(i, j) is the
 // (query, key) in the tile of its matrix view. m0 and n0 are multiples of 16; the four 8-column atoms of a Philox call
 // are neighbours when the tile is 32 columns or wider.
 template <class Fragment, class Coordinates>
@@ -100,8 +106,8 @@ __device__ void drop_elements(Fragment& fragment, const Coordinates& coordinates
         const std::uint32_t word = kPerCall == 4 ? bytes.word[n] : select_word(bytes, DropoutRng::word_of(column));
         // Byte e is row r + 8·(e % 2), column c + e / 2.
         const std::uint32_t rows[] = {pick_bytes(word, 0x64646464u, 0x4240), pick_bytes(word, 0x64646464u, 0x4341)};
-        multiply<Element>(pairs(cute::make_coord(0, 0), m, c + n), factors(rows[0]));
-        multiply<Element>(pairs(cute::make_coord(0, 1), m, c + n), factors(rows[1]));
+        apply_factors<Element>(pairs(cute::make_coord(0, 0), m, c + n), factors(rows[0]));
+        apply_factors<Element>(pairs(cute::make_coord(0, 1), m, c + n), factors(rows[1]));
       }
     }
   }

@@ -1,10 +1,11 @@
 # The table of SM90 kernels. A problem's tile is chosen in cpp/kernels/sm90/forward_tiles.h among those listed here.
 #
-# Head dimensions are head_dim or head_dim x head_dim_v.
+# Head dimensions are head_dim or head_dim x head_dim_v. Features: Capped is softcap and dropout; calls with dropout alone
+# take it where there is no Dropout.
 # forward: block_m x block_n _ buffers of K _ of V _ of Q _ tries the maximum so far.
 # Measurements: docs/sm90-forward.md.
 set(FLASHSDK_SM90_HEAD_DIMS 64 96 128 192x128 192 256)
-set(FLASHSDK_SM90_FORWARD_FEATURES None Capped)  # Capped: softcap and dropout
+set(FLASHSDK_SM90_FORWARD_FEATURES None Capped)
 
 set(FLASHSDK_SM90_FORWARD_64_None 192x128_4_4_2_true 128x128_4_4_2_true)
 set(FLASHSDK_SM90_FORWARD_64_Capped 192x128_4_4_2_true 128x128_4_4_2_true)
@@ -19,8 +20,8 @@ set(FLASHSDK_SM90_FORWARD_192_Capped 128x64_2_2_1_false)
 set(FLASHSDK_SM90_FORWARD_256_None 128x80_2_2_1_true 128x64_2_2_1_false)
 set(FLASHSDK_SM90_FORWARD_256_Capped 128x64_2_2_1_false)
 
-# backward: block_m x block_n _ buffers of dO _ of K _ staggered _ dropout drawn for a warpgroup at once. Q has as many
-# as dO up to head_dim 128, one more above. Measurements: docs/sm90-backward.md.
+# backward: block_m x block_n _ buffers of dO _ of K _ staggered _ draws for a warpgroup at once, as Dropout does. Q has
+# as many buffers as dO up to head_dim 128, one more above. Measurements: docs/sm90-backward.md.
 set(FLASHSDK_SM90_BACKWARD_FEATURES None Dropout Capped)
 set(FLASHSDK_SM90_BACKWARD_64_None 128x128_2_2_false_false)
 set(FLASHSDK_SM90_BACKWARD_64_Dropout 128x128_2_2_false_true)

@@ -79,8 +79,7 @@ class ForwardScores {
     auto coordinates = matrix_coordinates<Traits::kBlockM, 16>(typename Traits::Mma{});
     float* lse = seq_.rows(p_.lse, work.batch, work.head);
     using Element = typename Traits::Element;
-    const bool drops = cuda::has_dropout(kFeatures) && p_.score.dropout.threshold > 0;
-    const float dropout_scale = drops ? cuda::scale_of_kept<Element>(p_.score.dropout) : 1.f;
+    const float dropout_scale = cuda::has_dropout(kFeatures) ? cuda::scale_of_kept<Element>(p_.score.dropout) : 1.f;
     softmax_.finish();
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {

@@ -33,9 +33,9 @@ struct BackwardWork {
   bool stop;     // there is no more work
 };
 
-// For head dimensions up to 128. kStages: buffers of dO, and of Q; kKeyBuffers: of K, the next one loads under this one
-// (V, which is done sooner, gains nothing by a second); kStaggered: see cuda::QueryStream; kDraws: dropout is the only
-// feature, and drawn for a warpgroup at once (dropout_bytes.h).
+// For head dimensions up to 128. kStages: buffers of dO, and of Q; kKeyBuffers: of K (a second V gains nothing, and its
+// place is needed where kDraws); kStaggered: see cuda::QueryStream; kDraws: dropout is the only feature, and drawn for
+// a warpgroup at once (dropout_bytes.h).
 template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_,
           bool kStaggered_, bool kDraws_>
 struct NarrowBackwardTraits {

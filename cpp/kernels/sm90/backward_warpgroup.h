@@ -24,7 +24,8 @@ class BackwardWarpgroup {
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
   using ScoreUse = RingState<Traits::kScoreBuffers>;
   static constexpr bool kDraws = Traits::kDraws;  // of the features, dropout alone
-  static constexpr bool kFeatured = cuda::modifies_scores(kFeatures);
+  static constexpr bool kModifies =
+      cuda::modifies_scores(kFeatures);  // dropout, if asked, is drawn where it is applied
   static_assert(kDraws == (kFeatures == cuda::Features::kDropout));
   template <class Layout>
   using RowMajor = typename Layout::RowMajor;
@@ -107,21 +108,21 @@ class BackwardWarpgroup {
 
     cute::warpgroup_wait<1>();
     finished(acc_s);
-    if constexpr (!kFeatured) scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top);
+    if constexpr (!kModifies) scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top);
     cute::warpgroup_wait<0>();
     finished(acc_dp);
     if constexpr (kDraws)
       scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta, drawn());
-    else if constexpr (!kFeatured)
+    else if constexpr (!kModifies)
       scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta);
     const auto kept = [&] {
-      if constexpr (kFeatured)
+      if constexpr (kModifies)
         return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, step.head, tile, lse_log2, minus_delta, top);
       else
         return 0;
     }();
     auto probabilities = convert<Element>(acc_s);
-    if constexpr (kFeatured) {
+    if constexpr (kModifies) {
       auto atoms = as_atoms(probabilities);
       cuda::branch_if(p_.score.dropout.threshold > 0, [&] { cuda::drop_pairs(atoms, kept); });
     }
@@ -146,8 +147,8 @@ class BackwardWarpgroup {
     return step.last;
   }
 
-  // What dropout takes its decisions from, for the scores that are being computed: by all warps of the warpgroup, when
-  // all have read what was drawn before.
+  // What dropout decides by, for the scores that are being computed: by all warps of the warpgroup, when all have read
+  // what was drawn before, and to be read when all have drawn.
   __device__ __forceinline__ void draw(const Scores& scores, const BackwardStep& step) {
     cuda::branch_if(p_.score.dropout.threshold > 0, [&] {
       barrier_sync(named_barrier::kBackwardDrawn + warpgroup_, kWarpgroup);
@@ -155,6 +156,7 @@ class BackwardWarpgroup {
                           scores.first_key() + warpgroup_ * kWarpgroupRows, thread_);
     });
   }
+  // Where nothing is dropped nothing has been drawn: any byte is at least 0.
   __device__ __forceinline__ auto drawn() {
     barrier_sync(named_barrier::kBackwardDrawn + warpgroup_, kWarpgroup);
     return typename Traits::Bytes(smem_.drawn.of[warpgroup_], p_.score.dropout.threshold, thread_);

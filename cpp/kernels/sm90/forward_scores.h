@@ -101,8 +101,7 @@ class ForwardScores {
   // The output of the queries closed last is divided by the row sums.
   template <class Out>
   __device__ void normalize(Out& acc_out) const {
-    const bool drops = cuda::has_dropout(kFeatures) && p_.score.dropout.threshold > 0;
-    const float dropout_scale = drops ? cuda::scale_of_kept<Element>(p_.score.dropout) : 1.f;
+    const float dropout_scale = cuda::has_dropout(kFeatures) ? cuda::scale_of_kept<Element>(p_.score.dropout) : 1.f;
     Factors factors;
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) factors[i] = closed_.inverse_sum(i) * dropout_scale;
