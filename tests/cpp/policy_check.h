@@ -6,7 +6,6 @@
 #include <map>
 #include <sstream>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -52,11 +51,6 @@ inline std::vector<TileRef> collect(TileWalk walk, int slack, int end, const std
   }
   return tiles;
 }
-
-template <class Policy, class = void>
-inline constexpr bool kHasDiagonals = false;
-template <class Policy>
-inline constexpr bool kHasDiagonals<Policy, std::void_t<decltype(std::declval<const Policy&>().diagonals())>> = true;
 
 template <class Policy, class Visible>
 void check_policy(const Policy& policy, const PolicyCheck<Visible>& c) {

@@ -13,6 +13,9 @@
 // i and j are local to the sequence. Cutting at the sequence ends belongs to the kernel. examples/custom_mask adds one.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "common/params.h"
 #include "common/seqlen_info.h"
 #include "common/tile_walk.h"
@@ -22,6 +25,17 @@ namespace flashsdk {
 struct KeyRange {
   int begin, end;
 };
+
+// Which of what a policy may offer it does.
+template <class Policy, class = void>
+inline constexpr bool kHasKeyRange = false;
+template <class Policy>
+inline constexpr bool kHasKeyRange<Policy, std::void_t<decltype(std::declval<const Policy&>().keys_of(0))>> = true;
+
+template <class Policy, class = void>
+inline constexpr bool kHasDiagonals = false;
+template <class Policy>
+inline constexpr bool kHasDiagonals<Policy, std::void_t<decltype(std::declval<const Policy&>().diagonals())>> = true;
 
 FLASHSDK_HD constexpr int clamp_index(std::int64_t x, int limit) {
   return x < 0 ? 0 : (x > limit ? limit : static_cast<int>(x));

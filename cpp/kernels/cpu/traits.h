@@ -74,9 +74,4 @@ FLASHSDK_HD constexpr int tile_in_block(int block, int limit) {
   return tile;
 }
 
-template <class Policy, class = void>
-inline constexpr bool kHasKeyRange = false;
-template <class Policy>
-inline constexpr bool kHasKeyRange<Policy, std::void_t<decltype(std::declval<const Policy&>().keys_of(0))>> = true;
-
 }  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
-#include <utility>
 
 #include <cute/tensor.hpp>
 
@@ -12,23 +10,13 @@
 
 namespace flashsdk::cuda {
 
-template <class Policy, class = void>
-struct HasKeyRange : std::false_type {};
-template <class Policy>
-struct HasKeyRange<Policy, std::void_t<decltype(std::declval<const Policy&>().keys_of(0))>> : std::true_type {};
-
-template <class Policy, class = void>
-struct HasDiagonals : std::false_type {};
-template <class Policy>
-struct HasDiagonals<Policy, std::void_t<decltype(std::declval<const Policy&>().diagonals())>> : std::true_type {};
-
 // What one query sees of a tile: an interval where the policy knows it, else asked key by key.
 template <class Policy>
 class VisibleKeys {
  public:
   __device__ VisibleKeys(const Policy& policy, bool partial, int query, int seqlen_k)
       : policy_(policy), ask_(partial), query_(query), range_{0, seqlen_k} {
-    if constexpr (HasKeyRange<Policy>::value) {
+    if constexpr (kHasKeyRange<Policy>) {
       if (partial) {
         KeyRange seen = policy.keys_of(query);
         range_ = {max_of(range_.begin, seen.begin), min_of(range_.end, seen.end)};
@@ -37,7 +25,7 @@ class VisibleKeys {
   }
   __device__ bool contains(int key) const {
     bool inside = key >= range_.begin && key < range_.end;
-    if constexpr (!HasKeyRange<Policy>::value) inside = inside && (!ask_ || policy_.allowed(query_, key));
+    if constexpr (!kHasKeyRange<Policy>) inside = inside && (!ask_ || policy_.allowed(query_, key));
     return inside;
   }
 
@@ -143,12 +131,12 @@ __device__ void find_visible(VisibleColumns<kRows, kColumns>& visible, const Coo
 template <bool kTransposed, class Policy, class Scores, class Coordinates>
 __device__ void mask_tile(Scores& scores, const Coordinates& coordinates, const Policy& policy, bool partial, int m0,
                           int n0, int seqlen_k, float masked_value) {
-  if constexpr (kTransposed && HasDiagonals<Policy>::value) {
+  if constexpr (kTransposed && kHasDiagonals<Policy>) {
     const KeyRange all{-(1 << 30), 1 << 30};
     mask_diagonals(scores, coordinates, partial ? policy.diagonals() : all, m0, n0, seqlen_k, masked_value);
     return;
   }
-  if constexpr (!kTransposed && HasKeyRange<Policy>::value) {
+  if constexpr (!kTransposed && kHasKeyRange<Policy>) {
     mask_ranges(scores, coordinates, policy, partial, m0, n0, seqlen_k, masked_value);
     return;
   }
