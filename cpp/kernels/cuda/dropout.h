@@ -1,8 +1,8 @@
 // Which elements of an mma accumulator dropout keeps (common/philox.h), a Philox call for many of them at once.
 //
-// No compare or select an element. Where elements are 16 bits wide, and where bytes are shared (sm90/dropout_bytes.h),
-// pairs are multiplied by 0 or 1 (DropFactors). Elsewhere in the backward the four bytes of a Philox word are compared
-// with the threshold together, and what is kept is a mask that is and-ed to pairs and to the bits of floats.
+// No compare or select an element. In the forward, and where the backward shares bytes (sm90/dropout_bytes.h), pairs
+// are multiplied by 0 or 1 (DropFactors). Elsewhere in the backward the four bytes of a Philox word are compared with
+// the threshold together, and what is kept is a mask that is and-ed to pairs and to the bits of floats.
 #pragma once
 
 #include <cstdint>

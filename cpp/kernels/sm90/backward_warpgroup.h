@@ -23,9 +23,8 @@ class BackwardWarpgroup {
   using MmaDq = typename Traits::MmaDq;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
   using ScoreUse = RingState<Traits::kScoreBuffers>;
-  static constexpr bool kDraws = Traits::kDraws;  // of the features, dropout alone
-  static constexpr bool kModifies =
-      cuda::modifies_scores(kFeatures);  // dropout, if asked, is drawn where it is applied
+  // Dropout alone is drawn under the products; beside what modifies scores, where it is applied.
+  static constexpr bool kDraws = Traits::kDraws, kModifies = cuda::modifies_scores(kFeatures);
   static_assert(kDraws == (kFeatures == cuda::Features::kDropout));
   template <class Layout>
   using RowMajor = typename Layout::RowMajor;
