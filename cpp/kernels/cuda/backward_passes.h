@@ -61,7 +61,7 @@ __device__ __forceinline__ void add_row_products(const BackwardParams& p, const 
   constexpr int kVector = kVectorElements;
   for (int c = threadIdx.x % kLanes * kVector; c < p.head_dim_v; c += kLanes * kVector) {
     const auto load = [&](const Element* from) {
-      return kVectors ? *reinterpret_cast<const uint4*>(from) : gather_vector(from, p.head_dim_v - c);
+      return kVectors ? load_once(from) : gather_vector(from, p.head_dim_v - c);
     };
     uint4 a[kRows], b[kRows];
 #pragma unroll

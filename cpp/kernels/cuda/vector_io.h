@@ -23,6 +23,16 @@ inline bool vector_aligned(const TensorParam& t) {
 
 #if defined(__CUDACC__)
 
+// A whole vector, aligned, in device memory that nobody writes while the kernel runs. Not kept in L1: for what is read
+// once.
+__device__ __forceinline__ uint4 load_once(const void* from) {
+  uint4 v;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(from));
+  return v;
+}
+
 // Elements one by one; those from `count` on are zero.
 __device__ __forceinline__ uint4 gather_vector(const void* from, int count) {
   const auto* element = static_cast<const std::uint16_t*>(from);

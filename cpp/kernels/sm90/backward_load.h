@@ -129,7 +129,8 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
   if (leads) tell({{}, false, true});
 }
 
-// One thread: loads Q, dO, K and V.
+// One thread: loads Q, dO, K and V, those of a new key tile in the order in which their places become free: K first
+// where it has two, else last, as it is needed until the last dQ.
 template <class Traits, bool kPacked>
 __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps, const cuda::BackwardWorkspace& ws,
                               typename Traits::Smem& smem) {
@@ -140,6 +141,10 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
     if (work.visited) {
       const SeqlenInfo seq(p, work.tile.batch);
       const int batch = kPacked ? 0 : work.tile.batch;
+      auto load_k = [&] {
+        load_keys<typename Traits::SmemK, Traits, kPacked>(maps.k, smem.full_k, key_tiles, smem.k, work.tile, seq);
+      };
+      if (Traits::kKeysAhead) load_k();
       bool first = true;
       for_each_step<Traits>(smem, steps, [&](const PlannedStep& planned) {
         const TileOrigin at{seq.offset_q + planned.step.m_block * Traits::kBlockM, planned.step.head, batch};
@@ -155,7 +160,8 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
                              smem.minus_delta[dout.stage]);
         if (first) {
           load_keys<typename Traits::SmemV, Traits, kPacked>(maps.v, smem.full_v, key_tiles, smem.v, work.tile, seq);
-          load_keys<typename Traits::SmemK, Traits, kPacked>(maps.k, smem.full_k, key_tiles++, smem.k, work.tile, seq);
+          if (!Traits::kKeysAhead) load_k();
+          ++key_tiles;
           first = false;
         }
       });

@@ -49,6 +49,7 @@ struct NarrowBackwardTraits {
   static constexpr bool kDraws = kDraws_;
   static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
   static constexpr int kStages = kStages_, kQueryStages = kStages, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
+  static constexpr bool kKeysAhead = kKeyBuffers > 1;  // the next tile's K does not wait for this one's dQ
   static constexpr bool kStaggered = kStaggered_;
 
   // Kᵀ is operand A of dQ, 64 rows at a time.
@@ -130,6 +131,7 @@ struct WideBackwardTraits {
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
   static constexpr int kStages = kStages_, kQueryStages = kStages + 1, kKeyBuffers = kKeyBuffers_, kScoreBuffers = 2;
+  static constexpr bool kKeysAhead = kKeyBuffers > 1;
   static constexpr bool kStaggered = kStaggered_;
 
   using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kQueryStages>;

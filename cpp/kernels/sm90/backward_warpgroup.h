@@ -26,6 +26,9 @@ class BackwardWarpgroup {
   // Dropout alone is drawn under the products; beside what modifies scores, where it is applied.
   static constexpr bool kDraws = Traits::kDraws, kModifies = cuda::modifies_scores(kFeatures);
   static_assert(kDraws == (kFeatures == cuda::Features::kDropout));
+  // Where K comes ahead, V is what a key tile waits for: only before its first dP, and it is released after the last.
+  // Packed calls wait at once, as they clear its tail.
+  static constexpr bool kLateV = Traits::kKeysAhead && !kPacked;
   template <class Layout>
   using RowMajor = typename Layout::RowMajor;
 
@@ -42,28 +45,34 @@ class BackwardWarpgroup {
     const SeqlenInfo seq(p_, work.tile.batch);
     auto acc_dk = accumulator<MmaDk, Traits::kHeadDim>();
     auto acc_dv = accumulator<MmaDv, Traits::kHeadDimV>();
-    cute::clear(acc_dk);
-    cute::clear(acc_dv);
+    auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
+    // The last dQ waits until the gradients are stored: by then the warp that adds has taken the one before from the
+    // only buffer. Not in deterministic calls, where other thread blocks queue for this turn, nor where K has one
+    // buffer, in kernels whose registers it would take.
+    const bool dq_after_gradients = Traits::kKeysAhead && !p_.deterministic;
     if (work.visited) {
       smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
-      smem_.full_v.wait_full(RingState<1>::after(key_tiles_));
+      if (!kLateV) wait_v();
       const int keys = seq.seqlen_k - work.tile.block * kBlockN;
       if (kPacked && keys < kBlockN) clear_key_tail<Traits>(smem_, key_buffer(), keys, warpgroup_);
       const Scores scores(p_, seq, work.tile);
       bool last = step<true>(scores, acc_dk, acc_dv);
       while (!last) last = step<false>(scores, acc_dk, acc_dv);
-      smem_.full_v.release(RingState<1>::after(key_tiles_), thread_);
-      auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
+      if (!Traits::kKeysAhead) release_v();
       start_dq(acc_dq);
       cute::warpgroup_wait<0>();
+      finished(acc_dq);
       smem_.full_k.release(RingState<Traits::kKeyBuffers>::after(key_tiles_++), thread_);
-      store_dq(acc_dq);
-      publish_dq();
+      if (!dq_after_gradients) hand_over_dq(acc_dq);
+    } else {
+      cute::clear(acc_dk);
+      cute::clear(acc_dv);
     }
     const int first = work.tile.block * kBlockN + warpgroup_ * kWarpgroupRows;
     const float dv_scale = cuda::has_dropout(kFeatures) ? p_.score.dropout.scale() : 1.f;
     store_gradient<Element>(acc_dv, dv_scale, p_.dv, seq, work.tile, first, p_.head_dim_v);
     store_gradient<Element>(acc_dk, p_.score.softmax_scale, p_.dk, seq, work.tile, first, p_.head_dim);
+    if (dq_after_gradients && work.visited) hand_over_dq(acc_dq);
   }
 
   // One tile of queries; dQ of the tile before. Returns whether it was the last.
@@ -102,6 +111,7 @@ class BackwardWarpgroup {
     const float* const& top = cuda::mark_of(smem_.lse_log2[stage], kBlockM);
     // The scores of these rows, which are being computed, do not count.
     if (!kPacked && top != nullptr) clear_blind_queries<Traits, kPacked>(smem_, stage, stage, warpgroup_);
+    if constexpr (kFirst && kLateV) wait_v();
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
     if constexpr (kDraws) draw(scores, step);
 
@@ -110,6 +120,7 @@ class BackwardWarpgroup {
     if constexpr (!kModifies) scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top);
     cute::warpgroup_wait<0>();
     finished(acc_dp);
+    if (Traits::kKeysAhead && step.last) release_v();
     if constexpr (kDraws)
       scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta, drawn());
     else if constexpr (!kModifies)
@@ -129,15 +140,18 @@ class BackwardWarpgroup {
 
     const ScoreUse score_use = RingState<Traits::kScoreBuffers>::after(steps_);
     store_ds(ds, score_use);
-    start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout_t), acc_dv, true);
+    start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout_t), acc_dv, !kFirst);
     publish(smem_.full_ds, score_use, thread_);
     auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
     if constexpr (!kFirst) start_dq(acc_dq);
-    start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q_t), acc_dk, true);
+    start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q_t), acc_dk, !kFirst);
     cute::warpgroup_wait<1>();
     finished(acc_dv);
     smem_.full_do.release(use, thread_);
-    if constexpr (!kFirst) store_dq(acc_dq);
+    if constexpr (!kFirst) {
+      finished(acc_dq);
+      store_dq(acc_dq);
+    }
     cute::warpgroup_wait<0>();
     finished(acc_dk);
     smem_.full_q.release(use, thread_);
@@ -185,11 +199,10 @@ class BackwardWarpgroup {
     start_gemm<MmaDq>(operand_a<MmaDq>(k_t), operand_b<MmaDq>(ds), acc_dq, false);
   }
 
-  // Once it has been waited for: hands dQ, in the order of its registers, to the warp that adds it. What else there is
+  // Once it is finished(): hands dQ, in the order of its registers, to the warp that adds it. What else there is
   // to do goes between the two halves, as the second waits for the stores of the first.
   template <class Accumulator>
   __device__ __forceinline__ void store_dq(Accumulator& acc_dq) {
-    finished(acc_dq);
     smem_.full_ds.release(RingState<Traits::kScoreBuffers>::after(steps_ - 1), thread_);
     sm90::store_dq(smem_.dq[warpgroup_], smem_.full_dq[warpgroup_], dq_tiles_, acc_dq, thread_);
   }
@@ -197,6 +210,15 @@ class BackwardWarpgroup {
     publish(smem_.full_dq[warpgroup_], RingState<Traits::kDqPieces>::after(dq_tiles_++), thread_);
   }
 
+  // store_dq() and publish_dq().
+  template <class Accumulator>
+  __device__ __forceinline__ void hand_over_dq(Accumulator& acc_dq) {
+    store_dq(acc_dq);
+    publish_dq();
+  }
+
+  __device__ __forceinline__ void wait_v() { smem_.full_v.wait_full(RingState<1>::after(key_tiles_)); }
+  __device__ __forceinline__ void release_v() { smem_.full_v.release(RingState<1>::after(key_tiles_), thread_); }
   __device__ int key_buffer() const { return key_tiles_ % Traits::kKeyBuffers; }
 
   // Of the scores, (key, query) in the thread block's tile.

@@ -144,4 +144,45 @@ __device__ __forceinline__ void store_accumulator(const Fragment& fragment, Elem
   }
 }
 
+// Like store_accumulator() from row 0 on, but all lanes exchange before anything is stored, and stores are predicated
+// instead of branched around: there, what is exchanged for one store waits for the branch of the one before. It takes
+// more registers; which is faster differs by kernel (docs/sm90-backward.md, version 12).
+template <class Fragment, class Element>
+__device__ __forceinline__ void store_accumulator_at_once(const Fragment& fragment, Element* target,
+                                                          std::int64_t row_stride, int end, int columns) {
+  auto words = cute::recast<std::uint32_t>(as_atoms(fragment));  // ((1, 2), 1, N)
+  constexpr int kAtoms = decltype(cute::size<2>(words))::value;
+  const int thread = threadIdx.x % kWarpgroup, lane_of_quad = thread % 4;
+  const int first_row = thread / 32 * 16 + thread % 32 / 4;
+  static_assert(kAtoms % 4 == 0);
+  std::uint32_t word[2][kAtoms / 4][4];
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    CUTE_UNROLL
+    for (int four = 0; four < kAtoms / 4; ++four) {
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) word[half][four][i] = words(cute::make_coord(0, half), 0, 4 * four + i);
+      transpose_quad(word[half][four]);
+    }
+  }
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int row = first_row + 8 * half;
+    Element* const first = target + row * row_stride + lane_of_quad * 8;
+    CUTE_UNROLL
+    for (int four = 0; four < kAtoms / 4; ++four) {
+      const std::uint32_t (&w)[4] = word[half][four];
+      const int there = row < end && (4 * four + lane_of_quad) * 8 < columns;
+      asm volatile(
+          "{\n"
+          ".reg .pred there;\n"
+          "setp.ne.b32 there, %5, 0;\n"
+          "@there st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
+          "}" ::"l"(first + four * 32),
+          "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(there)
+          : "memory");
+    }
+  }
+}
+
 }  // namespace flashsdk::sm90
