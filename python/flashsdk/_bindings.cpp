@@ -152,8 +152,8 @@ struct Call {
     args.offset = to_integer<std::uint64_t>("offset", o[7], kUint64);
     args.deterministic = to_bool("deterministic", o[8]);
     if (!o[9].is_none() && args.q.device.type == DeviceType::kCPU) fail("stream", o[9], "None, as q is on cpu");
-    // Not every str is UTF-8.
-    if (!o[10].is_none() && !nb::try_cast(o[10], args.backend))
+    // Not every str is UTF-8, and an empty one is no name: "" in the C++ arguments is None here.
+    if (!o[10].is_none() && (!nb::try_cast(o[10], args.backend) || args.backend.empty()))
       fail("backend", o[10], "\"cpu\", \"sm80\", \"sm90\" or None");
   }
 

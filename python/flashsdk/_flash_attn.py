@@ -5,7 +5,7 @@ Argument names, order, defaults and semantics are flash-attn's; docstrings say w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal, TypeAlias, overload
 
 from torch import Tensor
@@ -500,9 +500,12 @@ def _flash_attn(
 
 def _window(window_size: Sequence[int]) -> tuple[int | None, int | None]:
     """(left, right) of a band; negative is unlimited."""
+    allowed = "(left, right), two integers"
+    if isinstance(window_size, (Set, Mapping)):  # two integers, but neither is the left one
+        raise Error(f"window_size: {shown(window_size)}; {allowed}")
     try:
-        left, right = (n if isinstance(n, int) else integer("", n) for n in window_size)
+        # An int is taken as it is: torch.compile need not look into integer().
+        left, right = (n if type(n) is int else integer("", n) for n in window_size)
     except (TypeError, ValueError):
-        allowed = "(left, right), two integers"
         raise Error(f"window_size: {shown(window_size)}; {allowed}") from None
     return None if left < 0 else left, None if right < 0 else right

@@ -336,7 +336,8 @@ MATRIX = np.zeros((40, 40))  # whose repr has many lines
         {"softmax_scale": MATRIX}, {"softcap": "a"}, {"softcap": None}, {"dropout_p": MATRIX},
         {"seed": MATRIX}, {"offset": None}, {"deterministic": "no"}, {"deterministic": MATRIX},
         {"deterministic": None}, {"stream": MATRIX}, {"backend": "x\ny"}, {"backend": "x" * 200},
-        {"backend": MATRIX}, {"backend": "\ud800"}, {"mask": MATRIX}, {"mask": "causal\n"},
+        {"backend": MATRIX}, {"backend": "\ud800"}, {"backend": ""}, {"mask": MATRIX},
+        {"mask": "causal\n"},
     ],
     ids=str,
 )  # fmt: skip

@@ -158,7 +158,8 @@ def test_refusals():
     slopes = torch.zeros(4, requires_grad=True)
     refused(match, plain, q, k, v, alibi_slopes=slopes, code="unsupported")
     refused("^alibi_slopes", plain, q, k, v, alibi_slopes=torch.zeros(3))
-    refused("^window_size: 5; ", plain, q, k, v, window_size=5)
+    for window in (5, (1, 2, 3), (True, 0), (0.5, 0), {2, 1}, {1: 2, 3: 4}):
+        refused("^window_size: .*two integers$", plain, q, k, v, window_size=window)
     refused("^cu_seqlens_q", varlen, *packed, offsets.long(), *lengths[1:])
     match = r"^qkv: shape \(2, 40, 4, 16\); \(batch, seqlen, 3, "
     refused(match, adapter.flash_attn_qkvpacked_func, q)
