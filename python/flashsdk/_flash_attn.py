@@ -500,12 +500,12 @@ def _flash_attn(
 
 def _window(window_size: Sequence[int]) -> tuple[int | None, int | None]:
     """(left, right) of a band; negative is unlimited."""
-    allowed = "(left, right), two integers"
-    if isinstance(window_size, (Set, Mapping)):  # two integers, but neither is the left one
-        raise Error(f"window_size: {shown(window_size)}; {allowed}")
     try:
+        if isinstance(window_size, (Set, Mapping)):
+            raise TypeError("neither element is the left one")
         # An int is taken as it is: torch.compile need not look into integer().
         left, right = (n if type(n) is int else integer("", n) for n in window_size)
     except (TypeError, ValueError):
+        allowed = "(left, right), two integers"
         raise Error(f"window_size: {shown(window_size)}; {allowed}") from None
     return None if left < 0 else left, None if right < 0 else right
