@@ -53,12 +53,14 @@ const char* short_name_of(DType dtype) {
   }
 }
 
-// "cpu_avx2_bf16_d128_band_fwd", "sm90_bf16_d128_band_features_fwd"
+// "cpu_avx2_bf16_d128_band_fwd", "sm90_bf16_d128_band_features_fwd", "sm80_bf16_d128_dense_split_fwd"
 std::string name_of(const KernelKey& key) {
   std::string name = name_of(key.backend);
   if (key.backend == Backend::kCpu) name += std::string("_") + key.arch;
   name += std::string("_") + short_name_of(key.dtype) + "_d" + std::to_string(key.head_dim) + "_" + name_of(key.mask);
-  return name + (key.score_features ? "_features_" : "_") + name_of(key.op);
+  if (key.score_features) name += "_features";
+  if (key.splits_keys) name += "_split";
+  return name + "_" + name_of(key.op);
 }
 
 // Its place among the known instruction sets, slowest first; behind all of them for an unknown one.
@@ -132,11 +134,13 @@ KernelRegistry::KernelRegistry(const std::vector<KernelEntry>& entries, const st
     rows_.push_back({entry, rank, name_of(entry.key), machine_refusal(entry.key, forced_isa),
                      preference_refusal(entry.key, forced_isa)});
   }
-  // The smallest head_dim that fits is the fastest, and what is not asked for is better not compiled in.
+  // Kernels that split keys take little, and what they take no other does faster. Else the smallest head_dim that fits
+  // is the fastest, and what is not asked for is better not compiled in.
   std::stable_sort(rows_.begin(), rows_.end(), [](const Row& a, const Row& b) {
     auto order = [](const Row& row) {
       const KernelKey& key = row.entry.key;
-      return std::tuple(-static_cast<int>(key.backend), row.arch_rank, key.head_dim, key.score_features);
+      return std::tuple(!key.splits_keys, -static_cast<int>(key.backend), row.arch_rank, key.head_dim,
+                        key.score_features);
     };
     return order(a) < order(b);
   });

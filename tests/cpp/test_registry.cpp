@@ -59,6 +59,21 @@ TEST(KernelRegistry, TakesFeaturesOnlyWhereTheyAreAskedFor) {
   EXPECT_EQ(registry.explain(Op::kForward, p, {}).kernel, "cpu_portable_fp32_d64_dense_features_fwd");
 }
 
+TEST(KernelRegistry, KernelsThatSplitKeysAreAskedFirst) {
+  KernelEntry split = entry("portable", 256);
+  split.key.splits_keys = true;
+  split.can_implement = [](const ForwardParams& p) { return p.seqlen_q == 1 ? nullptr : "too many queries"; };
+  const KernelRegistry registry({entry("portable", 64), split}, "");
+  ForwardParams p = problem(64, 64);
+  p.seqlen_q = 1;
+  EXPECT_EQ(registry.explain(Op::kForward, p, {}).kernel, "cpu_portable_fp32_d256_dense_split_fwd");
+  p.seqlen_q = 2;
+  const Explanation why = registry.explain(Op::kForward, p, {});
+  EXPECT_EQ(why.kernel, "cpu_portable_fp32_d64_dense_fwd");
+  ASSERT_EQ(why.refused.size(), 1u);
+  EXPECT_EQ(why.refused[0].reason, "too many queries");
+}
+
 TEST(KernelRegistry, FasterInstructionSetsComeFirstWhereTheProcessorHasThem) {
   const std::vector<KernelEntry> entries{entry("no_such_isa", 64), entry("avx2", 64), entry("portable", 64)};
   const KernelRegistry registry(entries, "");

@@ -49,6 +49,22 @@ TEST(TileWalkRuns, CountIsExact) {
   EXPECT_FALSE(walk.next(tile));
 }
 
+TEST(TileWalkRuns, PartsAreTheWalkInPieces) {
+  for (const TileWalk& walk : {TileWalk::runs(0, 0, 0, 0), TileWalk::runs(7, 7, 8, 8), TileWalk::runs(3, 5, 60, 61),
+                               TileWalk::runs(2, 9, 9, 14)})
+    for (int parts : {1, 2, 3, 5, 64, 128}) {
+      std::vector<Visit> joined;
+      for (int i = 0; i < parts; ++i) {
+        const TileWalk part = walk.part(i, parts);
+        EXPECT_EQ(part.count(), static_cast<int>(visits(part).size()));
+        EXPECT_GE(part.count(), walk.count() / parts);
+        EXPECT_LE(part.count(), walk.count() / parts + 1);
+        for (const Visit& visit : visits(part)) joined.push_back(visit);
+      }
+      EXPECT_EQ(joined, visits(walk)) << parts;
+    }
+}
+
 TEST(TileWalkLists, MergesInAscendingOrder) {
   EXPECT_EQ(visits(lists({1, 4}, {0, 2, 7}, 1, 8)),
             (std::vector<Visit>{{0, false}, {1, true}, {2, false}, {4, true}, {7, false}}));

@@ -19,7 +19,8 @@ struct KernelKey {
   DType dtype;
   int head_dim;  // largest head_dim and head_dim_v
   MaskKind mask;
-  bool score_features;  // bias, ALiBi, softcap, dropout compiled in
+  bool score_features;       // bias, ALiBi, softcap, dropout compiled in
+  bool splits_keys = false;  // among thread blocks, where there are few queries
 };
 
 // Runs fn(context, slot) on up to num_threads threads at once, one of them the caller, and returns when all are done.

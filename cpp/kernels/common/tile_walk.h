@@ -63,6 +63,15 @@ class TileWalk {
     }
   }
 
+  // The index-th of so many parts of runs, equal but for a tile.
+  FLASHSDK_HD TileWalk part(int index, int parts) const {
+    const std::int64_t tiles = count();
+    TileWalk w = *this;
+    w.position_ = position_ + static_cast<int>(tiles * index / parts);
+    w.end_ = position_ + static_cast<int>(tiles * (index + 1) / parts);
+    return w;
+  }
+
   // Upper bound of the tiles still to come: exact but for a last layout block cut by the sequence end.
   FLASHSDK_HD int count() const {
     if (split_ == 0) return max_of(0, end_ - position_);

@@ -13,6 +13,14 @@ namespace flashsdk::cuda {
 // scale·log2(e) must be finite; any other multiplies the scores first.
 __device__ __forceinline__ bool scales_exponents(float scale) { return scale > 0.f && scale < kScaleLimit; }
 
+// unit: from the scores' unit to that of the natural logarithm. An lse beyond float stays at its end, as −inf says that
+// no key was seen.
+__device__ __forceinline__ float log_sum_exp(float max, float sum, float unit) {
+  if (sum == 0.f) return -INFINITY;
+  const float lse = fmaf(max, unit, logf(sum));
+  return fabsf(lse) > FLT_MAX ? copysignf(FLT_MAX, lse) : lse;  // NaN stays
+}
+
 template <int kRows>
 class OnlineSoftmax {
   static constexpr float kSlack = 8.f;
@@ -165,14 +173,10 @@ class OnlineSoftmax {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) sum_[i] = quad_sum(sum_[i]);
   }
+  __device__ float max(int i) const { return max_[i]; }
+  __device__ float sum(int i) const { return sum_[i]; }
   __device__ float inverse_sum(int i) const { return sum_[i] == 0.f ? 0.f : reciprocal(sum_[i]); }
-  // unit: from the scores' unit to that of the natural logarithm. An lse beyond float stays at its end, as −inf says
-  // that no key was seen.
-  __device__ float lse(int i, float unit) const {
-    if (sum_[i] == 0.f) return -INFINITY;
-    const float lse = fmaf(max_[i], unit, logf(sum_[i]));
-    return fabsf(lse) > FLT_MAX ? copysignf(FLT_MAX, lse) : lse;  // NaN stays
-  }
+  __device__ float lse(int i, float unit) const { return log_sum_exp(max_[i], sum_[i], unit); }
 
  private:
   // Whether the difference from the maximum has to come first, in some row of the warp.

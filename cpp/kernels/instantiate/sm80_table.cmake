@@ -38,6 +38,12 @@ set(FLASHSDK_SM80_FORWARD_OTHER_256 64x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_ALL_128 128x32_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_DROPOUT_64 128x128_4_1_false_2)  # but for layouts
 
+# Few queries: thread blocks of four warps, each with a part of the keys and two tiles of these on their way. Smaller
+# head dimensions take these too: what a tile leaves empty is not read from memory, which is what bounds them.
+set(FLASHSDK_SM80_SPLIT_FORWARD_64 64x128_4_2_true_2)
+set(FLASHSDK_SM80_SPLIT_FORWARD_128 64x64_4_2_true_2)
+set(FLASHSDK_SM80_SPLIT_FORWARD_256 64x64_4_1_false_2)
+
 set(FLASHSDK_SM80_BACKWARD_32 32x128_4_4_4_2_2_true)
 set(FLASHSDK_SM80_BACKWARD_64 32x128_4_4_4_2_2_true)
 set(FLASHSDK_SM80_BACKWARD_96 64x128_8_4_4_4_1_true)
@@ -62,6 +68,10 @@ set(FLASHSDK_SM80_BACKWARD_SMALL 16x16_1_1_1_1_1_false_true)
 # The tiles of one kind of kernel, in priority order.
 function(flashsdk_sm80_tiles result op head_dim policy features)
   string(TOUPPER ${op} OP)
+  if(op STREQUAL "split_forward" AND (policy STREQUAL "BlockSparse" OR NOT features MATCHES "None|All"))
+    set(${result} "" PARENT_SCOPE)
+    return()
+  endif()
   if(features STREQUAL "Any")
     set(tiles ${FLASHSDK_SM80_${OP}_ANY_${head_dim}})
     if(tiles AND policy STREQUAL "BlockSparse" AND NOT FLASHSDK_CUDA_SUBSET STREQUAL "ci")

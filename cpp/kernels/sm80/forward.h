@@ -12,6 +12,7 @@
 #include "cuda/softmax.h"
 #include "cuda/tile_scheduler.h"
 #include "sm80/gemm.h"
+#include "sm80/key_split.h"
 #include "sm80/tile_io.h"
 
 namespace flashsdk::sm80 {
@@ -29,9 +30,14 @@ class ForwardScores {
         features_(p.score, seq, work.batch, work.head),
         batch_head_(work.batch * p.num_heads + work.head),
         m0_(work.block * Traits::kBlockM),
-        scale_first_((cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(p.score)) ||
-                     !cuda::scales_exponents(p.score.softmax_scale)),
+        scale_first_(scale_first(p.score)),
         softmax_(unit() * cuda::kLog2e) {}
+
+  // Whether scores are multiplied by the scale, and more, before the softmax sees them.
+  static __device__ bool scale_first(const ScoreParam& score) {
+    return (cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(score)) ||
+           !cuda::scales_exponents(score.softmax_scale);
+  }
 
   __device__ TileWalk walk(int m_block) const {
     return policy_.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, m_block);
@@ -78,12 +84,10 @@ class ForwardScores {
     auto out = as_matrix(acc_out);
     auto coordinates = matrix_coordinates<Traits::kBlockM, 16>(typename Traits::Mma{});
     float* lse = seq_.rows(p_.lse, work.batch, work.head);
-    using Element = typename Traits::Element;
-    const float dropout_scale = cuda::has_dropout(kFeatures) ? cuda::scale_of_kept<Element>(p_.score.dropout) : 1.f;
     softmax_.finish();
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      float factor = softmax_.inverse_sum(i) * dropout_scale;
+      float factor = softmax_.inverse_sum(i) * dropout_scale();
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(out); ++j) out(i, j) *= factor;
       int row = m0_ + cute::get<0>(coordinates(i, 0));
@@ -91,9 +95,34 @@ class ForwardScores {
     }
   }
 
+  // Writes what this part of the keys says of out, for join_parts_kernel.
+  template <class Out>
+  __device__ void leave(const Out& acc_out, const cuda::TileWork& work, const KeySplit& split, int part) {
+    auto out = as_matrix(acc_out);
+    auto coordinates = matrix_coordinates<Traits::kBlockM, Traits::kHeadDim>(typename Traits::Mma{});
+    softmax_.finish();
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const int query = m0_ + cute::get<0>(coordinates(i, 0));
+      if (query >= seq_.seqlen_q) continue;
+      const std::int64_t row = split.row(part, work.batch, work.head, query);
+      if (threadIdx.x % 4 == 0) split.states[row] = {softmax_.max(i), softmax_.sum(i)};
+      CUTE_UNROLL
+      for (int j = 0; j < cute::size<1>(out); j += 2) {  // neighbours
+        const int column = cute::get<1>(coordinates(i, j));
+        auto* target = reinterpret_cast<float2*>(split.out + row * split.columns + column);
+        if (column < split.columns) *target = {out(i, j) * dropout_scale(), out(i, j + 1) * dropout_scale()};
+      }
+    }
+  }
+
  private:
   // From the scores that the softmax sees to natural logarithms.
   __device__ float unit() const { return scale_first_ ? 1.f : p_.score.softmax_scale; }
+  __device__ float dropout_scale() const {
+    using Element = typename Traits::Element;
+    return cuda::has_dropout(kFeatures) ? cuda::scale_of_kept<Element>(p_.score.dropout) : 1.f;
+  }
 
   const ForwardParams& p_;
   const SeqlenInfo& seq_;
@@ -104,9 +133,15 @@ class ForwardScores {
   cuda::OnlineSoftmax<kRows> softmax_;
 };
 
-template <class Traits, class Policy, cuda::Features kFeatures>
+// Of all keys that the tile's queries see.
+struct AllKeys {};
+
+// Keys: AllKeys, or KeySplit, where the grid's second dimension is the part.
+template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
-    forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ cuda::TileSchedule schedule) {
+    forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ cuda::TileSchedule schedule,
+                   const __grid_constant__ Keys keys) {
+  constexpr bool kSplit = std::is_same_v<Keys, KeySplit>;
   using Element = typename Traits::Element;
   using Mma = typename Traits::Mma;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
@@ -147,6 +182,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
   ForwardScores<Traits, Policy, kFeatures> scores(p, seq, work);
   TileWalk walk = scores.walk(work.block);
+  if constexpr (kSplit) walk = walk.part(blockIdx.y, keys.parts);
   TileRef tile;
   bool more = walk.next(tile);
 
@@ -209,6 +245,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     if constexpr (Traits::kStages == 2) stage ^= 1;
   }
 
+  if constexpr (kSplit) {
+    scores.leave(acc_out, work, keys, blockIdx.y);
+    return;
+  }
   scores.finish(acc_out, work);
   auto out = convert<Element>(acc_out);
   cute::cp_async_wait<0>();

@@ -12,6 +12,7 @@
 #include "cuda/packed_tail.h"
 #include "sm80/backward.h"
 #include "sm80/forward.h"
+#include "sm80/join_parts.h"
 #include "sm80/row_scores.h"
 
 namespace flashsdk::sm80 {
@@ -60,28 +61,29 @@ const char* refuse(const ForwardParams& p, bool backward) {
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
-KernelKey key_of(Op op) {
+KernelKey key_of(Op op, bool splits_keys = false) {
   return {op,
           Backend::kSm80,
           kArch,
           kDType<typename Traits::Element>,
           Traits::kHeadDim,
           kMaskKind<Policy>,
-          cuda::has_dropout(kFeatures)};
+          cuda::has_dropout(kFeatures),
+          splits_keys};
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
   cuda::DeviceGuard guard(p.device.index);
-  auto kernel = forward_kernel<Traits, Policy, kFeatures>;
+  auto kernel = forward_kernel<Traits, Policy, kFeatures, AllKeys>;
   allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
   const cuda::TileSchedule schedule =
       cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), p.mask.kind == MaskKind::kDense);
   auto stream = static_cast<cudaStream_t>(context.stream);
   if (schedule.size() != 0) {
     cuda::launch("launching the forward kernel", kernel, dim3(static_cast<unsigned>(schedule.size())), Traits::kThreads,
-                 Traits::kSmemBytes, stream, p, schedule);
+                 Traits::kSmemBytes, stream, p, schedule, AllKeys{});
   }
   cuda::clear_out_tail<typename Traits::Element>(p, stream);
 }
@@ -91,6 +93,43 @@ KernelEntry forward_entry() {
   return {key_of<Traits, Policy, kFeatures>(Op::kForward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           [](const ForwardParams& p) { return refuse<Traits, kFeatures>(p, false); },
           [](const ForwardParams&, int) { return std::size_t{0}; }, launch_forward<Traits, Policy, kFeatures>};
+}
+
+template <class Traits>
+int key_parts(const ForwardParams& p) {
+  return key_parts(p, flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+                   cuda::device_limits(p.device.index).multiprocessors, Traits::kMinBlocks);
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures>
+void launch_split_forward(const ForwardParams& p, const LaunchContext& context) {
+  static std::atomic<std::uint64_t> prepared{0};
+  cuda::DeviceGuard guard(p.device.index);
+  auto kernel = forward_kernel<Traits, Policy, kFeatures, KeySplit>;
+  allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
+  const cuda::TileSchedule schedule =
+      cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), p.mask.kind == MaskKind::kDense);
+  const KeySplit split(p, key_parts<Traits>(p), context.workspace);
+  auto stream = static_cast<cudaStream_t>(context.stream);
+  const auto parts = static_cast<unsigned>(split.parts), rows = static_cast<unsigned>(p.seqlen_q);
+  cuda::launch("launching the forward kernel of parts", kernel, dim3(static_cast<unsigned>(schedule.size()), parts),
+               Traits::kThreads, Traits::kSmemBytes, stream, p, schedule, split);
+  cuda::launch("launching the forward's last pass", join_parts_kernel<Traits, Policy, kFeatures>,
+               dim3(rows, static_cast<unsigned>(p.num_heads), static_cast<unsigned>(p.batch)), kJoinThreads, 0, stream,
+               p, split);
+  cuda::clear_out_tail<typename Traits::Element>(p, stream);
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures>
+KernelEntry split_forward_entry() {
+  return {key_of<Traits, Policy, kFeatures>(Op::kForward, true), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+          [](const ForwardParams& p) {
+            const char* reason = refuse<Traits, kFeatures>(p, false);
+            return reason != nullptr || key_parts<Traits>(p) > 1 ? reason
+                                                                 : "queries are not few or keys not many: not split";
+          },
+          [](const ForwardParams& p, int) { return KeySplit(p, key_parts<Traits>(p), nullptr).size(); },
+          launch_split_forward<Traits, Policy, kFeatures>};
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>

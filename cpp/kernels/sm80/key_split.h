@@ -1,0 +1,77 @@
+// Few queries and many keys, as in decoding: the keys of a tile of queries are dealt to several thread blocks, of which
+// there would else be too few for the device, and a second kernel joins what these have found (Flash-Decoding,
+// https://pytorch.org/blog/flash-decoding/).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/mask_policy.h"
+#include "common/params.h"
+
+namespace flashsdk::sm80 {
+
+// Into how many parts the keys are split: what takes the least time. 1: not at all. Where there are thread blocks for
+// half of the multiprocessors anyway, other kernels are faster. In eighths of what a thread block takes for a tile of
+// keys, some 1 µs on an H200; the figures are fitted to measurements there (docs/gpu.md).
+inline int key_parts(std::int64_t query_tiles, int key_tiles, int multiprocessors, int blocks_each) {
+  constexpr int kMost = 128;
+  constexpr int kTile = 8, kOthersTile = 6;  // of these kernels, and of those that would have the problem else
+  constexpr int kJoin = 64, kJoinPart = 1;   // what the second kernel adds, on the host too, and for each part
+  if (query_tiles == 0 || 2 * query_tiles > multiprocessors) return 1;
+  const std::int64_t at_once = std::int64_t{multiprocessors} * blocks_each;
+  int best = 1;
+  std::int64_t least = std::int64_t{kOthersTile} * key_tiles;
+  for (int parts = 2; parts <= min_of(key_tiles, kMost) && query_tiles * parts <= at_once; ++parts) {
+    const int time = kTile * ceil_div(key_tiles, parts) + kJoin + kJoinPart * parts;
+    if (time < least) {
+      least = time;
+      best = parts;
+    }
+  }
+  return best;
+}
+
+// The same of a problem, by the most keys that a tile of its queries may see.
+inline int key_parts(const ForwardParams& p, Tile tile, int multiprocessors, int blocks_each) {
+  int keys = p.seqlen_k;
+  if (p.mask.kind == MaskKind::kBand) {
+    keys = clamp_index(p.mask.band.left + p.mask.band.right + tile.m, p.seqlen_k);
+  }
+  const std::int64_t query_tiles = std::int64_t{ceil_div(p.seqlen_q, tile.m)} * p.num_heads * p.batch;
+  return key_parts(query_tiles, ceil_div(keys, tile.n), multiprocessors, blocks_each);
+}
+
+// What the online softmax knows of a row: the largest score, and the sum of exp(score − largest).
+struct RowState {
+  float max, sum;
+};
+
+// Where each part leaves what it has found, in the caller's workspace: (parts, batch, num_heads, seqlen_q) rows. Those
+// that packed sequences do not have are never touched.
+struct KeySplit {
+  int parts, columns;          // of out: head_dim_v
+  int heads, rows_of_head;     // rows of each head, of packed sequences as many as the longest may have
+  std::int64_t rows;           // of a part
+  float* out = nullptr;        // (parts, rows, columns), relative to the row's state
+  RowState* states = nullptr;  // (parts, rows)
+
+  // base may be null to learn the size alone.
+  KeySplit(const ForwardParams& p, int parts_, void* base)
+      : parts(parts_),
+        columns(p.head_dim_v),
+        heads(p.num_heads),
+        rows_of_head(p.seqlen_q),
+        rows(std::int64_t{p.batch} * heads * rows_of_head) {
+    out = static_cast<float*>(base);
+    states = reinterpret_cast<RowState*>(out + parts * rows * columns);
+  }
+  std::size_t size() const {
+    return static_cast<std::size_t>(parts * rows) * (columns * sizeof(float) + sizeof(RowState));
+  }
+  FLASHSDK_HD std::int64_t row(int part, int batch, int head, int query) const {
+    return part * rows + (std::int64_t{batch} * heads + head) * rows_of_head + query;
+  }
+};
+
+}  // namespace flashsdk::sm80

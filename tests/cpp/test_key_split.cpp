@@ -1,0 +1,95 @@
+// Into how many parts the keys of few queries are split, and where the parts leave what they have found.
+#include "sm80/key_split.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+namespace flashsdk::sm80 {
+namespace {
+
+constexpr int kMultiprocessors = 132, kBlocksEach = 2;
+constexpr Tile kTile{64, 64};
+
+int parts_of(std::int64_t query_tiles, int key_tiles) {
+  return key_parts(query_tiles, key_tiles, kMultiprocessors, kBlocksEach);
+}
+
+ForwardParams problem(int seqlen_q, int seqlen_k) {
+  ForwardParams p;
+  p.batch = 2;
+  p.num_heads = p.num_heads_kv = 4;
+  p.head_dim = p.head_dim_v = 128;
+  p.seqlen_q = seqlen_q;
+  p.seqlen_k = seqlen_k;
+  return p;
+}
+
+int parts_of(const ForwardParams& p) { return key_parts(p, kTile, kMultiprocessors, kBlocksEach); }
+
+TEST(KeyParts, NoneWhereThereIsNothingToSplit) {
+  EXPECT_EQ(parts_of(0, 1000), 1);
+  EXPECT_EQ(parts_of(8, 0), 1);
+  EXPECT_EQ(parts_of(8, 1), 1);
+  EXPECT_EQ(parts_of(8, 8), 1);      // a second kernel costs more than it saves
+  EXPECT_EQ(parts_of(67, 1000), 1);  // every other multiprocessor has work
+}
+
+TEST(KeyParts, AllThreadBlocksRunAtOnce) {
+  for (std::int64_t tiles = 1; tiles <= 66; ++tiles)
+    for (int keys : {16, 100, 1000, 100000}) {
+      const int parts = parts_of(tiles, keys);
+      EXPECT_LE(tiles * parts, kMultiprocessors * kBlocksEach) << tiles << " " << keys;
+      EXPECT_LE(parts, keys);
+      EXPECT_GE(parts, keys >= 100 ? 2 : 1) << tiles << " " << keys;
+    }
+}
+
+TEST(KeyParts, AsMeasured) {  // heads of 128 on an H200: docs/gpu.md
+  EXPECT_EQ(parts_of(8, 32), 16);
+  EXPECT_EQ(parts_of(8, 256), 32);
+  EXPECT_EQ(parts_of(32, 64), 8);
+  EXPECT_EQ(parts_of(64, 128), 4);
+}
+
+TEST(KeyParts, ABandLeavesFewKeys) {
+  ForwardParams p = problem(1, 1 << 20);
+  EXPECT_GT(parts_of(p), 1);
+  p.mask.kind = MaskKind::kBand;
+  p.mask.band.right = 0;
+  EXPECT_GT(parts_of(p), 1);
+  p.mask.band.left = 256;
+  EXPECT_EQ(parts_of(p), 1);
+  p.mask.band.left = -100;
+  EXPECT_EQ(parts_of(p), 1);
+  p.mask.band.right = BandParam::kUnlimited;
+  EXPECT_GT(parts_of(p), 1);
+}
+
+TEST(KeySplit, EveryRowOfEveryPartHasAPlaceOfItsOwn) {
+  const ForwardParams p = problem(5, 1000);
+  const KeySplit split(p, 3, nullptr);
+  std::set<std::int64_t> seen;
+  for (int part = 0; part < 3; ++part)
+    for (int batch = 0; batch < p.batch; ++batch)
+      for (int head = 0; head < p.num_heads; ++head)
+        for (int query = 0; query < p.seqlen_q; ++query) {
+          const std::int64_t place = split.row(part, batch, head, query);
+          EXPECT_TRUE(place >= part * split.rows && place < (part + 1) * split.rows);
+          EXPECT_TRUE(seen.insert(place).second);
+        }
+  EXPECT_EQ(split.size(), seen.size() * (p.head_dim_v + 2) * sizeof(float));
+}
+
+// Buffers may be longer than what is in them.
+TEST(KeySplit, RowsBehindPackedSequencesTakeNoMemory) {
+  ForwardParams p = problem(1, 5000);
+  const std::size_t batched = KeySplit(p, 4, nullptr).size();
+  const std::int32_t ends[] = {0, 1, 2};
+  p.cu_seqlens_q = p.cu_seqlens_k = ends;
+  p.total_q = 1 << 20;
+  EXPECT_EQ(KeySplit(p, 4, nullptr).size(), batched);
+}
+
+}  // namespace
+}  // namespace flashsdk::sm80
