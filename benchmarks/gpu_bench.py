@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import functools
 import inspect
 import json
 import statistics
@@ -196,6 +197,81 @@ def beside_dense(
     for (op, key), t in ms.items():
         if key != "dense":
             yield op, key, {"ms": t, "of_dense": t / ms[op, "dense"]}
+
+
+FEW = (  # batch, queries, keys, heads, heads of keys, head_dim
+    (1, 1, 2048, 32, 8, 128),
+    (1, 1, 4096, 32, 8, 128),
+    (1, 1, 16384, 32, 8, 128),
+    (1, 1, 65536, 32, 8, 128),
+    (8, 1, 8192, 32, 8, 128),
+    (1, 1, 65536, 8, 1, 128),
+    (1, 1, 16384, 16, 16, 64),
+    (1, 1, 16384, 8, 8, 256),
+    (1, 128, 16384, 8, 8, 128),
+    (1, 512, 16384, 8, 8, 128),
+)
+
+
+def few_queries(most_keys: int) -> list[Row]:
+    """One query a sequence, as in decoding, and a few, causal: the forward alone."""
+    return [row for shape in FEW if shape[2] <= most_keys for row in few_queries_of(*shape)]
+
+
+def few_queries_of(
+    batch: int, queries: int, keys: int, heads: int, heads_kv: int, dim: int
+) -> list[Row]:
+    """Calls take turns with keys that together are more than any cache holds, from a CUDA graph.
+
+    The host would take longer than most of them.
+    """
+    causal = queries > 1
+    mask = fs.Causal() if causal else None
+    size = 4 * batch * keys * heads_kv * dim  # bytes of K and V
+    inputs = []
+    for _ in range(1 + 300_000_000 // size):
+        q = torch.randn(batch, queries, heads, dim, device="cuda").bfloat16()
+        _, k, v, _ = tensors(batch, keys, heads_kv, dim, torch.bfloat16)
+        inputs.append((q, k, v))
+    fastest = backends()[-1]
+    calls: dict[str, Callable[..., Any]] = {
+        fastest: lambda q, k, v: fs.mha_fwd(q, k, v, mask=mask, backend=fastest),
+        "flashsdk": lambda q, k, v: fs.mha_fwd(q, k, v, mask=mask),
+        **{name: functools.partial(peer_forward, name, causal) for name in PEERS},
+    }
+    graphs = {name: graphed(call, inputs) for name, call in calls.items()}
+    ms = median_ms({name: graph.replay for name, graph in graphs.items() if graph})
+    us = {name: 1e3 * t / len(inputs) for name, t in ms.items()}
+    times = ", ".join(f"{name} {t:.1f}" for name, t in us.items())
+    print(f"{batch} x {queries} queries, {keys} keys, d{dim}: {times} us", flush=True)
+    row = {"batch": batch, "queries": queries, "keys": keys, "heads": heads}
+    row |= {"heads_kv": heads_kv, "head_dim": dim, "bytes": size}
+    row["kernel"] = fs.explain(*inputs[0], mask=mask).kernel
+    return [{**row, "name": name, "us": t} for name, t in us.items()]
+
+
+def peer_forward(name: str, causal: bool, q: Any, k: Any, v: Any) -> Any:
+    from torch.nn.attention.bias import causal_lower_right
+
+    bias = causal_lower_right(q.shape[1], k.shape[1]) if causal else None
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(PEERS[name]):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, enable_gqa=grouped)
+
+
+def graphed(call: Callable[..., Any], inputs: list[Any]) -> Any:
+    """A CUDA graph of the calls; None where there is no such kernel."""
+    try:
+        call(*inputs[0])
+    except (fs.Error, RuntimeError):
+        return None
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for x in inputs:
+            call(*x)
+    return graph
 
 
 def windows(seqlen: int, window: int = 1024, block: int = 128) -> list[Row]:
@@ -473,6 +549,7 @@ def main() -> None:
     record["dense"] = dense(args.head_dims, seqlens)
     record["lengths"] = lengths([128, 256] if args.quick else [128, 256, 32768, 65536])
     record["gqa"] = gqa([1024] if args.quick else [4096, 16384])
+    record["few_queries"] = few_queries(4096 if args.quick else 65536)
     record["windows"] = windows(4096 if args.quick else 16384)
     record["packed"] = packed(16384 if args.quick else 32768)
     record["sparse"] = sparse(2048 if args.quick else 8192)

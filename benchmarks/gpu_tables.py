@@ -58,6 +58,8 @@ def further(record: Record) -> list[str]:
         for op, name in DIRECTIONS.items():
             if key in record:
                 parts += [f"### {title}, {name}", text, dense_table(record[key], op)]
+    if "few_queries" in record:
+        parts += ["### Few queries, many keys", few_queries_table(record["few_queries"])]
     if "windows" in record:
         parts += ["### Sliding windows", windows_table(record["windows"])]
     if "packed" in record:
@@ -136,6 +138,30 @@ def sparse_table(rows: list[Record]) -> str:
         for r in rows
     ]  # fmt: skip
     return markdown_table(header, table, 4)
+
+
+def few_queries_table(rows: list[Record]) -> str:
+    ours = sorted({r["name"] for r in rows} - {*PEERS, "flashsdk"})
+    columns = [*PEERS, *ours, "flashsdk"]
+    shape = ("batch", "queries", "keys", "heads", "heads_kv", "head_dim", "bytes", "kernel")
+    times: dict[tuple[Any, ...], dict[str, float]] = {}
+    for r in rows:
+        times.setdefault(tuple(r[key] for key in shape), {})[r["name"]] = r["us"]
+    table = []
+    for (batch, queries, keys, heads, heads_kv, dim, size, kernel), of in times.items():
+        line = [str(batch), str(queries), length(keys), f"{heads} / {heads_kv}", str(dim)]
+        line += [f"{of[name]:.1f}" if name in of else "–" for name in columns]
+        line.append(f"{of['cudnn'] / of['flashsdk']:.2f}" if "cudnn" in of else "–")
+        line += [f"{of['fa2'] / of['flashsdk']:.2f}" if "fa2" in of else "–"]
+        table.append([*line, f"{size / of['flashsdk'] / 1e6:.2f}", f"`{kernel}`"])
+    header = ["batch", "queries", "keys", "heads / of keys", "head_dim"]
+    header += [*(NAMES.get(name, name) for name in columns), "cuDNN / ours", "FA2 / ours"]
+    text = (
+        "Forward, bf16, causal where there are several queries; µs a call from a CUDA graph, with "
+        "K and V of other memory in each turn. TB/s are of K and V. sm90 is that backend asked "
+        "for, flashsdk what a call gets by itself: the kernel named.\n\n"
+    )
+    return text + markdown_table([*header, "TB/s", "kernel"], table, 5)
 
 
 def windows_table(rows: list[Record]) -> str:

@@ -4,7 +4,7 @@ import flashsdk as fs
 import numpy as np
 import pytest
 import reference
-from cases import CPU_DTYPES, assert_same_bits, problem, qkv
+from cases import CPU_DTYPES, assert_same_bits, packed, problem, qkv
 from flashsdk._problems import BandSpec
 
 PACKED = "query heads packed: 4 rows a head of keys"
@@ -63,6 +63,34 @@ def test_grouped_heads_are_repeated_heads(dtype, mask):
     unit = {"float32": 2**-20, "float16": 2**-10, "bfloat16": 2**-7}[dtype]
     assert np.abs(out.astype(float) - wide.astype(float)).max() <= unit * np.abs(wide).max()
     assert np.abs(lse - wide_lse).max() <= 1e-5
+
+
+LONG = [
+    ((1, 2500), (4, 1), {}),
+    ((1, 2499), (3, 3), {"mask": BandSpec(2200, 0, "bottom_right")}),
+    ((5, 2100), (4, 2), {"mask": BandSpec(None, 0, "bottom_right"), "dlse": True}),
+    ((70, 1800), 1, {"mask": BandSpec(1750, -7, "bottom_right")}),
+    ((9, 3000), 1, {"mask": BandSpec(None, 1900, "top_left")}),
+    ((2, 2000), (2, 1), {"softcap": 6.0, "alibi": "heads"}),
+    ((3, 2000), 2, {"bias": ("float32", (1, 1, 3, 2000)), "dropout_p": 0.3}),
+    ((1, 2000), (4, 2), {"bias": ("bool", (2, 1, 1, 2000)), "batch": 2}),
+    ((1, 2000), 2, {"values": "huge"}),
+]
+
+
+@pytest.mark.parametrize("seqlen, heads, features", LONG, ids=str)
+def test_many_keys(runner, seqlen, heads, features):
+    """So many that a GPU splits them among thread blocks, in kernels of three head dimensions."""
+    for i, dim in enumerate([40] if runner.backend == "cpu" else [40, (128, 72), 256]):
+        dtype = runner.dtypes[i % len(runner.dtypes)]
+        runner.check(problem(seqlen, heads, dim, dtype=dtype, **features))
+
+
+@pytest.mark.parametrize("mask", MASKS[:2], ids=str)
+def test_many_keys_of_packed_sequences(runner, mask):
+    """Some have so few that most parts are empty, some none at all, and rows follow the last."""
+    lengths = ((1, 2500), (0, 70), (3, 0), (2, 90), (66, 300), (1, 1))
+    runner.check(packed(lengths, (4, 2), 40, dtype=runner.dtypes[0], mask=mask, tail=(3, 4)))
 
 
 def test_explain_tells():

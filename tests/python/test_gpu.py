@@ -244,6 +244,51 @@ def test_explain_needs_no_outputs(backend, op):
     assert backend in fs.explain(q, k, v, op=op, backend=backend).kernel
 
 
+def kernel_of(*x, **keywords) -> str:
+    return fs.explain(*x, **keywords).kernel
+
+
+def test_keys_are_split_where_queries_are_few(backend):
+    """Whatever the fastest backend is: sm80 alone splits keys, and is asked first."""
+    q, k, v, _ = qkv(8192, heads=4)
+    few, one = q[:, :100], q[:, :1]
+    assert "split" in kernel_of(one, k, v)
+    assert "split" in kernel_of(few, k, v, mask=fs.Causal())
+    assert "split" in kernel_of(one, k[:, :, :1], v[:, :, :1], softcap=5.0)
+    assert ("split" in kernel_of(one, k, v, backend=backend)) == (backend == "sm80")
+    for why, other in {
+        "many queries": {"q": q},
+        "few keys": {"k": k[:, :500], "v": v[:, :500]},
+        "a narrow window": {"mask": fs.SlidingWindow(300, 0)},
+        "a layout": {"q": few, "mask": fs.layouts.dense(100, 8192, 128)},
+    }.items():
+        call = {"q": one, "k": k, "v": v, **other}
+        assert "split" not in kernel_of(**call), why
+
+
+def test_split_keys_twice_and_in_a_graph(backend):
+    """The same bits each time, though parts end in any order, and nothing of the first graph."""
+    if backend != "sm80":
+        pytest.skip("sm80 alone splits keys")
+    q, k, v, _ = qkv(8192, heads=4)
+    q = q[:, :3].contiguous()
+    mask = fs.Causal()
+    want = fs.mha_fwd(q, k, v, mask=mask, backend=backend)
+    assert_same(fs.mha_fwd(q, k, v, mask=mask, backend=backend), want)
+    whole = fs.mha_fwd(q.float().cpu(), k.float().cpu(), v.float().cpu(), mask=mask)
+    assert (want[0].float().cpu() - whole[0]).abs().max() < 0.01
+    assert (want[1].cpu() - whole[1]).abs().max() < 1e-4
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fs.mha_fwd(q, k, v, mask=mask, backend=backend)
+    for t in (q, k, v):
+        t.copy_(torch.randn_like(t))
+    want = fs.mha_fwd(q, k, v, mask=mask, backend=backend)
+    graph.replay()
+    assert_same((out, lse), want)
+
+
 def test_layouts_take_no_tiles_that_are_counted_from_the_end(backend):
     """Such a tile of 192 queries begins anywhere, also where the layout's blocks would suit it."""
     mask = fs.layouts.dense(768, 768, (192, 128))

@@ -172,6 +172,8 @@ def random_problem(rng: np.random.Generator, generator, head_dims, dtypes):
     batch = pick(1, 2, 3)
     nq = pick(1, int(rng.integers(1, 65)), int(rng.integers(65, 400)), 128, 256)
     nk = pick(nq, nq, 1, int(rng.integers(1, 65)), int(rng.integers(65, 500)), 256)
+    if nq < 65 and rng.random() < 0.3:
+        nk = int(rng.integers(1000, 5000))  # split among thread blocks
     kind = pick("dense", "band", "block_sparse")
     mask = Mask(kind)
     if kind == "band" or (kind == "block_sparse" and rng.random() < 0.6):

@@ -115,7 +115,7 @@ extern "C" {
 
 __attribute__((visibility("default"))) int harness_count() { return static_cast<int>(flashsdk::entries().size()); }
 
-// op, dtype, head_dim, mask kind, features, tile m, tile n
+// op, dtype, head_dim, mask kind, features, tile m, tile n, splits keys
 __attribute__((visibility("default"))) void harness_describe(int index, int* out) {
   const flashsdk::KernelEntry& e = flashsdk::entries()[index];
   out[0] = static_cast<int>(e.key.op);
@@ -125,6 +125,7 @@ __attribute__((visibility("default"))) void harness_describe(int index, int* out
   out[4] = e.key.score_features;
   out[5] = e.tile.m;
   out[6] = e.tile.n;
+  out[7] = e.key.splits_keys;
 }
 
 __attribute__((visibility("default"))) const char* harness_architecture(int index) {

@@ -119,7 +119,7 @@ class Harness:
         self.lib.harness_workspace.restype = ctypes.c_int64
         self.entries = []
         for i in range(self.lib.harness_count()):
-            out = (ctypes.c_int * 7)()
+            out = (ctypes.c_int * 8)()
             self.lib.harness_describe(i, out)
             self.entries.append(tuple(out))
 
@@ -171,13 +171,14 @@ class Harness:
         return (ctypes.c_int64 * len(words))(*words)
 
     def pick(self, op, p: Problem, words, all_fitting=False):
-        # The smallest head_dim first, without features before with: as the library selects.
+        # As the library selects: those that split keys, then the smallest head_dim, then features.
         found = []
         order = sorted(
-            range(len(self.entries)), key=lambda i: (self.entries[i][2], self.entries[i][4], i)
+            range(len(self.entries)),
+            key=lambda i: (-self.entries[i][7], self.entries[i][2], self.entries[i][4], i),
         )
         for i in order:
-            e_op, dtype, _, mask, features, _, _ = self.entries[i]
+            e_op, dtype, _, mask, features, *_ = self.entries[i]
             if (e_op, dtype, mask) != (op, DTYPES[p.q.dtype], MASK_KINDS[p.mask.kind]) or (
                 p.features and not features
             ):

@@ -23,6 +23,8 @@ with open(sys.argv[1]) as log:
     text = log.read()
 for name, arch, stores, loads, registers in PATTERN.findall(text):
     op = "forward" if "forward_kernel" in name else "backward"
+    if "8KeySplit" in name:
+        op = "split forward"
     dtype = "bf16" if "bfloat16_t" in name else "fp16"
     backend = "sm90" if "4sm90" in name else "sm80"
     # head_dim, of sm90 head_dim_v too, block_m, block_n

@@ -63,7 +63,7 @@ def many_keys(tile_m, tile_n):
 
 def problem(entry, make, features, block, size, aligned, packed, narrow_v):
     """Tensors by `make`: empty will do to ask whether a kernel takes it."""
-    _, code, head_dim, mask, _, tile_m, tile_n = entry
+    _, code, head_dim, mask, _, tile_m, tile_n, _ = entry
     dtype = next(dtype for dtype, c in DTYPES.items() if c == code)
     rows, keys = size
     batch, heads, dim = 2, 2, head_dim if aligned else head_dim - 3
@@ -121,7 +121,7 @@ def touch(
     blocks = ((128, 128), tile) if KINDS[entry[3]] == "block_sparse" else ((0, 0),)
     all_features = FEATURES if entry[4] else ((),)
     widths = (False, True) if entry[2] == 192 else (False,)  # 192 x 128 has kernels of its own
-    sizes = many_keys(*tile) if growing else lengths(*tile)
+    sizes = many_keys(*tile) if growing or entry[7] else lengths(*tile)
     for size, features, block, narrow_v in itertools.product(sizes, all_features, blocks, widths):
         what = features, block, size, aligned, packed, narrow_v
         if not takes(harness, index, problem(entry, empty, *what)):
@@ -146,9 +146,9 @@ def families(harness):
     """Indices of kernels by the family's name."""
     dtype = max(entry[1] for entry in harness.entries)
     found = {}
-    for i, (op, of, head_dim, _, features, m, n) in enumerate(harness.entries):
+    for i, (op, of, head_dim, _, features, m, n, splits) in enumerate(harness.entries):
         if of == dtype:
-            way = "forward" if op == FORWARD else "backward"
+            way = "split" if splits else "forward" if op == FORWARD else "backward"
             kind = "featured" if features else "plain"
             name = f"{harness.backend(i)}_{way}_d{head_dim}_{kind}_{m}x{n}"
             found.setdefault(name, []).append(i)
@@ -156,8 +156,9 @@ def families(harness):
 
 
 def cost(name):
-    """What a family costs, in an order that was measured."""
-    return (name.startswith("sm90"), "backward" in name, int(re.search(r"_d(\d+)", name)[1]))
+    """What a family costs, in an order that was measured; those that split keys go first."""
+    dim = int(re.search(r"_d(\d+)", name)[1])
+    return ("split" in name, name.startswith("sm90"), "backward" in name, dim)
 
 
 def claimed(folder, name):
@@ -184,11 +185,12 @@ def main():
     if args.list:
         print("\n".join(of_name))
         return 0
-    harness.lib.harness_limit_multiprocessors(0, MULTIPROCESSORS)
     touched = 0
     for name in sorted(filter(re.compile(args.only).search, of_name), key=cost, reverse=True):
         if not claimed(args.claims, name):
             continue
+        if "split" not in name:  # keys are split where a card has many multiprocessors
+            harness.lib.harness_limit_multiprocessors(0, MULTIPROCESSORS)
         print(f"family {name}", flush=True)
         start, before = time.monotonic(), touched
         for turn, index in enumerate(of_name[name], list(of_name).index(name)):
