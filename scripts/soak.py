@@ -43,7 +43,7 @@ BATCH = 256  # problems, after which the GPU is asked for what was found
 REPEATED = 50  # of so many problems one is run again
 STREAMS = 4
 GAP = 64  # elements between outputs, which have to stay NaN
-POOL = 1 << 25
+POOL = 1 << 25  # random numbers that tensors are views of
 
 
 def soaked(seed: int, largest_head_dim: int, dtypes: list[str]) -> Problem:
@@ -74,7 +74,14 @@ def grown(p: Problem, rng: np.random.Generator) -> Problem:
         if math.prod(least) > most:
             p, least = replace(p, mask=p.mask.band), [1, 1]
     factors = [n * int(rng.choice(FACTORS)) for n in least]
-    while math.prod(factors) > most and factors != least:
+
+    def too_large() -> bool:
+        rows = [p.batch * n * factor for n, factor in zip(p.max_seqlen, factors)]
+        vectors = max(rows[0] * p.num_heads, rows[1] * p.num_heads_kv)
+        numbers = vectors * max(p.head_dim, p.head_dim_v)
+        return math.prod(factors) > most or numbers > POOL // 2  # and rows behind the last sequence
+
+    while too_large() and factors != least:
         axis = 0 if factors[1] == least[1] or (factors[0] > least[0] and rng.random() < 0.5) else 1
         factors[axis] = max(least[axis], factors[axis] // 2)
     longest = [n * factor for n, factor in zip(p.max_seqlen, factors)]
