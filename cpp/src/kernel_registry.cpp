@@ -134,13 +134,11 @@ KernelRegistry::KernelRegistry(const std::vector<KernelEntry>& entries, const st
     rows_.push_back({entry, rank, name_of(entry.key), machine_refusal(entry.key, forced_isa),
                      preference_refusal(entry.key, forced_isa)});
   }
-  // Kernels that split keys take little, and what they take no other does faster. Else the smallest head_dim that fits
-  // is the fastest, and what is not asked for is better not compiled in.
+  // The smallest head_dim that fits is the fastest, and what is not asked for is better not compiled in.
   std::stable_sort(rows_.begin(), rows_.end(), [](const Row& a, const Row& b) {
     auto order = [](const Row& row) {
       const KernelKey& key = row.entry.key;
-      return std::tuple(!key.splits_keys, -static_cast<int>(key.backend), row.arch_rank, key.head_dim,
-                        key.score_features);
+      return std::tuple(-static_cast<int>(key.backend), row.arch_rank, key.head_dim, key.score_features);
     };
     return order(a) < order(b);
   });
@@ -149,11 +147,14 @@ KernelRegistry::KernelRegistry(const std::vector<KernelEntry>& entries, const st
   } catch (const Error& e) {
     isa_error_ = e;
   }
-  for (const Row& row : rows_) {
-    const KernelKey& key = row.entry.key;
-    bucket(key.op, key.dtype, key.mask, false).push_back(&row);
-    if (key.score_features) bucket(key.op, key.dtype, key.mask, true).push_back(&row);
-  }
+  // Kernels that split keys take few calls, and those whatever the backend: they are asked first.
+  for (const bool splits_keys : {true, false})
+    for (const Row& row : rows_) {
+      const KernelKey& key = row.entry.key;
+      if (key.splits_keys != splits_keys) continue;
+      bucket(key.op, key.dtype, key.mask, false).push_back(&row);
+      if (key.score_features) bucket(key.op, key.dtype, key.mask, true).push_back(&row);
+    }
 }
 
 const KernelRegistry& KernelRegistry::instance() {
@@ -185,9 +186,12 @@ const KernelRegistry::Row* KernelRegistry::search(Op op, const ForwardParams& p,
                                                   Refuse refuse) const {
   const int head_dim = std::max(p.head_dim, p.head_dim_v);
   int refused_arch = -1;
+  // Parts of packed sequences are laid out by max_seqlen_q, which on a GPU nobody checks.
+  bool may_split = p.cu_seqlens_q == nullptr;
   for (const Row* row : bucket(op, p.dtype, p.mask.kind, p.score.any_feature())) {
     const KernelKey& key = row->entry.key;
-    if (!same_device(key.backend, p.device) || key.head_dim < head_dim) continue;
+    if (!same_device(key.backend, p.device) || key.head_dim < head_dim || (key.splits_keys && !may_split)) continue;
+    may_split = false;  // the first that fits speaks for all: larger ones split where it says that it does not pay
     const char* refusal = nullptr;
     if (!row->available()) {
       refusal = row->machine_refusal.c_str();
@@ -255,7 +259,8 @@ std::vector<KernelInfo> KernelRegistry::list() const {
       available = gpu[key.arch];
     }
     kernels.push_back({row.name, name_of(key.op), name_of(key.backend), key.arch, to_string(key.dtype), key.head_dim,
-                       name_of(key.mask), key.score_features, row.entry.tile.m, row.entry.tile.n, available});
+                       name_of(key.mask), key.score_features, key.splits_keys, row.entry.tile.m, row.entry.tile.n,
+                       available});
   }
   return kernels;
 }

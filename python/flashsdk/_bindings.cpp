@@ -297,6 +297,7 @@ nb::list list_kernels() {
     d["head_dim"] = k.head_dim;
     d["mask"] = k.mask;
     d["score_features"] = k.score_features;
+    d["splits_keys"] = k.splits_keys;
     d["tile_m"] = k.tile_m;
     d["tile_n"] = k.tile_n;
     d["available"] = k.available;

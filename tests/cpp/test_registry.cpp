@@ -74,6 +74,28 @@ TEST(KernelRegistry, KernelsThatSplitKeysAreAskedFirst) {
   EXPECT_EQ(why.refused[0].reason, "too many queries");
 }
 
+TEST(KernelRegistry, TheFirstKernelThatSplitsKeysSpeaksForAll) {
+  KernelEntry small = entry("portable", 64), large = entry("portable", 128);
+  small.key.splits_keys = large.key.splits_keys = true;
+  small.can_implement = [](const ForwardParams&) { return "too few keys"; };
+  const KernelRegistry registry({entry("portable", 256), small, large}, "");
+  const Explanation why = registry.explain(Op::kForward, problem(64, 64), {});
+  EXPECT_EQ(why.kernel, "cpu_portable_fp32_d256_dense_fwd");
+  EXPECT_EQ(why.refused.size(), 1u);
+  EXPECT_EQ(registry.explain(Op::kForward, problem(65, 65), {}).kernel, "cpu_portable_fp32_d128_dense_split_fwd");
+}
+
+TEST(KernelRegistry, KeysOfPackedSequencesAreNotSplit) {
+  KernelEntry split = entry("portable", 64);
+  split.key.splits_keys = true;
+  const KernelRegistry registry({entry("portable", 64), split}, "");
+  ForwardParams p = problem(64, 64);
+  EXPECT_EQ(registry.explain(Op::kForward, p, {}).kernel, "cpu_portable_fp32_d64_dense_split_fwd");
+  const std::int32_t ends[] = {0, 1};
+  p.cu_seqlens_q = p.cu_seqlens_k = ends;
+  EXPECT_EQ(registry.explain(Op::kForward, p, {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
+}
+
 TEST(KernelRegistry, FasterInstructionSetsComeFirstWhereTheProcessorHasThem) {
   const std::vector<KernelEntry> entries{entry("no_such_isa", 64), entry("avx2", 64), entry("portable", 64)};
   const KernelRegistry registry(entries, "");
@@ -156,6 +178,7 @@ TEST(Registry, ListsEveryKernelOnceUnderItsName) {
     EXPECT_TRUE(k.op == "fwd" || k.op == "bwd") << k.name;
     EXPECT_NE(k.name.find("_d" + std::to_string(k.head_dim) + "_" + k.mask), std::string::npos) << k.name;
     EXPECT_EQ(k.name.find("_features_") != std::string::npos, k.score_features) << k.name;
+    EXPECT_EQ(k.name.find("_split_") != std::string::npos, k.splits_keys) << k.name;
     EXPECT_EQ(k.name.substr(k.name.size() - 4), "_" + k.op) << k.name;
     EXPECT_TRUE(k.tile_m > 0 && k.tile_n > 0) << k.name;
     if (k.backend == "cpu") {
