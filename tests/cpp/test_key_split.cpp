@@ -45,7 +45,7 @@ TEST(KeyParts, AllThreadBlocksRunAtOnce) {
     }
 }
 
-TEST(KeyParts, AsMeasured) {  // heads of 128 on an H200: docs/gpu.md
+TEST(KeyParts, AsMeasured) {  // benchmarks/results/sm80_key_parts.csv
   EXPECT_EQ(parts_of(8, 32), 16);
   EXPECT_EQ(parts_of(8, 256), 32);
   EXPECT_EQ(parts_of(32, 64), 8);

@@ -88,7 +88,7 @@ def test_many_keys(runner, seqlen, heads, features):
 
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)
 def test_many_keys_of_packed_sequences(runner, mask):
-    """Some have so few that most parts are empty, some none at all, and rows follow the last."""
+    """One of them long, others short or without keys, and rows behind the last."""
     lengths = ((1, 2500), (0, 70), (3, 0), (2, 90), (66, 300), (1, 1))
     runner.check(packed(lengths, (4, 2), 40, dtype=runner.dtypes[0], mask=mask, tail=(3, 4)))
 

@@ -259,6 +259,7 @@ def test_keys_are_split_where_queries_are_few(backend):
     for why, other in {
         "many queries": {"q": q},
         "few keys": {"k": k[:, :500], "v": v[:, :500]},
+        "few keys for this head_dim": {"k": k[:, :1024], "v": v[:, :1024]},
         "a narrow window": {"mask": fs.SlidingWindow(300, 0)},
         "a layout": {"q": few, "mask": fs.layouts.dense(100, 8192, 128)},
     }.items():

@@ -63,7 +63,7 @@ class TileWalk {
     }
   }
 
-  // The index-th of so many parts of runs, equal but for a tile.
+  // Part `index` of `parts`, whose lengths differ by a tile at most. Of runs alone; asked before the first next().
   FLASHSDK_HD TileWalk part(int index, int parts) const {
     const std::int64_t tiles = count();
     TileWalk w = *this;

@@ -38,8 +38,8 @@ set(FLASHSDK_SM80_FORWARD_OTHER_256 64x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_ALL_128 128x32_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_DROPOUT_64 128x128_4_1_false_2)  # but for layouts
 
-# Few queries: thread blocks of four warps, each with a part of the keys and two tiles of these on their way. Smaller
-# head dimensions take these too: what a tile leaves empty is not read from memory, which is what bounds them.
+# Few queries: thread blocks of four warps, two a multiprocessor, each with a part of the keys. Smaller head dimensions
+# take these too: what a tile leaves empty is not read from memory, which is what bounds them.
 set(FLASHSDK_SM80_SPLIT_FORWARD_64 64x128_4_2_true_2)
 set(FLASHSDK_SM80_SPLIT_FORWARD_128 64x64_4_2_true_2)
 set(FLASHSDK_SM80_SPLIT_FORWARD_256 64x64_4_1_false_2)

@@ -13,7 +13,7 @@ namespace flashsdk::sm80 {
 
 // Into how many parts the keys are split: what takes the least time. 1: not at all. Where there are thread blocks for
 // half of the multiprocessors anyway, other kernels are faster. In eighths of what a thread block takes for a tile of
-// keys, some 1 µs on an H200; the figures are fitted to measurements there (docs/gpu.md).
+// keys, some 1 µs on an H200; fitted to measurements there (benchmarks/results/sm80_key_parts.csv).
 inline int key_parts(std::int64_t query_tiles, int key_tiles, int multiprocessors, int blocks_each) {
   constexpr int kMost = 128;
   constexpr int kTile = 8, kOthersTile = 6;  // of these kernels, and of those that would have the problem else
@@ -32,7 +32,7 @@ inline int key_parts(std::int64_t query_tiles, int key_tiles, int multiprocessor
   return best;
 }
 
-// The same of a problem, by the most keys that a tile of its queries may see.
+// The same of a problem, by no fewer keys than a tile of its queries sees.
 inline int key_parts(const ForwardParams& p, Tile tile, int multiprocessors, int blocks_each) {
   int keys = p.seqlen_k;
   if (p.mask.kind == MaskKind::kBand) {
@@ -42,7 +42,8 @@ inline int key_parts(const ForwardParams& p, Tile tile, int multiprocessors, int
   return key_parts(query_tiles, ceil_div(keys, tile.n), multiprocessors, blocks_each);
 }
 
-// What the online softmax knows of a row: the largest score, and the sum of exp(score − largest).
+// What the online softmax knows of a row: its reference, which the largest score exceeds by kSlack at most, and the sum
+// of exp(score − reference). Joining is exact with any reference.
 struct RowState {
   float max, sum;
 };

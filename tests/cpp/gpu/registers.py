@@ -7,7 +7,7 @@ import re
 import sys
 
 PATTERN = re.compile(
-    r"Compiling entry function '([^']*(?:forward_kernel|backward_kernel)[^']*)' for '(\w+)'"
+    r"Compiling entry function '([^']*(?:forward|backward|join_parts)_kernel[^']*)' for '(\w+)'"
     r".*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
     re.S,
 )
@@ -25,6 +25,8 @@ for name, arch, stores, loads, registers in PATTERN.findall(text):
     op = "forward" if "forward_kernel" in name else "backward"
     if "8KeySplit" in name:
         op = "split forward"
+    if "join_parts_kernel" in name:
+        op = "join of a split forward"
     dtype = "bf16" if "bfloat16_t" in name else "fp16"
     backend = "sm90" if "4sm90" in name else "sm80"
     # head_dim, of sm90 head_dim_v too, block_m, block_n

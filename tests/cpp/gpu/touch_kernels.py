@@ -57,7 +57,7 @@ def lengths(tile_m, tile_n):
 
 
 def many_keys(tile_m, tile_n):
-    """The last tile's logits are far above all before them: see try_exponentiate in softmax.h."""
+    """For the last tile's logits to be far above all before, or for keys to be split."""
     return ((tile_m + 9, 4096 + tile_n + 7),)
 
 
