@@ -239,7 +239,7 @@ def few_queries_of(
         "flashsdk": lambda q, k, v: fs.mha_fwd(q, k, v, mask=mask),
         "fa2": functools.partial(peer_forward, "fa2", causal),
     }
-    if not causal:  # from cuDNN's backend PyTorch keeps a mask that is aligned to the last key
+    if not causal:  # PyTorch would hand it the mask as a matrix
         calls["cudnn"] = functools.partial(peer_forward, "cudnn", causal)
     graphs = {name: graphed(call, inputs) for name, call in calls.items()}
     ms = median_ms({name: graph.replay for name, graph in graphs.items() if graph})

@@ -158,10 +158,11 @@ def few_queries_table(rows: list[Record]) -> str:
     header = ["batch", "queries", "keys", "heads / of keys", "head_dim"]
     header += [*(NAMES.get(name, name) for name in columns), "cuDNN / ours", "FA2 / ours"]
     text = (
-        "Forward, bf16, causal where there are several queries; µs a call from a CUDA graph, with "
-        "K and V of other memory in each turn. TB/s are of K and V. flashsdk is what a call gets "
-        "by itself, the kernel named; sm90 that backend asked for, which does not split keys. "
-        "cuDNN is left out where PyTorch would hand it a causal mask as a matrix.\n\n"
+        "Forward, bf16; several queries are causal, aligned to the last key. µs a call from a CUDA "
+        "graph, each with another K and V, together more than any cache holds; TB/s are of K and "
+        'V. sm90 is the same call with backend="sm90", which does not split keys; flashsdk what a '
+        "call gets by itself, the kernel named. cuDNN is left out where there are several queries: "
+        "PyTorch hands it their mask as a matrix.\n\n"
     )
     return text + markdown_table([*header, "TB/s", "kernel"], table, 5)
 
