@@ -107,15 +107,17 @@ def peer(x: list[Any], name: str, causal: bool, dropout: float = 0.0) -> Runs:
     q, k, v = (t.transpose(1, 2).detach().requires_grad_() for t in x[:3])
     dout = x[3].transpose(1, 2)
 
-    grouped = q.shape != k.shape
-
     def forward() -> Any:
-        with sdpa_kernel(PEERS[name]):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
-            )
+        return sdpa(name, q, k, v, dropout_p=dropout, is_causal=causal)
 
     return with_gradients(name, forward, (q, k, v), dout)
+
+
+def sdpa(name: str, q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """Of tensors with heads before rows."""
+    options["enable_gqa"] = q.shape[1] != k.shape[1]
+    with sdpa_kernel(PEERS[name]):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
 
 def with_gradients(name: str, forward: Callable[[], Any], inputs: Any, dout: Any) -> Runs:
@@ -256,10 +258,7 @@ def peer_forward(name: str, causal: bool, q: Any, k: Any, v: Any) -> Any:
     from torch.nn.attention.bias import causal_lower_right
 
     bias = causal_lower_right(q.shape[1], k.shape[1]) if causal else None
-    grouped = q.shape[2] != k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    with sdpa_kernel(PEERS[name]):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, enable_gqa=grouped)
+    return sdpa(name, *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias)
 
 
 def graphed(call: Callable[..., Any], inputs: list[Any]) -> Any:

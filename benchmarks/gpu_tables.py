@@ -152,11 +152,11 @@ def few_queries_table(rows: list[Record]) -> str:
     for (batch, queries, keys, heads, heads_kv, dim, size, kernel), of in times.items():
         line = [str(batch), str(queries), length(keys), f"{heads} / {heads_kv}", str(dim)]
         line += [f"{of[name]:.1f}" if name in of else "–" for name in columns]
-        line.append(f"{of['cudnn'] / of['flashsdk']:.2f}" if "cudnn" in of else "–")
-        line += [f"{of['fa2'] / of['flashsdk']:.2f}" if "fa2" in of else "–"]
+        line += [f"{of[name] / of['flashsdk']:.2f}" if name in of else "–" for name in PEERS]
         table.append([*line, f"{size / of['flashsdk'] / 1e6:.2f}", f"`{kernel}`"])
     header = ["batch", "queries", "keys", "heads / of keys", "head_dim"]
-    header += [*(NAMES.get(name, name) for name in columns), "cuDNN / ours", "FA2 / ours"]
+    header += [NAMES.get(name, name) for name in columns]
+    header += [f"{NAMES[name]} / ours" for name in PEERS]
     text = (
         "Forward, bf16; several queries are causal, aligned to the last key. µs a call from a CUDA "
         "graph, each with another K and V, together more than any cache holds; TB/s are of K and "

@@ -33,6 +33,13 @@ ForwardParams problem(int head_dim, int head_dim_v, DType dtype = DType::kFloat3
   return p;
 }
 
+using Reasons = std::vector<std::string>;
+Reasons reasons(const Explanation& why) {
+  Reasons result;
+  for (const Explanation::Refusal& refusal : why.refused) result.push_back(refusal.reason);
+  return result;
+}
+
 std::string message_of(const KernelRegistry& registry, const ForwardParams& p,
                        std::optional<Backend> forced = std::nullopt) {
   try {
@@ -70,8 +77,7 @@ TEST(KernelRegistry, KernelsThatSplitKeysAreAskedFirst) {
   p.seqlen_q = 2;
   const Explanation why = registry.explain(Op::kForward, p, {});
   EXPECT_EQ(why.kernel, "cpu_portable_fp32_d64_dense_fwd");
-  ASSERT_EQ(why.refused.size(), 1u);
-  EXPECT_EQ(why.refused[0].reason, "too many queries");
+  EXPECT_EQ(reasons(why), Reasons{"too many queries"});
 }
 
 TEST(KernelRegistry, TheFirstKernelThatSplitsKeysSpeaksForAll) {
@@ -81,7 +87,7 @@ TEST(KernelRegistry, TheFirstKernelThatSplitsKeysSpeaksForAll) {
   const KernelRegistry registry({entry("portable", 256), small, large}, "");
   const Explanation why = registry.explain(Op::kForward, problem(64, 64), {});
   EXPECT_EQ(why.kernel, "cpu_portable_fp32_d256_dense_fwd");
-  EXPECT_EQ(why.refused.size(), 1u);
+  EXPECT_EQ(reasons(why), Reasons{"too few keys"});
   EXPECT_EQ(registry.explain(Op::kForward, problem(65, 65), {}).kernel, "cpu_portable_fp32_d128_dense_split_fwd");
 }
 
@@ -111,8 +117,7 @@ TEST(KernelRegistry, AForcedInstructionSetRefusesFasterOnes) {
   const KernelRegistry registry({entry("avx2", 64), entry("portable", 64)}, "portable");
   const Explanation why = registry.explain(Op::kForward, problem(64, 64), {});
   EXPECT_EQ(why.kernel, "cpu_portable_fp32_d64_dense_fwd");
-  ASSERT_EQ(why.refused.size(), 1u);
-  EXPECT_EQ(why.refused[0].reason, "FLASHSDK_CPU_ISA=portable");
+  EXPECT_EQ(reasons(why), Reasons{"FLASHSDK_CPU_ISA=portable"});
   EXPECT_EQ(registry.cpu_isa(), "portable");
 }
 
@@ -134,8 +139,7 @@ TEST(KernelRegistry, AKernelMaySayNo) {
   p.seqlen_q = 5;
   const Explanation why = registry.explain(Op::kForward, p, {});
   EXPECT_EQ(why.kernel, "cpu_portable_fp32_d128_dense_fwd");
-  ASSERT_EQ(why.refused.size(), 1u);
-  EXPECT_EQ(why.refused[0].reason, "seqlen_q is odd");
+  EXPECT_EQ(reasons(why), Reasons{"seqlen_q is odd"});
 }
 
 TEST(KernelRegistry, NoKernelIsOneLine) {

@@ -268,7 +268,7 @@ def test_keys_are_split_where_queries_are_few(backend):
 
 
 def test_split_keys_twice_and_in_a_graph(backend):
-    """The same bits each time, though parts end in any order, and nothing of the first graph."""
+    """The same bits each time, though parts end in any order; a graph sees what is there then."""
     if backend != "sm80":
         pytest.skip("sm80 alone splits keys")
     q, k, v, _ = qkv(8192, heads=4)

@@ -22,11 +22,12 @@ FEATURES = {0: "none", 1: "dropout", 3: "capped", 7: "all"}
 with open(sys.argv[1]) as log:
     text = log.read()
 for name, arch, stores, loads, registers in PATTERN.findall(text):
-    op = "forward" if "forward_kernel" in name else "backward"
-    if "8KeySplit" in name:
-        op = "split forward"
     if "join_parts_kernel" in name:
         op = "join of a split forward"
+    elif "8KeySplit" in name:
+        op = "split forward"
+    else:
+        op = "forward" if "forward_kernel" in name else "backward"
     dtype = "bf16" if "bfloat16_t" in name else "fp16"
     backend = "sm90" if "4sm90" in name else "sm80"
     # head_dim, of sm90 head_dim_v too, block_m, block_n
