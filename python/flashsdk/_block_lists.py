@@ -15,6 +15,7 @@ Int32s: TypeAlias = NDArray[np.int32]
 
 LISTS = ("row_partial", "row_full", "col_partial", "col_full")  # of a BlockMask, in their order
 INT32_MAX = 2**31 - 1  # longer than any sequence, so than any distance between a query and a key
+INT64_MAX = 2**63 - 1
 _MOST_ROWS = 2**30  # the library's limit of a length
 _LARGEST_BLOCK = 2**24  # and of a block
 
@@ -71,6 +72,8 @@ def check_length(name: str, seqlen: int | None, blocks: int, block: int) -> int:
 
 
 def as_array(name: str, values: ArrayLike) -> NDArray[Any]:
+    if isinstance(values, np.ma.MaskedArray):
+        raise Error(f"{name}: a masked array; one without a mask, which would be lost")
     try:
         return np.asarray(values)
     except Exception as e:  # ragged lists, arrays of a GPU
@@ -93,6 +96,8 @@ def as_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     array = as_array(name, values)
     if array.dtype.kind not in "iu" and array.size:  # an empty list is float64
         raise Error(f"{name}: dtype {array.dtype}; integers")
+    if array.size and array.max() > INT64_MAX:
+        raise Error(f"{name}: {array.max()}; integers up to {INT64_MAX}")
     return array.astype(np.int64)
 
 

@@ -94,7 +94,10 @@ def no_tangent(name: str, x: object) -> None:
         return
     while functorch.is_batchedtensor(x):  # under vmap, which cannot unpack
         x = functorch.get_unwrapped(x)
-    dual = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
+    try:
+        dual = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # in a compiled function, of a tensor without
+        return
     if dual.tangent is not None:
         refuse_tangent(name)
 

@@ -243,7 +243,18 @@ def _operator(
     _library.define(schema)
     name = schema.partition("(")[0]
     operator = getattr(torch.ops.flashsdk, name).default
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def check_tangents(inputs: Sequence[Any]) -> None:
+        if forward_ad._current_level >= 0:
+            for argument, x in zip(names, inputs, strict=True):
+                no_tangent(argument, x)
+
+    def checked(*inputs: Any) -> Any:
+        check_tangents(inputs)  # what was traced, compiled or exported comes here alone
+        return kernel(*inputs)
+
+    _library.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(operator, fake, lib=_library)
     torch.library.register_autograd(operator, gradient, setup_context=save, lib=_library)
     batched = functools.partial(_one_by_one, operator)
@@ -251,8 +262,6 @@ def _operator(
 
     def forward(*inputs: Any) -> Any:
         return operator(*inputs)
-
-    names = [argument.name for argument in operator._schema.arguments]
 
     def tangents(ctx: Any, *given: Tensor | None) -> None:
         # Those below a tensor that torch.func takes a gradient of, as torch.func.hessian does:
@@ -267,9 +276,8 @@ def _operator(
 
     def call(*inputs: Any) -> Any:
         compiling = torch.compiler.is_compiling()
-        if not compiling and forward_ad._current_level >= 0:
-            for argument, x in zip(names, inputs, strict=True):
-                no_tangent(argument, x)
+        if not compiling:
+            check_tangents(inputs)
         # torch.func takes gradients through no other than an autograd.Function; the compiler and
         # torch.jit.trace see nothing but operators.
         traced = compiling or torch._C._get_tracing_state() is not None
@@ -363,7 +371,7 @@ def _checked(
         seed = integer("seed", seed, 0, _UINT64 - 1, allowed="an integer from 0 to 2^64 - 1")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if backend is not None and not isinstance(backend, str):
+    if backend is not None and (not isinstance(backend, str) or backend == ""):
         raise Error(f'backend: {shown(backend)}; "cpu", "sm80", "sm90" or None')
     return {
         "mask": mask,

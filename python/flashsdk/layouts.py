@@ -347,6 +347,7 @@ def from_matrix(
     to the band there (partial). Raises Error with the first block that is none of these.
     """
     block_q, block_k = check_block_size(block_size)
+    band_or_all(band)  # raises for what is no band
     visible = as_blocks("matrix", matrix)
     seqlen_q, seqlen_k = visible.shape[2:]
 

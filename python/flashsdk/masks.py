@@ -235,6 +235,9 @@ class BlockMask:
         for name in ("seqlen_q", "seqlen_k"):
             object.__setattr__(self, name, lists.length(name, getattr(self, name)))
         band_or_all(self.band)
+        for name in LISTS:
+            if not isinstance(of := getattr(self, name), tuple) or len(of) != 2:
+                raise Error(f"{name}: {shown(of)}; a tuple of offsets and indices")
         given = [lists.as_int32(name, array) for name in LISTS for array in getattr(self, name)]
         # The lists are views of one array: to move a mask to a device is to move that. It stays
         # writable, as torch warns of what is not, and nobody has it but the adapter.
@@ -470,9 +473,9 @@ class BlockMask:
 
         self._check_lengths(seqlen_q, seqlen_k)
         if not 0 <= integer("batch", batch) < self.batch:
-            raise Error(f"batch: {batch}; 0 to {self.batch - 1}")
+            raise Error(f"batch: {shown(batch)}; 0 to {self.batch - 1}")
         if head is not None and not 0 <= integer("head", head) < self.num_heads:
-            raise Error(f"head: {head}; 0 to {self.num_heads - 1}")
+            raise Error(f"head: {shown(head)}; 0 to {self.num_heads - 1}")
         partial, full = self.block_matrices()
         if head is None:
             heads = range(1 if ax is not None else min(self.num_heads, 16))

@@ -318,10 +318,18 @@ def _forward(
     except Exception:
         # Arguments that outputs cannot be made for are most likely wrong: that says more.
         _bindings.explain(False, (q, k, v), packed, options)
+        _check_shapes(q=q, v=v)
         raise
     _bindings.forward((q, k, v, out, lse), packed, options)
     out = framework.finish(out) if new_out else _frameworks.written(out)
     return out, framework.finish(lse) if new_lse else _frameworks.written(lse)
+
+
+def _check_shapes(**arrays: Any) -> None:
+    """Of arrays that results are made like: what has __dlpack__ alone has none."""
+    for name, x in arrays.items():
+        if not hasattr(x, "shape"):
+            raise Error(f"{name}: {shown(x)}; an array with a shape, or results to write to")
 
 
 def _backward(
@@ -337,6 +345,7 @@ def _backward(
         )
     except Exception:
         _bindings.explain(True, (q, k, v), packed, options)
+        _check_shapes(q=q, k=k, v=v)
         raise
     _bindings.backward((q, k, v, dout, out, lse, dlse, dq, dk, dv), packed, options)
     results = (

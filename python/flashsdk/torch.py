@@ -10,6 +10,7 @@ What all share:
 - Gradients reach q, k and v, through the output and through the log-sum-exp. Saved for backward
   are the arguments, out and lse: memory is linear in the sequence length. There is no second
   derivative, no forward-mode one, and none with respect to bias or alibi_slopes: all are errors.
+  (torch.func.jvp inside of what torch.compile compiles is not seen: its tangent is zero.)
 - float32, float16 and bfloat16. Under torch.autocast q, k and v become the autocast dtype.
 - With dropout and no seed, a seed is drawn from torch's CPU generator on each call, whatever the
   device of the tensors: torch.manual_seed repeats it, and nothing is synchronised.
@@ -288,6 +289,9 @@ def scaled_dot_product_attention(
     """
     heads = _heads(query, key, value, gqa=flag("enable_gqa", enable_gqa))
     batch = _batch(query, key, value)
+    if heads == (0, 0, 0):  # of 3-d tensors the batch, of which torch takes an empty one
+        rows = query[..., :1].expand(*batch, *query.shape[-3:-1], 1)
+        return rows.expand(*rows.shape[:-1], value.shape[-1])
     scores = (heads[0], query.shape[-2], key.shape[-2])
     mask, bias = None, None
     if attn_mask is not None:

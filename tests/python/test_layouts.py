@@ -426,3 +426,10 @@ def test_bad_input_is_one_line(call, line):
         call()
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_matrix_with_what_is_no_band(mixed):
+    matrix = np.tri(32, dtype=bool) if mixed else np.ones((32, 32), bool)
+    with pytest.raises(Error, match=r"^band: 3; a Band"):
+        layouts.from_matrix(matrix, 16, band=3)

@@ -192,6 +192,36 @@ def test_no_forward_mode_in_functorch(recorded):
             assert caught.value.code == "unsupported"
 
 
+def attend_to_itself(x):
+    return adapter.attention(x, x, x)
+
+
+def raw(x):
+    none = (None,) * 4
+    return torch.ops.flashsdk.mha_fwd(x, x, x, *none, [], None, 0.0, 0.0, False, "")[0]
+
+
+TO_THE_OPERATOR = {
+    "the operator": lambda x: raw,
+    "jit.trace": lambda x: torch.jit.trace(attend_to_itself, x),
+    "eager": lambda x: torch.compile(attend_to_itself, backend="eager"),
+    "aot_eager": lambda x: torch.compile(attend_to_itself, backend="aot_eager"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("made", TO_THE_OPERATOR.values(), ids=TO_THE_OPERATOR)
+def test_no_forward_mode_of_the_operators(made):
+    """Where a call goes straight to them. TorchScript puts its own error around ours."""
+    x = torch.randn(BATCH, SEQLEN, HEADS, DIM)
+    function = made(x)
+    with forward_ad.dual_level():
+        torch.testing.assert_close(function(x), attend_to_itself(x))
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises((fs.Error, RuntimeError), match="q: a tensor with a tangent"):
+            function(dual)
+
+
 # ---- no sample
 
 

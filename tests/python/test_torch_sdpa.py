@@ -245,3 +245,13 @@ def test_refusals():
     refused("^dropout_p", q, k, v, dropout_p=1.5)
     nested = torch.nested.nested_tensor([torch.randn(4, 5, 16), torch.randn(4, 7, 16)])
     refused("^query: a nested tensor", nested, nested, nested, code="unsupported")
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 5, 8), (0, 3, 5, 8)], ids=str)
+def test_nothing_to_attend(shape):
+    """The first dimension of three is torch's batch."""
+    x = torch.empty(shape, requires_grad=True)
+    out = scaled_dot_product_attention(x, x, x)
+    assert out.shape == functional.scaled_dot_product_attention(x, x, x).shape
+    out.sum().backward()
+    assert x.grad.shape == shape
