@@ -36,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 KERNELS = Path(__file__).resolve().parent.parent / "build" / "gpu" / "libflashsdk_gpu_harness.so"
 TOKENS, WIDTH = 16384, 2048  # batch · seqlen, heads · head_dim
 PEERS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+WITH_BIAS = {"cudnn": PEERS["cudnn"], "efficient": SDPBackend.EFFICIENT_ATTENTION}
 Runs = dict[Any, Callable[[], object]]
 Row = dict[str, Any]
 
@@ -102,13 +103,13 @@ def _shown(options: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in options.items() if name != "seed"}
 
 
-def peer(x: list[Any], name: str, causal: bool, dropout: float = 0.0) -> Runs:
+def peer(x: list[Any], name: str, causal: bool, dropout: float = 0.0, bias: Any = None) -> Runs:
     """PyTorch's scaled_dot_product_attention with one backend forced."""
     q, k, v = (t.transpose(1, 2).detach().requires_grad_() for t in x[:3])
     dout = x[3].transpose(1, 2)
 
     def forward() -> Any:
-        return sdpa(name, q, k, v, dropout_p=dropout, is_causal=causal)
+        return sdpa(name, q, k, v, dropout_p=dropout, is_causal=causal, attn_mask=bias)
 
     return with_gradients(name, forward, (q, k, v), dout)
 
@@ -116,7 +117,7 @@ def peer(x: list[Any], name: str, causal: bool, dropout: float = 0.0) -> Runs:
 def sdpa(name: str, q: Any, k: Any, v: Any, **options: Any) -> Any:
     """Of tensors with heads before rows."""
     options["enable_gqa"] = q.shape[1] != k.shape[1]
-    with sdpa_kernel(PEERS[name]):
+    with sdpa_kernel((PEERS | WITH_BIAS)[name]):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
 
@@ -202,6 +203,7 @@ def beside_dense(
 
 
 FEW = (  # batch, queries, keys, heads, heads of keys, head_dim
+    (1, 1, 1024, 32, 8, 128),
     (1, 1, 2048, 32, 8, 128),
     (1, 1, 4096, 32, 8, 128),
     (1, 1, 16384, 32, 8, 128),
@@ -446,6 +448,25 @@ def gpt2_medium() -> list[Row]:
     return rows
 
 
+def bias(seqlen: int) -> list[Row]:
+    """A bias of q's type, and one of bool, that all heads share, beside peers that take one."""
+    rows = []
+    for dim in (64, 128):
+        x = tensors(TOKENS // seqlen, seqlen, WIDTH // dim, dim, torch.bfloat16)
+        values = torch.randn(1, 1, seqlen, seqlen, device="cuda")
+        for kind, mask in {"bfloat16": values.bfloat16(), "bool": values > 0}.items():
+            runs: Runs = {}
+            for backend in backends():
+                runs |= ours(x, backend, bias=mask)
+            for name in WITH_BIAS:
+                runs |= peer(x, name, False, bias=mask)
+            for (op, name), ms in median_ms(runs).items():
+                row = {"name": name, "op": op, "head_dim": dim, "seqlen": seqlen, "bias": kind}
+                rows.append({**row, "ms": ms})
+                print(f"bias, {kind}, {name} {op} d{dim}: {ms:.3f} ms", flush=True)
+    return rows
+
+
 def alibi() -> list[Row]:
     """ALiBi at work, with slopes of 0: what it costs beside the plain kernel."""
     rows = []
@@ -555,6 +576,7 @@ def main() -> None:
     record["packed"] = packed(16384 if args.quick else 32768)
     record["sparse"] = sparse(2048 if args.quick else 8192)
     record["gpt2_medium"] = gpt2_medium()
+    record["bias"] = bias(1024 if args.quick else 4096)
     record["alibi"] = alibi()
     record["deterministic"] = deterministic([1024] if args.quick else [2048, 16384])
     record["features_off"] = features_off(args.kernels)

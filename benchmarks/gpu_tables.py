@@ -10,7 +10,8 @@ from flashsdk._commands.table import length, markdown_table
 
 Record = dict[str, Any]
 PEERS = ("cudnn", "fa2")
-NAMES = {"cudnn": "cuDNN", "fa2": "FA2", "sm80": "sm80", "sm90": "sm90"}
+WITH_BIAS = ("cudnn", "efficient")
+NAMES = {"cudnn": "cuDNN", "fa2": "FA2", "efficient": "efficient", "sm80": "sm80", "sm90": "sm90"}
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -38,8 +39,10 @@ def bench_section(name: str, record: Record) -> str:
     parts += further(record)
     parts += ["### Block-sparse, blocks of 128 × 128", sparse_table(record["sparse"])]
     parts += ["### The attention of GPT-2 medium", gpt2_table(record["gpt2_medium"])]
+    if "bias" in record:  # not in records of earlier versions
+        parts += ["### Bias", bias_table(record["bias"])]
     parts += ["### ALiBi", alibi_table(record["alibi"])]
-    if "deterministic" in record:  # not in records of earlier versions
+    if "deterministic" in record:
         parts += ["### Deterministic backward", deterministic_table(record["deterministic"])]
     parts += ["### Features compiled in, all off", features_table(record["features_off"])]
     return "\n\n".join(parts)
@@ -226,6 +229,28 @@ def gpt2_table(rows: list[Record]) -> str:
     ]  # fmt: skip
     text = "batch 64, 16 heads, seqlen 1024, head_dim 64, fp16, causal.\n\n"
     return text + markdown_table(header, table, 1)
+
+
+def bias_table(rows: list[Record]) -> str:
+    times: dict[tuple[str, ...], dict[str, float]] = {}
+    for r in rows:
+        shape = (r["bias"], r["op"], str(r["head_dim"]), length(r["seqlen"]))
+        times.setdefault(shape, {})[r["name"]] = r["ms"]
+    ours = sorted({r["name"] for r in rows} - set(WITH_BIAS))
+    columns = [*WITH_BIAS, *ours]
+    table = []
+    for shape, ms in times.items():
+        line = [*shape, *(f"{ms[name]:.2f} ms" if name in ms else "–" for name in columns)]
+        for name in ours:
+            line += [f"{ms[peer] / ms[name]:.2f}" if peer in ms else "–" for peer in WITH_BIAS]
+        table.append(line)
+    header = ["bias", "op", "head_dim", "seqlen", *(NAMES[name] for name in columns)]
+    header += [f"{NAMES[peer]} / {name}" for name in ours for peer in WITH_BIAS]
+    text = (
+        "(1, 1, seqlen, seqlen), batch × seqlen = 16384. efficient is the memory-efficient "
+        "attention of PyTorch; its FlashAttention-2 takes none.\n\n"
+    )
+    return text + markdown_table(header, table, 4)
 
 
 def alibi_table(rows: list[Record]) -> str:

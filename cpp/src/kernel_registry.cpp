@@ -186,8 +186,7 @@ const KernelRegistry::Row* KernelRegistry::search(Op op, const ForwardParams& p,
                                                   Refuse refuse) const {
   const int head_dim = std::max(p.head_dim, p.head_dim_v);
   int refused_arch = -1;
-  // Parts of packed sequences are laid out by max_seqlen_q, which on a GPU nobody checks.
-  bool may_split = p.cu_seqlens_q == nullptr;
+  bool may_split = true;
   for (const Row* row : bucket(op, p.dtype, p.mask.kind, p.score.any_feature())) {
     const KernelKey& key = row->entry.key;
     if (!same_device(key.backend, p.device) || key.head_dim < head_dim || (key.splits_keys && !may_split)) continue;

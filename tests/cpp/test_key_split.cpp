@@ -12,7 +12,7 @@ constexpr int kMultiprocessors = 132, kBlocksEach = 2;
 constexpr Tile kTile{64, 64};
 
 int parts_of(std::int64_t query_tiles, int key_tiles) {
-  return key_parts(query_tiles, key_tiles, kMultiprocessors, kBlocksEach);
+  return key_parts(query_tiles, key_tiles * kTile.n, kTile.n, kMultiprocessors, kBlocksEach);
 }
 
 ForwardParams problem(int seqlen_q, int seqlen_k) {
@@ -45,11 +45,13 @@ TEST(KeyParts, AllThreadBlocksRunAtOnce) {
     }
 }
 
-TEST(KeyParts, AsMeasured) {  // benchmarks/results/sm80_key_parts.csv
+TEST(KeyParts, AsMeasured) {  // benchmarks/results/sm80_key_parts.csv, sm80_join.csv
   EXPECT_EQ(parts_of(8, 32), 16);
   EXPECT_EQ(parts_of(8, 256), 32);
-  EXPECT_EQ(parts_of(32, 64), 8);
   EXPECT_EQ(parts_of(64, 128), 4);
+  EXPECT_EQ(parts_of(1, 1024), 128);
+  EXPECT_EQ(key_parts(16, 4096, 128, kMultiprocessors, kBlocksEach), 8);
+  EXPECT_EQ(key_parts(16, 16384, 128, kMultiprocessors, kBlocksEach), 16);
 }
 
 TEST(KeyParts, ABandLeavesFewKeys) {

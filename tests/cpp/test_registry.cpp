@@ -91,17 +91,6 @@ TEST(KernelRegistry, TheFirstKernelThatSplitsKeysSpeaksForAll) {
   EXPECT_EQ(registry.explain(Op::kForward, problem(65, 65), {}).kernel, "cpu_portable_fp32_d128_dense_split_fwd");
 }
 
-TEST(KernelRegistry, KeysOfPackedSequencesAreNotSplit) {
-  KernelEntry split = entry("portable", 64);
-  split.key.splits_keys = true;
-  const KernelRegistry registry({entry("portable", 64), split}, "");
-  ForwardParams p = problem(64, 64);
-  EXPECT_EQ(registry.explain(Op::kForward, p, {}).kernel, "cpu_portable_fp32_d64_dense_split_fwd");
-  const std::int32_t ends[] = {0, 1};
-  p.cu_seqlens_q = p.cu_seqlens_k = ends;
-  EXPECT_EQ(registry.explain(Op::kForward, p, {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
-}
-
 TEST(KernelRegistry, FasterInstructionSetsComeFirstWhereTheProcessorHasThem) {
   const std::vector<KernelEntry> entries{entry("no_such_isa", 64), entry("avx2", 64), entry("portable", 64)};
   const KernelRegistry registry(entries, "");

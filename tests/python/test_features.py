@@ -6,7 +6,7 @@ import flashsdk as fs
 import numpy as np
 import pytest
 import reference
-from cases import assert_same_bits, problem, qkv
+from cases import assert_same_bits, packed, problem, qkv
 from flashsdk._problems import BandSpec, numpy_dtype
 
 CAUSAL = BandSpec(None, 0, "bottom_right")
@@ -21,6 +21,24 @@ def test_bias(runner, kind):
         bias = (kind, shape)
         runner.check(problem((20, 40), (2, 1), 16, batch=2, dtype=dtype, bias=bias, mask=mask))
     runner.check(problem((70, 210), 1, 64, dtype=runner.dtypes[0], bias=(kind, (1, 1, 70, 210))))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "bool"])
+def test_bias_in_rows_of_whole_vectors(runner, kind, head_dim):
+    """GPU kernels copy such a bias by 16 bytes, the end of a row by what is left of it."""
+    dtype = kind if kind in runner.dtypes else runner.dtypes[-1]
+
+    def check(lengths, shape, mask=None, of=problem, **changes):
+        p = of(lengths, (4, 2), head_dim, dtype=dtype, bias=(kind, shape), mask=mask, **changes)
+        runner.check(p)
+
+    check((130, 208), (2, 4, 130, 208), batch=2, softcap=5.0)
+    check((130, 208), (1, 1, 130, 208), CAUSAL, alibi="heads")
+    check((70, 203), (1, 4, 70, 203), CAUSAL, strides=True, aligned=True, seed=3)
+    check((70, 208), (2, 1, 1, 208), BandSpec(30, 50, "top_left"), batch=2, dropout_p=0.2)
+    lengths = ((70, 90), (0, 30), (33, 141))
+    check(lengths, (3, 1, 70, 144), of=packed, slack=(0, 3))
 
 
 def test_bias_broadcast_by_stride():

@@ -4,6 +4,7 @@ What attention computes there is tested by all tests with the fixture ``runner``
 """
 
 import json
+import math
 import subprocess
 import sys
 
@@ -255,11 +256,12 @@ def test_keys_are_split_where_queries_are_few(backend):
     assert "split" in kernel_of(one, k, v)
     assert "split" in kernel_of(few, k, v, mask=fs.Causal())
     assert "split" in kernel_of(one, k[:, :, :1], v[:, :, :1], softcap=5.0)
+    ends = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (1, 8192)]
+    assert "split" in kernel_of(one[0], k[0], v[0], *ends, 1, 8192)
     assert ("split" in kernel_of(one, k, v, backend=backend)) == (backend == "sm80")
     for why, other in {
         "many queries": {"q": q},
         "few keys": {"k": k[:, :500], "v": v[:, :500]},
-        "few keys for this head_dim": {"k": k[:, :1024], "v": v[:, :1024]},
         "a narrow window": {"mask": fs.SlidingWindow(300, 0)},
         "a layout": {"q": few, "mask": fs.layouts.dense(100, 8192, 128)},
     }.items():
@@ -288,6 +290,58 @@ def test_split_keys_twice_and_in_a_graph(backend):
     want = fs.mha_fwd(q, k, v, mask=mask, backend=backend)
     graph.replay()
     assert_same((out, lse), want)
+
+
+def test_split_keys_of_a_sequence_longer_than_said(backend):
+    """On a GPU nobody checks that: what has no place in the workspace takes nobody else's."""
+    if backend != "sm80":
+        pytest.skip("sm80 alone splits keys")
+    q, k, v, _ = qkv(8192, heads=4)
+    q, k, v = q[0, :3], k[0], v[0]
+    ends = [torch.tensor([0, *x], dtype=torch.int32, device="cuda") for x in ((2, 3), (4096, 8192))]
+    assert "split" in kernel_of(q, k, v, *ends, 1, 4096)
+    out, lse = fs.mha_varlen_fwd(q, k, v, *ends, 1, 4096)
+    want, want_lse = fs.mha_fwd(q[None, 2:], k[None, 4096:], v[None, 4096:])
+    assert (out[2] - want[0, 0]).abs().max() < 0.01
+    assert (lse[:, 2] - want_lse[0, :, 0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("kind", ["of q's type", "of the other", "bool"])
+def test_bias_by_vectors_or_by_elements(backend, kind, dim):
+    """The same bits however it comes: copied by 16 bytes where rows are made of such vectors and
+    begin at one, else read where it is added."""
+    if backend != "sm80":
+        pytest.skip("sm80 alone takes a bias")
+    dtype = BF16 if dim % 64 else torch.float16
+    q, k, v, dout = qkv(203, dim=dim, dtype=dtype)
+    values = torch.randn(2, 2, 203, 224, device="cuda")
+    values[..., 100:103] = values[:, :, 150] = -math.inf
+    values[..., 203:] = math.nan  # of the next row, as it were
+    other = BF16 if dtype == torch.float16 else torch.float16
+    wide = values > 0 if kind == "bool" else values.to(dtype if kind == "of q's type" else other)
+    odd = torch.empty(wide.numel() + 1, dtype=wide.dtype, device="cuda")[1:].view(wide.shape)
+    for mask in (None, fs.Causal(), fs.layouts.dense(203, 203, 128)):
+        options = {"mask": mask, "backend": backend, "deterministic": True}
+        want = None
+        for of in (wide, odd.copy_(wide), wide[..., :203].contiguous()):
+            out, lse = fs.mha_fwd(q, k, v, bias=of[..., :203], mask=mask, backend=backend)
+            grads = fs.mha_bwd(dout, q, k, v, out, lse, bias=of[..., :203], **options)
+            want = want or (out, lse, *grads)
+            assert not any(t.isnan().any() for t in (out, lse, *grads))
+            assert_same((out, lse, *grads), want)
+
+
+def test_layouts_of_small_blocks_without_features(backend):
+    """Kernels with features have smaller tiles than those without, and run without them then."""
+    if backend != "sm80":
+        pytest.skip("sm80 alone has such tiles")
+    for dim in (64, 128):
+        x = qkv(300, dim=dim)
+        mask = fs.layouts.dense(300, 300, 64)
+        assert "features" in kernel_of(*x[:3], mask=mask, backend=backend)
+        for a, b in zip(both(x, mask=mask, backend=backend), both(x, backend=backend), strict=True):
+            assert (a.float() - b.float()).abs().max() < 0.02
 
 
 def test_layouts_take_no_tiles_that_are_counted_from_the_end(backend):

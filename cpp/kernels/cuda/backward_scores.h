@@ -110,12 +110,13 @@ class BackwardScores {
   }
 
   // Both steps, with the features. Returns what dropout keeps, to be applied to the P that weighs dO.
-  template <class Scores, class Gradients, class Coordinates, class LseRows, class DeltaRows>
+  template <class Scores, class Gradients, class Coordinates, class LseRows, class DeltaRows, class BiasTile>
   __device__ auto featured(Scores&& s, Gradients&& dp, const Coordinates& at, int head, TileRef tile,
-                           const LseRows& lse_log2, const DeltaRows& minus_delta, TopOfTile top) const {
+                           const LseRows& lse_log2, const DeltaRows& minus_delta, TopOfTile top,
+                           const BiasTile& bias) const {
     const auto kept = drop_and_keep(dp, at, head, tile);
     for_each_pair(dp, minus_delta, [&](int, int, float& x, float row) { x = fmaf(x, dropout_scale_, row); });
-    modify(s, dp, at, head, tile, top);
+    modify(s, dp, at, head, tile, top, bias);
     probabilities(s, at, head, tile, lse_log2, top);
     for_each_element(dp, [&](int i, int j, float& x) { x *= s(i, j); });
     return kept;
@@ -128,7 +129,7 @@ class BackwardScores {
                                          const Rows& lse_log2, TopOfTile top) const {
     const auto kept = drop_and_keep(factor, at, head, tile);
     for_each_element(factor, [](int, int, float& x) { x = kFactorOne; });
-    modify(s, factor, at, head, tile, top);
+    modify(s, factor, at, head, tile, top, NoBiasTile());
     probabilities(s, at, head, tile, lse_log2, top);
     return kept;
   }
@@ -147,7 +148,7 @@ class BackwardScores {
   template <class Scores, class Coordinates>
   __device__ void finish_scores(Scores& s, const Coordinates& at, int head, TileRef tile) const {
     auto unused = cute::make_tensor_like(s);
-    modify(s, unused, at, head, tile, nullptr);
+    modify(s, unused, at, head, tile, nullptr, NoBiasTile());
     for_each_element(s, [&](int, int, float& x) { x *= sign(); });
     const Policy policy(p_.mask, seq_, batch_, head);
     mask_tile<true>(s, at, policy, tile.partial, tile.index * kBlockM, n0_, seq_.seqlen_k, -INFINITY);
@@ -197,8 +198,9 @@ class BackwardScores {
     return kept;
   }
   // Softcap, bias and ALiBi, and the derivative.
-  template <class Scores, class Gradients, class Coordinates>
-  __device__ void modify(Scores& s, Gradients& dp, const Coordinates& at, int head, TileRef tile, TopOfTile top) const {
+  template <class Scores, class Gradients, class Coordinates, class BiasTile>
+  __device__ void modify(Scores& s, Gradients& dp, const Coordinates& at, int head, TileRef tile, TopOfTile top,
+                         const BiasTile& bias) const {
     if constexpr (modifies_scores(kFeatures)) {
       branch_if(modified_, [&] {
         if (top != nullptr) {  // a NaN that does not count would get into the derivative
@@ -206,7 +208,7 @@ class BackwardScores {
         }
         ScoreFeatures features(p_.score, seq_, batch_, head);
         if constexpr (has_bias(kFeatures))
-          features.apply(s, dp, TileCoordinates<true, Coordinates>{at, tile.index * kBlockM, n0_});
+          features.apply(s, dp, TileCoordinates<true, Coordinates>{at, tile.index * kBlockM, n0_}, bias);
         else
           features.cap(s, dp);
       });

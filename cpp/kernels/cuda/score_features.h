@@ -34,10 +34,11 @@ class TileCoordinates {
   __device__ int query(int i, int j) const { return query_ + (local_query(i, j) - local_query(0, 0)); }
   __device__ int key(int i, int j) const { return key_ + (local_key(i, j) - local_key(0, 0)); }
 
- private:
+  // Of the tile.
   __device__ int local_query(int i, int j) const { return cute::get<kTransposed ? 1 : 0>(local_(i, j)); }
   __device__ int local_key(int i, int j) const { return cute::get<kTransposed ? 0 : 1>(local_(i, j)); }
 
+ private:
   const Coordinates& local_;
   int query_, key_;
 };
@@ -50,6 +51,26 @@ __device__ void for_each_element(Matrix& matrix, F&& f) {
     for (int j = 0; j < cute::size<1>(matrix); ++j) f(i, j, matrix(i, j));
   }
 }
+
+// A score and its bias. −inf hides the key whatever its score is, NaN too; a finite bias never does: the sum stays
+// finite.
+__device__ __forceinline__ float biased(float s, float bias) {
+  return bias == -INFINITY ? -INFINITY : max_or_nan(s + bias, -FLT_MAX);
+}
+
+// In kernels that keep no tile of the bias in shared memory, as sm80/bias_tile.h does.
+class NoBiasTile {
+ public:
+  static constexpr int kBytes = 0;
+  static bool takes(const BiasParam&) { return false; }
+
+  template <class... Args>
+  __device__ explicit NoBiasTile(const Args&...) {}
+  static __device__ bool holds() { return false; }
+  static __device__ void load(int, int) {}
+  template <class Scores, class At>
+  static __device__ void add(Scores&, const At&) {}
+};
 
 // The features of one head: raw products become scores in natural-logarithm units.
 class ScoreFeatures {
@@ -66,18 +87,19 @@ class ScoreFeatures {
     return score.softcap > 0.f || score.bias.ptr != nullptr || score.alibi_slopes != nullptr;
   }
 
-  template <bool kTransposed, class Scores, class Coordinates>
-  __device__ void apply(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at) const {
+  template <bool kTransposed, class Scores, class Coordinates, class BiasTile>
+  __device__ void apply(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at,
+                        const BiasTile& bias) const {
     cap(scores);
-    shift(scores, at);
+    shift(scores, at, bias);
   }
 
   // The same, and gradients (with respect to the capped scores) times d softcap(s) / ds.
-  template <bool kTransposed, class Scores, class Gradients, class Coordinates>
-  __device__ void apply(Scores& scores, Gradients& gradients,
-                        const TileCoordinates<kTransposed, Coordinates>& at) const {
+  template <bool kTransposed, class Scores, class Gradients, class Coordinates, class BiasTile>
+  __device__ void apply(Scores& scores, Gradients& gradients, const TileCoordinates<kTransposed, Coordinates>& at,
+                        const BiasTile& bias) const {
     cap(scores, gradients);
-    shift(scores, at);
+    shift(scores, at, bias);
   }
 
   // Scale and softcap alone, for kernels that have no bias compiled in; likewise.
@@ -105,9 +127,11 @@ class ScoreFeatures {
     });
   }
 
-  template <bool kTransposed, class Scores, class Coordinates>
-  __device__ void shift(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at) const {
-    branch_if(score_.bias.ptr != nullptr, [&] {
+  template <bool kTransposed, class Scores, class Coordinates, class BiasTile>
+  __device__ void shift(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at,
+                        const BiasTile& bias) const {
+    branch_if(bias.holds(), [&] { bias.add(scores, at); });
+    branch_if(score_.bias.ptr != nullptr && !bias.holds(), [&] {
       switch (score_.bias.dtype) {
         case DType::kFloat32:
           add_bias<kTransposed, float>(scores, at);
@@ -128,11 +152,6 @@ class ScoreFeatures {
         s = fmaf(-slope_, distance, s);
       });
     });
-  }
-
-  // −inf hides the key whatever its score is, NaN too; a finite bias never does: the sum stays finite.
-  static __device__ float biased(float s, float bias) {
-    return bias == -INFINITY ? -INFINITY : max_or_nan(s + bias, -FLT_MAX);
   }
 
   // 16 bits are either of the two types: one loop for both keeps the code small. A piece's values are all asked for

@@ -35,8 +35,16 @@ set(FLASHSDK_SM80_FORWARD_OTHER_96 128x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_OTHER_128 128x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_OTHER_192 64x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_OTHER_256 64x64_4_1_false_2)
-set(FLASHSDK_SM80_FORWARD_ALL_128 128x32_4_1_false_2)
-set(FLASHSDK_SM80_FORWARD_DROPOUT_64 128x128_4_1_false_2)  # but for layouts
+
+# Of single features and masks. Beside all features a mask takes registers that large tiles do not have: smaller ones,
+# slower in themselves, are faster then.
+set(FLASHSDK_SM80_FORWARD_DROPOUT_64_Dense 128x128_4_1_false_2)
+set(FLASHSDK_SM80_FORWARD_DROPOUT_64_Band 128x128_4_1_false_2)
+set(FLASHSDK_SM80_FORWARD_ALL_64 64x64_4_1_false_3)
+set(FLASHSDK_SM80_FORWARD_ALL_64_Dense 128x64_4_1_false_2)
+set(FLASHSDK_SM80_FORWARD_ALL_128 64x64_4_1_false_2)
+set(FLASHSDK_SM80_BACKWARD_ALL_64 64x128_8_8_8_4_1_false)
+set(FLASHSDK_SM80_BACKWARD_ALL_128_Band 32x128_8_4_4_2_1_false)
 
 # Few queries: thread blocks of four warps, two a multiprocessor, each with a part of the keys. Smaller head dimensions
 # take these too: what a tile leaves empty is not read from memory, which is what bounds them.
@@ -80,16 +88,17 @@ function(flashsdk_sm80_tiles result op head_dim policy features)
     set(${result} "${tiles}" PARENT_SCOPE)
     return()
   endif()
-  set(tiles ${FLASHSDK_SM80_${OP}_${head_dim}})
-  if(op STREQUAL "forward")
-    if(features STREQUAL "All" AND DEFINED FLASHSDK_SM80_FORWARD_ALL_${head_dim})
-      set(tiles ${FLASHSDK_SM80_FORWARD_ALL_${head_dim}})
-    elseif(features STREQUAL "Dropout" AND DEFINED FLASHSDK_SM80_FORWARD_DROPOUT_${head_dim} AND
-           NOT policy STREQUAL "BlockSparse")
-      set(tiles ${FLASHSDK_SM80_FORWARD_DROPOUT_${head_dim}})
-    elseif(NOT features STREQUAL "None" OR policy STREQUAL "BlockSparse")
-      set(tiles ${FLASHSDK_SM80_FORWARD_OTHER_${head_dim}})
-    endif()
+  string(TOUPPER ${features} FEATURES)
+  set(names ${OP}_${FEATURES}_${head_dim}_${policy} ${OP}_${FEATURES}_${head_dim})
+  if(policy STREQUAL "BlockSparse" OR NOT features STREQUAL "None")
+    list(APPEND names ${OP}_OTHER_${head_dim})
   endif()
+  set(tiles "")
+  foreach(name IN LISTS names ITEMS ${OP}_${head_dim})  # the first that there is
+    if(DEFINED FLASHSDK_SM80_${name})
+      set(tiles ${FLASHSDK_SM80_${name}})
+      break()
+    endif()
+  endforeach()
   set(${result} "${tiles}" PARENT_SCOPE)
 endfunction()

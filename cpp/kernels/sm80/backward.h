@@ -9,6 +9,7 @@
 #include "cuda/backward_passes.h"
 #include "cuda/backward_scores.h"
 #include "cuda/backward_stream.h"
+#include "sm80/bias_tile.h"
 #include "sm80/gemm.h"
 #include "sm80/tile_io.h"
 
@@ -20,6 +21,23 @@ using QueryStream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy,
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 using BackwardScores = cuda::BackwardScores<Traits::kBlockM, Traits::kBlockN, Policy, kFeatures, Traits::kWholeCalls>;
+
+// The bias of a tile comes to where its dS goes. (A place of its own would not fit beside the rest on every device.)
+template <class Traits, cuda::Features kFeatures>
+using BackwardBias =
+    std::conditional_t<cuda::has_bias(kFeatures) && !Traits::kAnyAlignment,
+                       BiasTile<typename Traits::Element, Traits::kBlockM, Traits::kBlockN, Traits::kThreads>,
+                       cuda::NoBiasTile>;
+
+// Bytes of dS, P (unless it stays in registers) and the bias.
+template <class Traits, cuda::Features kFeatures>
+inline constexpr int kScoreBytes =
+    max_of(static_cast<int>(sizeof(typename Traits::Element)) * Traits::kScoreBuffers * Traits::SmemScores::kElements,
+           BackwardBias<Traits, kFeatures>::kBytes);
+
+template <class Traits, cuda::Features kFeatures>
+inline constexpr int kBackwardSmemBytes =
+    Traits::kSmemBytes + kScoreBytes<Traits, kFeatures> - kScoreBytes<Traits, cuda::Features::kNone>;
 
 // Adds a tile of dQ (without the softmax scale) to its accumulator. In a deterministic call key tiles take turns.
 template <class Traits, class Policy, class Accumulator>
@@ -91,8 +109,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   Element* smem_do = smem_q + kStages * SmemQ::kElements;  // kStages
   Element* smem_ds = smem_do + kStages * SmemQ::kElements;
   Element* smem_p = smem_ds + SmemScores::kElements;  // unless P stays in registers
-  float* smem_rows = reinterpret_cast<float*>(smem_ds + Traits::kScoreBuffers *
-                                                            SmemScores::kElements);  // kStages x (lse, mark, -delta)
+  float* smem_rows = reinterpret_cast<float*>(reinterpret_cast<unsigned char*>(smem_ds) +
+                                              kScoreBytes<Traits, kFeatures>);  // kStages x (lse, mark, -delta)
   auto row_major = [](Element* ptr, auto layout) {
     return cute::make_tensor(cute::make_smem_ptr(ptr), typename decltype(layout)::RowMajor{});
   };
@@ -149,6 +167,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     const bool has_next = stream.next(next);
     cute::cp_async_wait<0>();
     __syncthreads();  // this tile has arrived for all; the other stage and dS are free
+    const BackwardBias<Traits, kFeatures> bias(p.score, seq, work.batch, item.head, smem_ds);
+    bias.load(item.tile.index * kBlockM, n0);
+    // A group of its own: needed before what follows.
+    if constexpr (BackwardBias<Traits, kFeatures>::kBytes > 0) cute::cp_async_fence();
     if (has_next) load_queries(next, stage ^ 1);
     cute::cp_async_fence();
     Element* q = smem_q + stage * SmemQ::kElements;
@@ -173,8 +195,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
          operand_b(mma_scores, row_major(dout, SmemQ{}), SumContiguous{}));
     auto probabilities = cute::make_tensor<Element>(acc_s.layout());  // that weigh dO
     if constexpr (cuda::modifies_scores(kFeatures)) {
-      const auto kept =
-          scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, lse_log2, minus_delta, top);
+      cuda::branch_if(bias.holds(), [] {
+        cute::cp_async_wait<1>();
+        __syncthreads();  // the bias has arrived for all
+      });
+      const auto kept = scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, lse_log2,
+                                        minus_delta, top, bias);
+      cuda::branch_if(bias.holds(), [] { __syncthreads(); });  // its place is free
       probabilities = convert<Element>(acc_s);
       cuda::branch_if(p.score.dropout.threshold > 0, [&] { cuda::drop_pairs(probabilities, kept); });
     } else {

@@ -7,15 +7,40 @@
 
 #include "common/kernel_entry.h"
 #include "cuda/dropout.h"
+#include "cuda/launch.h"
 #include "cuda/masking.h"
 #include "cuda/score_features.h"
 #include "cuda/softmax.h"
 #include "cuda/tile_scheduler.h"
+#include "sm80/bias_tile.h"
 #include "sm80/gemm.h"
 #include "sm80/key_split.h"
 #include "sm80/tile_io.h"
 
 namespace flashsdk::sm80 {
+
+// Whether scores are multiplied by the scale, and more, before the softmax sees them.
+template <cuda::Features kFeatures>
+__device__ bool scale_first(const ScoreParam& score) {
+  return (cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(score)) ||
+         !cuda::scales_exponents(score.softmax_scale);
+}
+
+// What out is multiplied by for the elements that dropout left out.
+template <class Element, cuda::Features kFeatures>
+__device__ float scale_of_out(const ScoreParam& score) {
+  return cuda::has_dropout(kFeatures) ? cuda::scale_of_kept<Element>(score.dropout) : 1.f;
+}
+
+// Of all keys that the tile's queries see.
+struct AllKeys {};
+
+// Behind K and V in shared memory. Few queries, whose keys are split, have little of a bias.
+template <class Traits, cuda::Features kFeatures, class Keys>
+using ForwardBias =
+    std::conditional_t<cuda::has_bias(kFeatures) && std::is_same_v<Keys, AllKeys> && !Traits::kAnyAlignment,
+                       BiasTile<typename Traits::Element, Traits::kBlockM, Traits::kBlockN, Traits::kThreads>,
+                       cuda::NoBiasTile>;
 
 // What happens between the two products, for one tile of scores.
 template <class Traits, class Policy, cuda::Features kFeatures>
@@ -30,29 +55,23 @@ class ForwardScores {
         features_(p.score, seq, work.batch, work.head),
         batch_head_(work.batch * p.num_heads + work.head),
         m0_(work.block * Traits::kBlockM),
-        scale_first_(scale_first(p.score)),
+        scale_first_(scale_first<kFeatures>(p.score)),
         softmax_(unit() * cuda::kLog2e) {}
-
-  // Whether scores are multiplied by the scale, and more, before the softmax sees them.
-  static __device__ bool scale_first(const ScoreParam& score) {
-    return (cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(score)) ||
-           !cuda::scales_exponents(score.softmax_scale);
-  }
 
   __device__ TileWalk walk(int m_block) const {
     return policy_.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, m_block);
   }
 
   // Scores become probabilities; out is rescaled to their maximum.
-  template <class Accumulator, class Out>
-  __device__ void apply(Accumulator& acc, Out& acc_out, TileRef tile) {
+  template <class Accumulator, class Out, class Bias>
+  __device__ void apply(Accumulator& acc, Out& acc_out, TileRef tile, const Bias& bias) {
     auto scores = as_matrix(acc);
     auto out = as_matrix(acc_out);
     auto coordinates = matrix_coordinates<Traits::kBlockM, Traits::kBlockN>(typename Traits::Mma{});
     int n0 = tile.index * Traits::kBlockN;
     cuda::branch_if(scale_first_, [&] {
       if constexpr (cuda::modifies_scores(kFeatures)) {
-        features_.apply(scores, cuda::TileCoordinates<false, decltype(coordinates)>{coordinates, m0_, n0});
+        features_.apply(scores, cuda::TileCoordinates<false, decltype(coordinates)>{coordinates, m0_, n0}, bias);
       } else {
         cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
       }
@@ -87,7 +106,7 @@ class ForwardScores {
     softmax_.finish();
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      float factor = softmax_.inverse_sum(i) * dropout_scale();
+      float factor = softmax_.inverse_sum(i) * scale_of_out<typename Traits::Element, kFeatures>(p_.score);
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(out); ++j) out(i, j) *= factor;
       int row = m0_ + cute::get<0>(coordinates(i, 0));
@@ -104,14 +123,15 @@ class ForwardScores {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       const int query = m0_ + cute::get<0>(coordinates(i, 0));
-      if (query >= seq_.seqlen_q) continue;
+      // Of packed sequences longer than the caller said, what has a place.
+      if (query >= min_of(seq_.seqlen_q, split.rows_of_head)) continue;
       const std::int64_t row = split.row(part, work.batch, work.head, query);
       if (threadIdx.x % 4 == 0) split.states[row] = {softmax_.max(i), softmax_.sum(i)};
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(out); j += 2) {  // neighbours
         const int column = cute::get<1>(coordinates(i, j));
         auto* target = reinterpret_cast<float2*>(split.out + row * split.columns + column);
-        if (column < split.columns) *target = {out(i, j) * dropout_scale(), out(i, j + 1) * dropout_scale()};
+        if (column < split.columns) *target = {out(i, j), out(i, j + 1)};
       }
     }
   }
@@ -119,10 +139,6 @@ class ForwardScores {
  private:
   // From the scores that the softmax sees to natural logarithms.
   __device__ float unit() const { return scale_first_ ? 1.f : p_.score.softmax_scale; }
-  __device__ float dropout_scale() const {
-    using Element = typename Traits::Element;
-    return cuda::has_dropout(kFeatures) ? cuda::scale_of_kept<Element>(p_.score.dropout) : 1.f;
-  }
 
   const ForwardParams& p_;
   const SeqlenInfo& seq_;
@@ -132,9 +148,6 @@ class ForwardScores {
   bool scale_first_;
   cuda::OnlineSoftmax<kRows> softmax_;
 };
-
-// Of all keys that the tile's queries see.
-struct AllKeys {};
 
 // Keys: AllKeys, or KeySplit, where the grid's second dimension is the part.
 template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
@@ -181,8 +194,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   };
 
   ForwardScores<Traits, Policy, kFeatures> scores(p, seq, work);
+  const ForwardBias<Traits, kFeatures, Keys> bias(p.score, seq, work.batch, work.head, smem_bytes + Traits::kSmemBytes);
   TileWalk walk = scores.walk(work.block);
-  if constexpr (kSplit) walk = walk.part(blockIdx.y, keys.parts);
+  if constexpr (kSplit) {
+    walk = walk.part(blockIdx.y, keys.parts);
+    cuda::allow_next_kernel();
+  }
   TileRef tile;
   bool more = walk.next(tile);
 
@@ -220,6 +237,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       }
     } else {
       load_v(tile, 0);
+      bias.load(m0, tile.index * kBlockN);
     }
     cute::cp_async_fence();
 
@@ -235,7 +253,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       cute::cp_async_fence();
     }
 
-    scores.apply(acc, acc_out, tile);
+    scores.apply(acc, acc_out, tile, bias);
     auto probabilities = scores.kept_probabilities(acc, tile);
     auto p_fragment = as_operand_a(probabilities);
     gemm(mma, acc_out, RegisterOperand{p_fragment}, operand_b(mma, sVt(stage), SumStrided{}));
@@ -246,6 +264,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   }
 
   if constexpr (kSplit) {
+    cute::cp_async_wait<0>();  // of Q, where this part has no keys
     scores.leave(acc_out, work, keys, blockIdx.y);
     return;
   }

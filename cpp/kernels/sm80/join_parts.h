@@ -9,62 +9,79 @@
 
 namespace flashsdk::sm80 {
 
-inline constexpr int kJoinThreads = 128;
+// A warp reads its parts at once: how long they take to come is most of this kernel's time.
+inline constexpr int kPartsOfWarp = 4, kMostJoinWarps = ceil_div(kMostKeyParts, kPartsOfWarp);
+inline int join_warps(int parts) { return ceil_div(parts, kPartsOfWarp); }
 
-// A thread block a row: (row, head, batch). Its warps share out the parts, a warp's lanes the columns, by four.
-template <class Traits, class Policy, cuda::Features kFeatures>
-__global__ void __launch_bounds__(kJoinThreads)
+// A thread block of join_warps() a row: (row, head of all batches). Its warps share out the parts, a warp's lanes the
+// columns, by four.
+template <class Traits, cuda::Features kFeatures>
+__global__ void __launch_bounds__(32 * kMostJoinWarps)
     join_parts_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ KeySplit split) {
   using Element = typename Traits::Element;
-  constexpr int kWarps = kJoinThreads / 32, kPieces = ceil_div(Traits::kHeadDim, 4 * 32);
+  constexpr int kPieces = ceil_div(Traits::kHeadDim, 4 * 32), kLaneStates = ceil_div(kMostKeyParts, 32);
   constexpr unsigned kAll = 0xffffffffu;
-  const int row = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
+  const int row = blockIdx.x, head = blockIdx.y % p.num_heads, batch = blockIdx.y / p.num_heads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  cuda::wait_for_kernel_before();
   const SeqlenInfo seq(p, batch);
   if (row >= seq.seqlen_q) return;
   const std::int64_t first = split.row(0, batch, head, row);
-  const RowState* states = split.states + first;
-  const float* parts = split.out + first * split.columns;
-  const float unit = ForwardScores<Traits, Policy, kFeatures>::scale_first(p.score) ? 1.f : p.score.softmax_scale;
-  const auto weight_of = [&](const RowState& part, float max) {
-    return cuda::exp2_approx(unit * cuda::kLog2e * (part.max - (max == -INFINITY ? 0.f : max)));
-  };
 
+  const auto state_of = [&](int part) {
+    return part < split.parts ? split.states[first + part * split.rows] : RowState{-INFINITY, 0.f};
+  };
+  RowState states[kLaneStates], own_states[kPartsOfWarp];  // of the row's parts, dealt to the lanes; of the warp's
+  float4 own[kPartsOfWarp][kPieces];
+  CUTE_UNROLL
+  for (int i = 0; i < kLaneStates; ++i) states[i] = state_of(32 * i + lane);
+  CUTE_UNROLL
+  for (int i = 0; i < kPartsOfWarp; ++i) {
+    const int part = warp * kPartsOfWarp + i;
+    const float* out = split.out + (first + part * split.rows) * split.columns;
+    own_states[i] = state_of(part);
+    CUTE_UNROLL
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int column = 4 * (32 * piece + lane);
+      own[i][piece] = part < split.parts && column < split.columns ? *reinterpret_cast<const float4*>(out + column)
+                                                                   : float4{0.f, 0.f, 0.f, 0.f};
+    }
+  }
+
+  const float unit = scale_first<kFeatures>(p.score) ? 1.f : p.score.softmax_scale;
   RowState all{-INFINITY, 0.f};
-  for (int part = lane; part < split.parts; part += 32) all.max = fmaxf(all.max, states[part * split.rows].max);
+  for (const RowState& state : states) all.max = fmaxf(all.max, state.max);
   CUTE_UNROLL
   for (int step = 16; step > 0; step /= 2) all.max = fmaxf(all.max, __shfl_xor_sync(kAll, all.max, step));
-  for (int part = lane; part < split.parts; part += 32) {
-    const RowState state = states[part * split.rows];
-    all.sum += weight_of(state, all.max) * state.sum;
-  }
+  const float reference = all.max == -INFINITY ? 0.f : all.max;
+  const auto weight_of = [&](const RowState& state) {
+    return cuda::exp2_approx(unit * cuda::kLog2e * (state.max - reference));
+  };
+  for (const RowState& state : states) all.sum += weight_of(state) * state.sum;
   CUTE_UNROLL
   for (int step = 16; step > 0; step /= 2) all.sum += __shfl_xor_sync(kAll, all.sum, step);
 
-  __shared__ float4 sums[kWarps][kPieces][32];
+  __shared__ float4 sums[kMostJoinWarps][kPieces][32];
   CUTE_UNROLL
   for (int piece = 0; piece < kPieces; ++piece) {
-    const int column = 4 * (32 * piece + lane);
     float4 sum{0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
-    for (int part = warp; part < split.parts; part += kWarps) {
-      const float weight = weight_of(states[part * split.rows], all.max);
-      if (column >= split.columns) continue;
-      const float4 x = *reinterpret_cast<const float4*>(parts + part * split.rows * split.columns + column);
+    CUTE_UNROLL
+    for (int i = 0; i < kPartsOfWarp; ++i) {
+      const float weight = weight_of(own_states[i]);
+      const float4 x = own[i][piece];
       sum = {fmaf(weight, x.x, sum.x), fmaf(weight, x.y, sum.y), fmaf(weight, x.z, sum.z), fmaf(weight, x.w, sum.w)};
     }
     sums[warp][piece][lane] = sum;
   }
   __syncthreads();
   if (warp == 0) {
-    const float factor = all.sum == 0.f ? 0.f : cuda::reciprocal(all.sum);
+    const float factor = all.sum == 0.f ? 0.f : cuda::reciprocal(all.sum) * scale_of_out<Element, kFeatures>(p.score);
     Element* out = seq.head_q<Element>(p.out, batch, head) + row * p.out.row;
     CUTE_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
       const int column = 4 * (32 * piece + lane);
       float4 sum = sums[0][piece][lane];
-      CUTE_UNROLL
-      for (int other = 1; other < kWarps; ++other) {
+      for (int other = 1; other < static_cast<int>(blockDim.x) / 32; ++other) {
         const float4 x = sums[other][piece][lane];
         sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
       }

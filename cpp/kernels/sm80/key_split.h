@@ -11,19 +11,25 @@
 
 namespace flashsdk::sm80 {
 
+inline constexpr int kMostKeyParts = 128;
+
 // Into how many parts the keys are split: what takes the least time. 1: not at all. Where there are thread blocks for
-// half of the multiprocessors anyway, other kernels are faster. In eighths of what a thread block takes for a tile of
-// keys, some 1 µs on an H200; fitted to measurements there (benchmarks/results/sm80_key_parts.csv).
-inline int key_parts(std::int64_t query_tiles, int key_tiles, int multiprocessors, int blocks_each) {
-  constexpr int kMost = 128;
-  constexpr int kTile = 8, kOthersTile = 6;  // of these kernels, and of those that would have the problem else
-  constexpr int kJoin = 64, kJoinPart = 1;   // what the second kernel adds, on the host too, and for each part
+// half of the multiprocessors anyway, other kernels are faster. In 32nds of what a thread block alone on a
+// multiprocessor takes for a tile of keys, 0.9 µs on an H200; fitted to measurements there
+// (benchmarks/results/sm80_key_parts.csv).
+inline int key_parts(std::int64_t query_tiles, int keys, int tile, int multiprocessors, int blocks_each) {
+  constexpr int kTile = 32, kSharedTile = 60;  // of these kernels, alone on a multiprocessor and beside another
+  constexpr float kOthersKey = 24.f / 64.f;    // of those that would have the problem else, for a key
+  constexpr int kJoin = 256, kJoinPart = 1;    // what the second kernel adds, on the host too, and for each part
   if (query_tiles == 0 || 2 * query_tiles > multiprocessors) return 1;
-  const std::int64_t at_once = std::int64_t{multiprocessors} * blocks_each;
+  const int key_tiles = ceil_div(keys, tile);
   int best = 1;
-  std::int64_t least = std::int64_t{kOthersTile} * key_tiles;
-  for (int parts = 2; parts <= min_of(key_tiles, kMost) && query_tiles * parts <= at_once; ++parts) {
-    const int time = kTile * ceil_div(key_tiles, parts) + kJoin + kJoinPart * parts;
+  auto least = static_cast<std::int64_t>(kOthersKey * static_cast<float>(keys));
+  for (int parts = 2; parts <= min_of(key_tiles, kMostKeyParts); ++parts) {
+    const std::int64_t blocks = query_tiles * parts;
+    if (blocks > std::int64_t{multiprocessors} * blocks_each) break;
+    const int each = blocks > multiprocessors ? kSharedTile : kTile;
+    const std::int64_t time = std::int64_t{each} * ceil_div(key_tiles, parts) + kJoin + kJoinPart * parts;
     if (time < least) {
       least = time;
       best = parts;
@@ -36,10 +42,12 @@ inline int key_parts(std::int64_t query_tiles, int key_tiles, int multiprocessor
 inline int key_parts(const ForwardParams& p, Tile tile, int multiprocessors, int blocks_each) {
   int keys = p.seqlen_k;
   if (p.mask.kind == MaskKind::kBand) {
-    keys = clamp_index(p.mask.band.left + p.mask.band.right + tile.m, p.seqlen_k);
+    const BandParam& band = p.mask.band;
+    keys = clamp_index(band.left + band.right + min_of(tile.m, p.seqlen_q), keys);
+    if (band.top_left) keys = min_of(keys, clamp_index(p.seqlen_q + band.right, keys));
   }
   const std::int64_t query_tiles = std::int64_t{ceil_div(p.seqlen_q, tile.m)} * p.num_heads * p.batch;
-  return key_parts(query_tiles, ceil_div(keys, tile.n), multiprocessors, blocks_each);
+  return key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each);
 }
 
 // What the online softmax knows of a row: its reference, which the largest score exceeds by kSlack at most, and the sum

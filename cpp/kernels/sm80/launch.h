@@ -39,7 +39,7 @@ inline const char* refuse_alignment(const ForwardParams& p, bool backward) {
 
 // Null, or why kernels of this tile and size do not take the problem.
 template <class Traits, cuda::Features kFeatures>
-const char* refuse(const ForwardParams& p, bool backward) {
+const char* refuse(const ForwardParams& p, bool backward, int shared_bytes) {
   if (!cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(p.score)) {
     return "softcap, bias and ALiBi are not compiled in";
   }
@@ -56,7 +56,7 @@ const char* refuse(const ForwardParams& p, bool backward) {
   if (blocks > INT32_MAX) return "there are more tiles than a grid has blocks";
   const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
   if (device.capability < 80) return "the device is older than compute capability 8.0";
-  if (device.shared_memory_per_block < Traits::kSmemBytes) return "the device has too little shared memory";
+  if (device.shared_memory_per_block < shared_bytes) return "the device has too little shared memory";
   return nullptr;
 }
 
@@ -72,51 +72,73 @@ KernelKey key_of(Op op, bool splits_keys = false) {
           splits_keys};
 }
 
+// A bias takes shared memory, calls without one keep it for another thread block.
+template <class Traits, cuda::Features kFeatures, class Keys>
+int forward_smem_bytes(const ForwardParams& p) {
+  using Bias = ForwardBias<Traits, kFeatures, Keys>;
+  return Traits::kSmemBytes + (Bias::takes(p.score.bias) ? Bias::kBytes : 0);
+}
+
+// Whether calls that ask for no feature take these kernels: those that kernels without features refuse.
 template <class Traits, class Policy, cuda::Features kFeatures>
-void launch_forward(const ForwardParams& p, const LaunchContext& context) {
+inline constexpr bool kTakesPlainCalls =
+    kFeatures == cuda::Features::kAll && (Traits::kAnyAlignment || std::is_same_v<Policy, BlockSparsePolicy>);
+
+// Starts forward_kernel on as many parts of the keys as `keys` says.
+template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
+void start_forward(const ForwardParams& p, cudaStream_t stream, const Keys& keys, int parts) {
   static std::atomic<std::uint64_t> prepared{0};
-  cuda::DeviceGuard guard(p.device.index);
-  auto kernel = forward_kernel<Traits, Policy, kFeatures, AllKeys>;
-  allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
+  auto kernel = forward_kernel<Traits, Policy, kFeatures, Keys>;
+  using Bias = ForwardBias<Traits, kFeatures, Keys>;
+  allow_shared_memory(kernel, Traits::kSmemBytes + Bias::kBytes, p.device.index, prepared);
   const cuda::TileSchedule schedule =
       cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), p.mask.kind == MaskKind::kDense);
-  auto stream = static_cast<cudaStream_t>(context.stream);
-  if (schedule.size() != 0) {
-    cuda::launch("launching the forward kernel", kernel, dim3(static_cast<unsigned>(schedule.size())), Traits::kThreads,
-                 Traits::kSmemBytes, stream, p, schedule, AllKeys{});
+  if (schedule.size() == 0) return;
+  cuda::launch("launching the forward kernel", kernel,
+               dim3(static_cast<unsigned>(schedule.size()), static_cast<unsigned>(parts)), Traits::kThreads,
+               forward_smem_bytes<Traits, kFeatures, Keys>(p), stream, p, schedule, keys);
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures>
+void launch_forward(const ForwardParams& p, const LaunchContext& context) {
+  if constexpr (kTakesPlainCalls<Traits, Policy, kFeatures>) {
+    // What is compiled in and not asked for still takes registers (docs/gpu.md): such a call does without.
+    if (!p.score.any_feature()) return launch_forward<Traits, Policy, cuda::Features::kNone>(p, context);
   }
+  cuda::DeviceGuard guard(p.device.index);
+  auto stream = static_cast<cudaStream_t>(context.stream);
+  start_forward<Traits, Policy, kFeatures>(p, stream, AllKeys{}, 1);
   cuda::clear_out_tail<typename Traits::Element>(p, stream);
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 KernelEntry forward_entry() {
   return {key_of<Traits, Policy, kFeatures>(Op::kForward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
-          [](const ForwardParams& p) { return refuse<Traits, kFeatures>(p, false); },
+          [](const ForwardParams& p) {
+            return refuse<Traits, kFeatures>(p, false, forward_smem_bytes<Traits, kFeatures, AllKeys>(p));
+          },
           [](const ForwardParams&, int) { return std::size_t{0}; }, launch_forward<Traits, Policy, kFeatures>};
 }
 
 template <class Traits>
 int key_parts(const ForwardParams& p) {
-  return key_parts(p, flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
-                   cuda::device_limits(p.device.index).multiprocessors, Traits::kMinBlocks);
+  constexpr int kReserved = 1024;  // bytes of shared memory that the driver takes of each thread block's
+  const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
+  const int fit = device.shared_memory_per_multiprocessor / (Traits::kSmemBytes + kReserved);
+  return key_parts(p, flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, device.multiprocessors,
+                   min_of(fit, Traits::kMinBlocks));
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 void launch_split_forward(const ForwardParams& p, const LaunchContext& context) {
-  static std::atomic<std::uint64_t> prepared{0};
   cuda::DeviceGuard guard(p.device.index);
-  auto kernel = forward_kernel<Traits, Policy, kFeatures, KeySplit>;
-  allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
-  const cuda::TileSchedule schedule =
-      cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), p.mask.kind == MaskKind::kDense);
-  const KeySplit split(p, key_parts<Traits>(p), context.workspace);
   auto stream = static_cast<cudaStream_t>(context.stream);
-  const auto parts = static_cast<unsigned>(split.parts), rows = static_cast<unsigned>(p.seqlen_q);
-  cuda::launch("launching the forward kernel of parts", kernel, dim3(static_cast<unsigned>(schedule.size()), parts),
-               Traits::kThreads, Traits::kSmemBytes, stream, p, schedule, split);
-  cuda::launch("launching the forward's last pass", join_parts_kernel<Traits, Policy, kFeatures>,
-               dim3(rows, static_cast<unsigned>(p.num_heads), static_cast<unsigned>(p.batch)), kJoinThreads, 0, stream,
-               p, split);
+  const KeySplit split(p, key_parts<Traits>(p), context.workspace);
+  start_forward<Traits, Policy, kFeatures>(p, stream, split, split.parts);
+  constexpr auto kJoin = join_parts_kernel<Traits, kFeatures>;
+  cuda::launch("launching the forward's last pass", cuda::start_during<kJoin>(p.device.index), kJoin,
+               dim3(static_cast<unsigned>(p.seqlen_q), static_cast<unsigned>(p.num_heads * p.batch)),
+               32 * join_warps(split.parts), 0, stream, p, split);
   cuda::clear_out_tail<typename Traits::Element>(p, stream);
 }
 
@@ -124,9 +146,10 @@ template <class Traits, class Policy, cuda::Features kFeatures>
 KernelEntry split_forward_entry() {
   return {key_of<Traits, Policy, kFeatures>(Op::kForward, true), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           [](const ForwardParams& p) {
-            const char* reason = refuse<Traits, kFeatures>(p, false);
-            return reason != nullptr || key_parts<Traits>(p) > 1 ? reason
-                                                                 : "queries are not few or keys not many: not split";
+            const char* reason = refuse<Traits, kFeatures>(p, false, Traits::kSmemBytes);
+            if (reason == nullptr && key_parts<Traits>(p) == 1)
+              reason = "too many queries or too few keys to split these";
+            return reason;
           },
           [](const ForwardParams& p, int) { return KeySplit(p, key_parts<Traits>(p), nullptr).size(); },
           launch_split_forward<Traits, Policy, kFeatures>};
@@ -134,13 +157,19 @@ KernelEntry split_forward_entry() {
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 void launch_backward(const ForwardParams& params, const LaunchContext& context) {
+  if constexpr (kTakesPlainCalls<Traits, Policy, kFeatures>) {  // as launch_forward()
+    if (!params.score.any_feature()) {
+      return launch_backward<Traits, Policy, cuda::Features::kNone>(params, context);
+    }
+  }
   static std::atomic<std::uint64_t> prepared{0};
   using Element = typename Traits::Element;
   const auto& p = static_cast<const BackwardParams&>(params);
   cuda::DeviceGuard guard(p.device.index);
   auto stream = static_cast<cudaStream_t>(context.stream);
   auto kernel = backward_kernel<Traits, Policy, kFeatures>;
-  allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
+  constexpr int kSmemBytes = kBackwardSmemBytes<Traits, kFeatures>;
+  allow_shared_memory(kernel, kSmemBytes, p.device.index, prepared);
   const cuda::BackwardWorkspace ws(p, Traits::kBlockM, Traits::kHeadDim, context.workspace);
 
   const dim3 query_tiles = cuda::query_tile_grid(p, Traits::kBlockM);
@@ -157,7 +186,7 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
       cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element), cuda::device_limits(p.device.index).multiprocessors);
   if (schedule.size() != 0) {
     cuda::launch("launching the backward kernel", kernel, dim3(static_cast<unsigned>(schedule.size())),
-                 Traits::kThreads, Traits::kSmemBytes, stream, p, ws, schedule);
+                 Traits::kThreads, kSmemBytes, stream, p, ws, schedule);
   }
   if (has_queries) {
     constexpr int kTileBytes = Traits::SmemOut::kElements * sizeof(Element);
@@ -171,12 +200,13 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 KernelEntry backward_entry() {
-  return {key_of<Traits, Policy, kFeatures>(Op::kBackward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
-          [](const ForwardParams& p) { return refuse<Traits, kFeatures>(p, true); },
-          [](const ForwardParams& p, int) {
-            return cuda::BackwardWorkspace(p, Traits::kBlockM, Traits::kHeadDim, nullptr).size;
-          },
-          launch_backward<Traits, Policy, kFeatures>};
+  return {
+      key_of<Traits, Policy, kFeatures>(Op::kBackward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+      [](const ForwardParams& p) { return refuse<Traits, kFeatures>(p, true, kBackwardSmemBytes<Traits, kFeatures>); },
+      [](const ForwardParams& p, int) {
+        return cuda::BackwardWorkspace(p, Traits::kBlockM, Traits::kHeadDim, nullptr).size;
+      },
+      launch_backward<Traits, Policy, kFeatures>};
 }
 
 }  // namespace flashsdk::sm80

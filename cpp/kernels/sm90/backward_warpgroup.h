@@ -127,7 +127,8 @@ class BackwardWarpgroup {
       scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta);
     const auto kept = [&] {
       if constexpr (kModifies)
-        return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, step.head, tile, lse_log2, minus_delta, top);
+        return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, step.head, tile, lse_log2, minus_delta, top,
+                               cuda::NoBiasTile());
       else
         return 0;
     }();

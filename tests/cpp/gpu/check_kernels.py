@@ -232,12 +232,13 @@ def random_problem(rng: np.random.Generator, generator, head_dims, dtypes):
         p.softcap = float(rng.uniform(1, 30))
     if rng.random() < 0.4:
         shape = [pick(1, n) for n in (batch, heads, nq, nk)]
-        p.bias = torch.randn(shape, device=DEVICE, generator=generator)
+        in_memory = (*shape[:3], shape[3] + pick(0, -shape[3] % 16))  # rows of whole vectors or not
+        p.bias = torch.randn(in_memory, device=DEVICE, generator=generator)
         p.bias = (
             p.bias > -0.5
             if rng.random() < 0.4
             else p.bias.to(pick(torch.float32, torch.float16, torch.bfloat16))
-        )
+        )[..., : shape[3]]
     if rng.random() < 0.3:
         p.alibi = torch.rand(
             (heads,) if rng.random() < 0.5 else (batch, heads), device=DEVICE, generator=generator

@@ -12,7 +12,6 @@ PATTERN = re.compile(
     re.S,
 )
 POLICY = {
-    "13BuiltinPolicy": "all masks",
     "11DensePolicy": "dense",
     "10BandPolicy": "band",
     "17BlockSparsePolicy": "block_sparse",
@@ -35,7 +34,7 @@ for name, arch, stores, loads, registers in PATTERN.findall(text):
     if backend == "sm90" and (head_dim_v := numbers.pop(0)) != head_dim:
         head_dim += f"x{head_dim_v}"
     m, n = numbers[:2]
-    policy = next(short for long, short in POLICY.items() if long in name)
+    policy = next((short for long, short in POLICY.items() if long in name), "all masks")
     features = FEATURES[int(re.search(r"FeaturesE(\d)E", name)[1])]
     if backend == "sm90" and re.search(r"FeaturesE\dELb1E", name):
         features += " packed"  # the backward has kernels of its own for packed sequences

@@ -61,7 +61,7 @@ def many_keys(tile_m, tile_n):
     return ((tile_m + 9, 4096 + tile_n + 7),)
 
 
-def problem(entry, make, features, block, size, aligned, packed, narrow_v):
+def problem(entry, make, features, block, size, aligned, packed, narrow_v, bias):
     """Tensors by `make`: empty will do to ask whether a kernel takes it."""
     _, code, head_dim, mask, _, tile_m, tile_n, _ = entry
     dtype = next(dtype for dtype, c in DTYPES.items() if c == code)
@@ -89,7 +89,9 @@ def problem(entry, make, features, block, size, aligned, packed, narrow_v):
         p.cu_q = torch.tensor([0, tile_m + 3, rows - 2], dtype=torch.int32).cuda()
         p.cu_k = torch.tensor([0, tile_n + 2, keys - 2], dtype=torch.int32).cuda()
     if "bias" in features:
-        p.bias = make(1, heads, rows, keys, dtype=torch.float32)
+        # Rows of whole vectors, but for float32: kernels copy them otherwise.
+        in_memory = keys if bias == torch.float32 else keys + -keys % 16
+        p.bias = make(1, heads, rows, in_memory, dtype=bias or dtype)[..., :keys]
     if "alibi" in features:
         p.alibi = torch.rand(heads).cuda()
     return p
@@ -113,9 +115,11 @@ def takes(harness, index, p):
 
 
 def touch(
-    harness, index, *, aligned=True, packed=False, deterministic=False, growing=False, scale=None
-):
-    """Whether the kernel takes a problem, which it then has run; growing: in its last keys."""
+    harness, index, *, aligned=True, packed=False, deterministic=False, growing=False, scale=None,
+    bias=torch.float32,
+):  # fmt: skip
+    """Whether the kernel takes a problem, which it then has run; growing: in its last keys; a bias
+    of None is of q's type."""
     entry = harness.entries[index]
     tile = entry[5], entry[6]
     blocks = ((128, 128), tile) if KINDS[entry[3]] == "block_sparse" else ((0, 0),)
@@ -123,7 +127,7 @@ def touch(
     widths = (False, True) if entry[2] == 192 else (False,)  # 192 x 128 has kernels of its own
     sizes = many_keys(*tile) if growing or entry[7] else lengths(*tile)
     for size, features, block, narrow_v in itertools.product(sizes, all_features, blocks, widths):
-        what = features, block, size, aligned, packed, narrow_v
+        what = features, block, size, aligned, packed, narrow_v, bias
         if not takes(harness, index, problem(entry, empty, *what)):
             continue
         p = problem(entry, random, *what)
@@ -197,6 +201,9 @@ def main():
             packed, deterministic = turn % 2 == 1, turn % 3 == 0
             touched += touch(harness, index, packed=packed, deterministic=deterministic)
             touch(harness, index, aligned=False)  # of those that take any alignment
+            if name.startswith("sm80") and "_featured_" in name:
+                for bias in (None, torch.bool):
+                    touch(harness, index, deterministic=deterministic, bias=bias)
             if name.startswith("sm90_forward") and KINDS[harness.entries[index][3]] == "dense":
                 touch(harness, index, growing=True)
                 touch(harness, index, scale=-0.1)  # which no tile tries
