@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +64,8 @@ def shape_of(x: Any) -> str:
 
 def number(name: str, value: Any) -> Any:
     """``value`` if it is a number, of the compiler's too; that of a tensor that holds one."""
-    if isinstance(value, float | int | torch.SymFloat | torch.SymInt):
+    # A tuple, here and below: the compiler of PyTorch 2.6 cannot trace A | B.
+    if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
         return value
     if isinstance(value, Tensor):
         check_constant(name, value)
@@ -73,7 +74,7 @@ def number(name: str, value: Any) -> Any:
 
 def whole(name: str, value: Any) -> Any:
     """``value`` if it is an integer of 64 bits, of the compiler's too."""
-    if torch.compiler.is_compiling() and isinstance(value, int | torch.SymInt):
+    if torch.compiler.is_compiling() and isinstance(value, (int, torch.SymInt)):
         return value  # to compare it would fix it
     return integer(name, value, -(2**63), 2**63 - 1, allowed="an integer of 64 bits")
 
@@ -94,13 +95,7 @@ def no_tangent(name: str, x: object) -> None:
         return
     while functorch.is_batchedtensor(x):  # under vmap, which cannot unpack
         x = functorch.get_unwrapped(x)
-    try:
-        dual = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
-    except RuntimeError:  # in a compiled function, of a tensor without
-        return
+    dual = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
     if dual.tangent is not None:
-        refuse_tangent(name)
-
-
-def refuse_tangent(name: str) -> NoReturn:
-    raise Error(f"{name}: a tensor with a tangent; one without, {ONCE_IN_REVERSE}", "unsupported")
+        allowed = f"one without, {ONCE_IN_REVERSE}"
+        raise Error(f"{name}: a tensor with a tangent; {allowed}", "unsupported")

@@ -7,7 +7,7 @@ for a small call. Where none of them looks on, the operator's work is done witho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ class Operation:
             keywords["seed"] = 0
         elif keywords["seed"] is None:
             keywords["seed"] = int(draw_seed())
-        if _recorded((q, k, v)):
+        if recorded((q, k, v)):
             out, lse = _Attention.apply(q, k, v, self, lengths, keywords)  # type: ignore[no-untyped-call]
             return out, lse
         q, k, v = map(detached, (q, k, v))
@@ -62,7 +62,7 @@ class Operation:
         """dq, dk, dv. ``saved`` are q, k, v, out, lse."""
         tensors = (dout, dlse, *saved, *lengths[:2], keywords["bias"], keywords["alibi_slopes"])
         # A gradient that is recorded itself: the operator's own refuses.
-        if not _unwatched(tensors) or _recorded((dout, *saved)):
+        if not _unwatched(tensors) or recorded((dout, *saved)):
             return self.backward(dout, dlse, *saved, *lengths, *self.encode(keywords, saved[0]))
         saved = tuple(map(detached, saved))
         dout = detached(last_contiguous(dout))
@@ -123,7 +123,7 @@ def _unwatched(tensors: tuple[Tensor | None, ...]) -> bool:
     return True
 
 
-def _recorded(tensors: Tensors) -> bool:
+def recorded(tensors: Iterable[Tensor]) -> bool:
     """Whether autograd wants to know what becomes of these tensors."""
     if torch.is_grad_enabled():
         for x in tensors:

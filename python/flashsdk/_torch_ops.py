@@ -9,12 +9,12 @@ gradient and a batching rule. An operator takes tensors and numbers only, so a m
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
 from . import _torch_flops, ops
@@ -27,11 +27,18 @@ from ._torch_checks import (
     flag,
     no_tangent,
     number,
-    refuse_tangent,
     tensor,
     whole,
 )
-from ._torch_eager import Keywords, Operation, constant, detached, draw_seed, last_contiguous
+from ._torch_eager import (
+    Keywords,
+    Operation,
+    constant,
+    detached,
+    draw_seed,
+    last_contiguous,
+    recorded,
+)
 from .masks import Band, BlockMask, Dense, Mask, no_mask
 
 Operator: TypeAlias = Callable[..., Any]
@@ -239,52 +246,49 @@ def _check_devices(q: Tensor, **others: Tensor | None) -> None:
 def _operator(
     schema: str, kernel: Operator, fake: Operator, save: Operator, gradient: Operator
 ) -> Operator:
-    """Defines an operator with a gradient and a batching rule; returns how to call it."""
+    """Defines an operator with a gradient and a batching rule; returns it."""
     _library.define(schema)
     name = schema.partition("(")[0]
     operator = getattr(torch.ops.flashsdk, name).default
     names = [argument.name for argument in operator._schema.arguments]
 
-    def check_tangents(inputs: Sequence[Any]) -> None:
+    def below(keys: Any, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
+    def forward(keys: Any, *inputs: Any) -> Any:
+        # A Function turns both off, and so for the transforms of torch.func that lie below.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return below(keys, *inputs)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        save(ctx, inputs[1:], output)
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *gradient(ctx, *grads)
+
+    methods = (forward, setup_context, backward)
+    members = {method.__name__: staticmethod(method) for method in methods}
+    function: Any = type(name, (Function,), members)
+
+    def differentiable(keys: Any, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0:
             for argument, x in zip(names, inputs, strict=True):
                 no_tangent(argument, x)
+        if not recorded(x for x in inputs if isinstance(x, Tensor)):
+            return below(keys, *inputs)
+        # Not Function.apply, which goes through the transforms of torch.func: the dispatcher does
+        # so itself, and comes here once for each.
+        with enable_single_level_autograd_function():
+            return super(Function, function).apply(keys, *inputs)
 
-    def checked(*inputs: Any) -> Any:
-        check_tangents(inputs)  # what was traced, compiled or exported comes here alone
-        return kernel(*inputs)
-
-    _library.impl(name, checked, "CompositeExplicitAutograd")
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    # Not torch.library.register_autograd: it knows neither torch.func nor tangents, and loses them.
+    _library.impl(name, differentiable, "Autograd", with_keyset=True)
     torch.library.register_fake(operator, fake, lib=_library)
-    torch.library.register_autograd(operator, gradient, setup_context=save, lib=_library)
     batched = functools.partial(_one_by_one, operator)
     torch.library.register_vmap(operator, batched, lib=_library)
-
-    def forward(*inputs: Any) -> Any:
-        return operator(*inputs)
-
-    def tangents(ctx: Any, *given: Tensor | None) -> None:
-        # Those below a tensor that torch.func takes a gradient of, as torch.func.hessian does:
-        # no_tangent sees what is above.
-        refuse_tangent(next(n for n, x in zip(names, given, strict=True) if x is not None))
-
-    # Function.apply asks for the signature every time, and to work it out is most of its work.
-    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-    methods = {"forward": forward, "setup_context": save, "backward": gradient, "jvp": tangents}
-    members = {method: staticmethod(function) for method, function in methods.items()}
-    function: Any = type(name, (Function,), {**members, "generate_vmap_rule": True})
-
-    def call(*inputs: Any) -> Any:
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            check_tangents(inputs)
-        # torch.func takes gradients through no other than an autograd.Function; the compiler and
-        # torch.jit.trace see nothing but operators.
-        traced = compiling or torch._C._get_tracing_state() is not None
-        recorded = torch.is_grad_enabled() and not traced
-        return function.apply(*inputs) if recorded else operator(*inputs)
-
-    return call
+    return operator  # type: ignore[no-any-return]
 
 
 def _one_by_one(operator: Operator, info: Any, dims: Sequence[Any], *args: Any) -> Any:
@@ -361,7 +365,7 @@ def _checked(
     backend: str | None,
 ) -> Keywords:
     """The keywords of a call as ``flashsdk.ops`` takes them, or an Error."""
-    if not (mask is None or isinstance(mask, Dense | Band | BlockMask)):
+    if not (mask is None or isinstance(mask, (Dense, Band, BlockMask))):
         raise no_mask(mask)
     if bias is not None:
         check_constant("bias", tensor("bias", bias))

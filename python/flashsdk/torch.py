@@ -10,7 +10,8 @@ What all share:
 - Gradients reach q, k and v, through the output and through the log-sum-exp. Saved for backward
   are the arguments, out and lse: memory is linear in the sequence length. There is no second
   derivative, no forward-mode one, and none with respect to bias or alibi_slopes: all are errors.
-  (torch.func.jvp inside of what torch.compile compiles is not seen: its tangent is zero.)
+  Only where a tensor with a tangent enters a function that torch.compile's inductor compiled is
+  the tangent lost, as in inductor's own kernels.
 - float32, float16 and bfloat16. Under torch.autocast q, k and v become the autocast dtype.
 - With dropout and no seed, a seed is drawn from torch's CPU generator on each call, whatever the
   device of the tensors: torch.manual_seed repeats it, and nothing is synchronised.

@@ -293,6 +293,28 @@ def test_inductor():
     torch.testing.assert_close(gradient, block.qkv.weight.grad)
 
 
+def loss(q, k, v):
+    return adapter.attention(q, k, v, mask=CAUSAL).square().sum()
+
+
+TRANSFORMED = {
+    "grad": torch.func.grad(loss),
+    "vmap of grad": lambda q, k, v: torch.func.vmap(torch.func.grad(loss))(
+        q[:, None], k[:, None], v[:, None]
+    ),
+    "jacrev": torch.func.jacrev(lambda q, k, v: adapter.attention(q, k, v)[:, :2, 0, :2]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("function", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_gradients_of_torch_func(function, backend):
+    inputs = qkv(seqlen=8, requires_grad=False)
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(*inputs), function(*inputs))
+
+
 @pytest.mark.parametrize("mask", [CAUSAL, BLOCKS], ids=["band", "blocks"])
 def test_export(mask):
     block, x = Block(mask), torch.randn(2, 48, 64)

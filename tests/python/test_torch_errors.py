@@ -210,16 +210,32 @@ TO_THE_OPERATOR = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("made", TO_THE_OPERATOR.values(), ids=TO_THE_OPERATOR)
-def test_no_forward_mode_of_the_operators(made):
-    """Where a call goes straight to them. TorchScript puts its own error around ours."""
+def test_no_forward_mode_of_the_operators(made, recorded):
+    """Where a call goes straight to them. TorchScript puts its own error around ours, and the
+    compiler has one for what it records a gradient of itself."""
+    torch._dynamo.reset()
     x = torch.randn(BATCH, SEQLEN, HEADS, DIM)
     function = made(x)
-    with forward_ad.dual_level():
+    with torch.set_grad_enabled(recorded), forward_ad.dual_level():
         torch.testing.assert_close(function(x), attend_to_itself(x))
-        dual = forward_ad.make_dual(x, torch.ones_like(x))
-        with pytest.raises((fs.Error, RuntimeError), match="q: a tensor with a tangent"):
+        dual = forward_ad.make_dual(x.clone().requires_grad_(recorded), torch.ones_like(x))
+        match = "q: a tensor with a tangent|must implement the jvp function"
+        with pytest.raises((fs.Error, RuntimeError), match=match):
             function(dual)
+
+
+def test_no_forward_mode_inside_of_a_compiled_function():
+    x = torch.randn(BATCH, SEQLEN, HEADS, DIM)
+
+    def function(x):
+        return torch.func.jvp(attend_to_itself, (x,), (x,))
+
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match="q: a tensor with a tangent"):
+            torch.compile(function, backend=backend)(x)
 
 
 # ---- no sample
