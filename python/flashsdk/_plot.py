@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ._errors import Error
+from ._errors import Error, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +26,16 @@ class Panel(NamedTuple):
     full: NDArray[np.bool_]
 
 
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def picture(name: str, path: object) -> Path:
+    """Where a picture is to go, or an Error that names the argument."""
+    if not isinstance(path, (str, os.PathLike)) or Path(path).suffix.lower() not in PICTURES:
+        raise Error(f"{name}: {shown(path)}; a path that ends in {', '.join(PICTURES)}")
+    return Path(path)
+
+
 def draw(
     panels: list[Panel],
     seqlens: tuple[int, int],  # seqlen_q, seqlen_k
@@ -34,12 +45,17 @@ def draw(
 ) -> Figure:
     """One picture per panel on a new figure, or the first one on ``ax``; saved if ``path``."""
     try:
+        from matplotlib.axes import Axes
         from matplotlib.colors import ListedColormap
         from matplotlib.patches import Patch
     except ImportError as error:
         message = "plot: matplotlib is not installed; pip install 'flashsdk[plot]'"
         raise Error(message, code="unsupported") from error
 
+    if ax is not None and not isinstance(ax, Axes):
+        raise Error(f"ax: {shown(ax)}; an Axes of matplotlib")
+    if path is not None:
+        path = picture("path", path)
     colors = ListedColormap(list(KINDS.values()))
     if ax is None:
         figure, axes = _axes(len(panels), seqlens[0] / seqlens[1], path)
@@ -58,7 +74,11 @@ def draw(
     if ax is None:
         figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
     if path is not None:
-        figure.savefig(path, dpi=150)
+        try:
+            figure.savefig(path, dpi=150)
+        except OSError as error:
+            allowed = f"a file that can be written ({error.strerror})"
+            raise Error(f"path: {str(path)!r}; {allowed}") from error
     return figure
 
 

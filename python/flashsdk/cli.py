@@ -81,7 +81,7 @@ def parser() -> Parser:
         command.add_argument(
             "--isa", metavar="NAME", help="CPU instruction set (default: the best)"
         )
-        command.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads")
+        command.add_argument("--threads", type=threads, metavar="N", help="CPU threads")
     return top
 
 
@@ -135,18 +135,24 @@ def run(args: argparse.Namespace) -> int:
 Number = TypeVar("Number", int, float)
 
 
-def _number(kind: Callable[[str], Number], text: str, least: float, allowed: str) -> Number:
+def _number(
+    kind: Callable[[str], Number], text: str, least: float, allowed: str, most: float = math.inf
+) -> Number:
     try:
         value = kind(text)
     except ValueError:
         value = None
-    if value is None or not least <= value < math.inf:
+    if value is None or not least <= value <= most or value == math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}; {allowed}")
     return value
 
 
 def positive_int(text: str) -> int:
     return _number(int, text, 1, "an integer >= 1")
+
+
+def threads(text: str) -> int:
+    return _number(int, text, 1, "1 to 4096", most=4096)
 
 
 def natural(text: str) -> int:

@@ -119,7 +119,7 @@ def test_threads_and_isa_are_taken():
         (["bench", "--filter", "fp64"], "--filter: 'fp64'"),
         (["bench", "--out", "/proc/nowhere"], "--out: '/proc/nowhere'"),
         (["demo", "--out", "/proc/nowhere/demo.png"], "--out: '/proc/nowhere'"),
-        (["demo", "--out", "demo.exe"], "--out: 'demo.exe'; a file that ends in .png, .svg, .pdf"),
+        (["demo", "--out", "demo.exe"], "--out: 'demo.exe'; a path that ends in .png, .svg, .pdf"),
     ],
 )
 def test_errors_are_one_line(args, says):

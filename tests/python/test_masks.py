@@ -500,6 +500,22 @@ def test_bad_input_is_one_line(call, line):
 # ---- pictures
 
 
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"path": "x.exe"}, r"path: 'x.exe'; a path that ends in .png, .svg, .pdf"),
+        ({"path": 5}, r"path: 5; a path that ends in"),
+        ({"path": "/proc/nowhere/x.png"}, r"path: '/proc/nowhere/x.png'; a file that can be"),
+        ({"ax": 3}, r"ax: 3; an Axes of matplotlib"),
+    ],
+    ids=str,
+)
+def test_plots_that_go_nowhere(keywords, message):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(Error, match=f"^{message}"):
+        from_dense().plot(**keywords)
+
+
 def test_plots_are_written(tmp_path):
     pytest.importorskip("matplotlib")
     heads = BlockMask.from_dense(np.tri(6, dtype=bool)[None].repeat(5, 0), 16, band=Causal())

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashsdk as fs
+from flashsdk import _plot
 from flashsdk._commands import exact, figures, machine, standard, table
-from flashsdk._commands.files import writable_file, writable_picture
+from flashsdk._commands.files import writable_file
 from flashsdk._commands.memory import available_bytes, extra_bytes
 from flashsdk._commands.progress import Progress
 from flashsdk._commands.timing import Interleaved, median
@@ -131,7 +132,7 @@ class Ours:
 
 def run(out: str, record: str | None) -> int:
     """Prints the table and draws `out`; 1 if an error bound is missed."""
-    picture = writable_picture("--out", Path(out))
+    picture = writable_file("--out", _plot.picture("--out", out))
     if record is not None:
         writable_file("--record", Path(record))
     warm_up()

@@ -19,15 +19,6 @@ def writable_folder(option: str, folder: Path) -> Path:
     return folder
 
 
-PICTURES = (".png", ".svg", ".pdf")
-
-
-def writable_picture(option: str, path: Path) -> Path:
-    if path.suffix not in PICTURES:
-        raise Error(f"{option}: {str(path)!r}; a file that ends in {', '.join(PICTURES)}")
-    return writable_file(option, path)
-
-
 def writable_file(option: str, path: Path) -> Path:
     writable_folder(option, path.parent)
     if path.is_dir():
