@@ -36,8 +36,8 @@ set(FLASHSDK_SM80_FORWARD_OTHER_128 128x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_OTHER_192 64x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_OTHER_256 64x64_4_1_false_2)
 
-# Of single features and masks. Beside all features a mask takes registers that large tiles do not have: smaller ones,
-# slower in themselves, are faster then.
+# Of single features and masks. All features take registers that the tiles above do not have, a mask more of them: with
+# fewer elements a thread, slower in themselves, less is spilled (benchmarks/results/sm80_features.csv).
 set(FLASHSDK_SM80_FORWARD_DROPOUT_64_Dense 128x128_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_DROPOUT_64_Band 128x128_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_ALL_64 64x64_4_1_false_3)

@@ -40,8 +40,7 @@ class BiasTile {
         offset_(batch * bias_.batch + head * bias_.head),
         smem_(static_cast<char*>(smem)) {}
 
-  // Asked anew each time: kept, the answer takes a register (the backward of head_dim 64 with a band then spills 448
-  // bytes).
+  // Asked anew each time: kept, the answer takes a register, which backward kernels lack.
   __device__ bool holds() const { return takes(bias_); }
 
   // Starts the copy of the tile whose first query and key these are. What lies beyond the last ones is zero.

@@ -9,7 +9,7 @@
 
 namespace flashsdk::sm80 {
 
-// A warp reads its parts at once: how long they take to come is most of this kernel's time.
+// A warp reads its parts at once, so that all of a row's are on their way together.
 inline constexpr int kPartsOfWarp = 4, kMostJoinWarps = ceil_div(kMostKeyParts, kPartsOfWarp);
 inline int join_warps(int parts) { return ceil_div(parts, kPartsOfWarp); }
 

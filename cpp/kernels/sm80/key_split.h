@@ -15,7 +15,7 @@ inline constexpr int kMostKeyParts = 128;
 
 // Into how many parts the keys are split: what takes the least time. 1: not at all. Where there are thread blocks for
 // half of the multiprocessors anyway, other kernels are faster. In 32nds of what a thread block alone on a
-// multiprocessor takes for a tile of keys, 0.9 µs on an H200; fitted to measurements there
+// multiprocessor takes for a tile of keys, some 1 µs on an H200; fitted to measurements there
 // (benchmarks/results/sm80_key_parts.csv).
 inline int key_parts(std::int64_t query_tiles, int keys, int tile, int multiprocessors, int blocks_each) {
   constexpr int kTile = 32, kSharedTile = 60;  // of these kernels, alone on a multiprocessor and beside another
