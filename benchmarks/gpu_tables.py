@@ -26,6 +26,15 @@ def about(record: Record) -> str:
     )
 
 
+FURTHER = (  # cells besides the dense ones
+    (
+        "lengths", "Short and long sequences",
+        "Up to 16K as above; beyond, batch 1 and heads × head_dim = 256.",
+    ),
+    ("gqa", "Grouped queries: 32 query heads, 8 key heads", "batch × seqlen = 16384."),
+)  # fmt: skip
+
+
 def bench_section(name: str, record: Record) -> str:
     parts = [
         f"## {record['device']}: `make bench-gpu`",
@@ -36,38 +45,19 @@ def bench_section(name: str, record: Record) -> str:
     ]
     for op, title in DIRECTIONS.items():
         parts += [f"### {title.capitalize()}", dense_table(record["dense"], op)]
-    parts += further(record)
+    for key, title, text in FURTHER:
+        for op, direction in DIRECTIONS.items():
+            parts += [f"### {title}, {direction}", text, dense_table(record[key], op)]
+    parts += ["### Few queries, many keys", few_queries_table(record["few_queries"])]
+    parts += ["### Sliding windows", windows_table(record["windows"])]
+    parts += ["### Packed sequences of long-tailed lengths", packed_table(record["packed"])]
     parts += ["### Block-sparse, blocks of 128 × 128", sparse_table(record["sparse"])]
     parts += ["### The attention of GPT-2 medium", gpt2_table(record["gpt2_medium"])]
-    if "bias" in record:  # not in records of earlier versions
-        parts += ["### Bias", bias_table(record["bias"])]
+    parts += ["### Bias", bias_table(record["bias"])]
     parts += ["### ALiBi", alibi_table(record["alibi"])]
-    if "deterministic" in record:
-        parts += ["### Deterministic backward", deterministic_table(record["deterministic"])]
+    parts += ["### Deterministic backward", deterministic_table(record["deterministic"])]
     parts += ["### Features compiled in, all off", features_table(record["features_off"])]
     return "\n\n".join(parts)
-
-
-def further(record: Record) -> list[str]:
-    """What records of earlier versions do not have."""
-    parts = []
-    for key, title, text in (
-        (
-            "lengths", "Short and long sequences",
-            "Up to 16K as above; beyond, batch 1 and heads × head_dim = 256.",
-        ),
-        ("gqa", "Grouped queries: 32 query heads, 8 key heads", "batch × seqlen = 16384."),
-    ):  # fmt: skip
-        for op, name in DIRECTIONS.items():
-            if key in record:
-                parts += [f"### {title}, {name}", text, dense_table(record[key], op)]
-    if "few_queries" in record:
-        parts += ["### Few queries, many keys", few_queries_table(record["few_queries"])]
-    if "windows" in record:
-        parts += ["### Sliding windows", windows_table(record["windows"])]
-    if "packed" in record:
-        parts += ["### Packed sequences of long-tailed lengths", packed_table(record["packed"])]
-    return parts
 
 
 def rates(rows: list[Record]) -> dict[tuple[Any, ...], float]:
@@ -143,14 +133,21 @@ def sparse_table(rows: list[Record]) -> str:
     return markdown_table(header, table, 4)
 
 
+def by_name(
+    rows: list[Record], shape: tuple[str, ...], value: str
+) -> dict[tuple[Any, ...], dict[str, float]]:
+    """What each name has for a shape."""
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    for r in rows:
+        found.setdefault(tuple(r[key] for key in shape), {})[r["name"]] = r[value]
+    return found
+
+
 def few_queries_table(rows: list[Record]) -> str:
     ours = sorted({r["name"] for r in rows} - {*PEERS, "flashsdk"})
     columns = [*PEERS, *ours, "flashsdk"]
     shape = ("batch", "queries", "keys", "heads", "heads_kv", "head_dim", "bytes", "kernel")
-    times: dict[tuple[Any, ...], dict[str, float]] = {}
-    for r in rows:
-        if r["name"] != "cudnn" or r["queries"] == 1:
-            times.setdefault(tuple(r[key] for key in shape), {})[r["name"]] = r["us"]
+    times = by_name(rows, shape, "us")
     table = []
     for (batch, queries, keys, heads, heads_kv, dim, size, kernel), of in times.items():
         line = [str(batch), str(queries), length(keys), f"{heads} / {heads_kv}", str(dim)]
@@ -232,15 +229,14 @@ def gpt2_table(rows: list[Record]) -> str:
 
 
 def bias_table(rows: list[Record]) -> str:
-    times: dict[tuple[str, ...], dict[str, float]] = {}
-    for r in rows:
-        shape = (r["bias"], r["op"], str(r["head_dim"]), length(r["seqlen"]))
-        times.setdefault(shape, {})[r["name"]] = r["ms"]
     ours = sorted({r["name"] for r in rows} - set(WITH_BIAS))
     columns = [*WITH_BIAS, *ours]
     table = []
-    for shape, ms in times.items():
-        line = [*shape, *(f"{ms[name]:.2f} ms" if name in ms else "–" for name in columns)]
+    for (kind, op, dim, seqlen), ms in by_name(
+        rows, ("bias", "op", "head_dim", "seqlen"), "ms"
+    ).items():
+        line = [kind, op, str(dim), length(seqlen)]
+        line += [f"{ms[name]:.2f} ms" if name in ms else "–" for name in columns]
         for name in ours:
             line += [f"{ms[peer] / ms[name]:.2f}" if peer in ms else "–" for peer in WITH_BIAS]
         table.append(line)

@@ -164,25 +164,3 @@ def test_skipped_blocks_are_not_read():
     dirty += fs.mha_bwd(dout, q, k, v, *dirty, mask=mask)
     for a, b in zip(clean, dirty, strict=True):
         assert np.array_equal(a, b)
-
-
-@pytest.mark.parametrize("lists", [None, (1,), (1, 2, 3)], ids=str)
-def test_lists_are_pairs(lists):
-    mask = fs.layouts.dense(32, 32, 16)
-    others = [getattr(mask, name) for name in ("row_partial", "col_partial", "col_full")]
-    with pytest.raises(fs.Error, match=r"^row_full: .*; a tuple of offsets and indices$"):
-        fs.BlockMask((16, 16), 32, 32, None, others[0], lists, *others[1:])
-
-
-def test_masked_arrays_have_a_mask_to_lose():
-    blocks = np.ma.masked_array(np.ones((2, 2), bool), mask=np.eye(2, dtype=bool))
-    with pytest.raises(fs.Error, match=r"^blocks: a masked array"):
-        fs.BlockMask.from_dense(blocks, 16)
-    with pytest.raises(fs.Error, match=r"^matrix: a masked array"):
-        fs.layouts.from_matrix(blocks, 16)
-
-
-def test_lists_beyond_64_bits():
-    offsets, indices = np.array([0, 1], np.uint64), np.array([2**64 - 1], np.uint64)
-    with pytest.raises(fs.Error, match=f"{2**64 - 1}; integers up to"):
-        fs.BlockMask.from_csr(offsets, indices, 16, seqlen_k=16)

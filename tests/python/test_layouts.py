@@ -401,6 +401,12 @@ def test_from_matrix_names_the_first_mixed_block():
             "masks: batch [2, 3]; one batch for all, or 1",
         ),
         (lambda: layouts.from_matrix(np.ones((4, 4))), "matrix: dtype float64; bool"),
+        (lambda: layouts.from_matrix(np.tri(32, dtype=bool), 16, band=3), "band: 3; a Band"),
+        (lambda: layouts.from_matrix(np.ones((32, 32), bool), 16, band=3), "band: 3; a Band"),
+        (
+            lambda: layouts.from_matrix(np.ma.array(np.eye(2) > 0, mask=np.eye(2))),
+            "matrix: a masked",
+        ),
         (lambda: layouts.stack_heads(np.array(1.0)), "masks: array(1.); one or more BlockMasks"),
         # numbers that NumPy, or the library, has no room for
         (lambda: layouts.dense(2**64, 5), "seqlen_q: 18446744073709551616; an integer >= 1, at m"),
@@ -426,10 +432,3 @@ def test_bad_input_is_one_line(call, line):
         call()
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_matrix_with_what_is_no_band(mixed):
-    matrix = np.tri(32, dtype=bool) if mixed else np.ones((32, 32), bool)
-    with pytest.raises(Error, match=r"^band: 3; a Band"):
-        layouts.from_matrix(matrix, 16, band=3)

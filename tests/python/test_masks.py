@@ -430,6 +430,10 @@ def from_dense(blocks=np.ones((2, 3), bool), size=16, **kw):  # noqa: B008 - nev
     return BlockMask.from_dense(blocks, size, **kw)
 
 
+def with_row_full(lists):
+    return dataclasses.replace(from_dense(), row_full=lists)
+
+
 @pytest.mark.parametrize(
     ("call", "line"),
     [
@@ -469,6 +473,14 @@ def from_dense(blocks=np.ones((2, 3), bool), size=16, **kw):  # noqa: B008 - nev
         (lambda: from_csr([0.0, 1.0], [0]), "offsets: dtype float64; integers"),
         (lambda: from_csr([0, 1], [[0]]), "indices: shape (1, 1); (blocks,)"),
         (lambda: from_csr([0, 1], [2]), "indices: 2; block columns 0 to 1"),
+        (
+            lambda: from_csr([0, 1], np.array([2**64 - 1], np.uint64)),
+            "indices: 18446744073709551615; integers up to",
+        ),
+        (lambda: from_dense(np.ma.array(np.eye(2) > 0, mask=np.eye(2))), "blocks: a masked array"),
+        (lambda: with_row_full(None), "row_full: None; a tuple of offsets and indices"),
+        (lambda: with_row_full((1,)), "row_full: (1,); a tuple of offsets and indices"),
+        (lambda: with_row_full((1, 2, 3)), "row_full: (1, 2, 3); a tuple of offsets and indices"),
         (lambda: from_csr([0, 1], [-1]), "indices: -1; block columns 0 to 1"),
         (
             lambda: from_csr([0, 0, 2], [1, 1]),
