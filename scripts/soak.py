@@ -54,8 +54,9 @@ def soaked(seed: int, largest_head_dim: int, dtypes: list[str]) -> Problem:
             for d in (p.head_dim, p.head_dim_v))  # fmt: skip
     head_dim, head_dim_v = (-(-d // 8) * 8 for d in dims)
     deterministic = bool(p.options) or seed % REPEATED == 0  # whose bits can be compared
+    alone = not (p.softcap or p.dropout_p)  # ALiBi has fast kernels of its own
     p = replace(
-        p, bias=None, alibi=None, aligned=True, head_dim=head_dim, head_dim_v=head_dim_v,
+        p, bias=None, alibi=p.alibi if alone else None, aligned=True, head_dim=head_dim, head_dim_v=head_dim_v,
         dtype=p.dtype if p.dtype in dtypes else dtypes[0],
         options={"deterministic": True} if deterministic else {},
     )  # fmt: skip
@@ -145,6 +146,10 @@ class Pool:
         for name, shape in shapes.items():
             kind = "normal" if name == "dout" or (name, p.values) == ("v", "huge") else p.values
             x[name] = _view(self.of[p.dtype, kind], shape, rng, p.strides)
+        if p.alibi:
+            heads = (p.batch, p.num_heads) if p.alibi == "batch" else (1, p.num_heads)
+            slopes = _view(self.float32, heads, rng, False) / 8
+            x["alibi_slopes"] = slopes if p.alibi == "batch" else slopes[0]
         if p.dlse:
             x["dlse"] = _view(self.float32, of_lse, rng, False)
         if p.packed:
@@ -204,6 +209,7 @@ def launch(p: Problem, mask: Any, x: dict[str, Any], backend: str) -> Launched:
     call = {
         "mask": mask, "softcap": p.softcap, "softmax_scale": p.softmax_scale, "backend": backend,
         "dropout_p": p.dropout_p, "seed": p.dropout_seed, "offset": p.dropout_offset, **p.options,
+        "alibi_slopes": x.get("alibi_slopes"),
     }  # fmt: skip
     packed = (x["cu_seqlens_q"], x["cu_seqlens_k"], *p.max_seqlen) if p.packed else ()
     forward, backward = (

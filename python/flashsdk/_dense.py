@@ -3,8 +3,8 @@
 ``_reference`` walks over queries, which takes too long for problems by the hundred thousand. Here
 S and P are whole matrices, (batch, num_heads, longest seqlen_q, longest seqlen_k), on any device,
 by the formulas of ``_naive``. The tests hold both against ``_reference``.
-Packed sequences are padded, with queries that see no key and keys that no query sees. No bias and
-no ALiBi: the fast kernels of a GPU take neither.
+Packed sequences are padded, with queries that see no key and keys that no query sees. No bias: the
+fast kernels of a GPU take none.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Padding:
 def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Of out, lse, dq, dk and dv the float64 values, and how far kernels may be from them.
 
-    ``x`` holds q, k, v, dout and, where there is one, dlse.
+    ``x`` holds q, k, v, dout and, where there are any, dlse and alibi_slopes.
     """
-    assert p.bias is None and p.alibi is None
+    assert p.bias is None
     device = x["q"].device
     of_q = Padding(p.lengths_q, p.tail[0], p.packed, device)
     of_k = Padding(p.lengths_k, p.tail[1], p.packed, device)
@@ -76,13 +76,17 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
         p.softmax_scale, p.mask, softcap=p.softcap, dropout_p=p.dropout_p,
         seed=p.dropout_seed, offset=p.dropout_offset,
     )  # fmt: skip
-    heads = _naive.Heads(f, q, k, v, dout, dlse, f.scale(p.head_dim))
+    slopes, added = 0.0, None
+    if "alibi_slopes" in x:
+        slopes = x["alibi_slopes"].double().expand(p.batch, p.num_heads)[..., None, None]
+        added = -slopes * _distance(of_q, of_k)
+    heads = _naive.Heads(f, q, k, v, dout, dlse, f.scale(p.head_dim), slopes)
     visible = _visible(p, of_q, of_k)
     drop = None
     if threshold := f.dropout_threshold():
         kept = random_bytes(f.seed, f.offset, q.new_empty(*q.shape[:-1], of_k.longest)) >= threshold
         drop = kept.double() * (256 / (256 - threshold))
-    m: Any = _naive.from_products(heads, q @ k.mT, None, visible, drop, xp=torch)
+    m: Any = _naive.from_products(heads, q @ k.mT, added, visible, drop, xp=torch)
 
     out = (m.p * m.drop) @ v
     exact: dict[str, Tensor] = {"out": out, "lse": torch.logsumexp(m.score, -1)}
@@ -102,6 +106,13 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
         for of, unseen in ((exact, -torch.inf), (bound, 0.0))
     ]  # fmt: skip
     return given[0], given[1]
+
+
+def _distance(of_q: Padding, of_k: Padding) -> Tensor:
+    """(batch, 1, longest, longest): of a query from a key, by the bottom-right diagonal."""
+    i = torch.arange(of_q.longest, device=of_q.length.device)[:, None]
+    j = torch.arange(of_k.longest, device=of_q.length.device)
+    return (i + (of_k.length - of_q.length)[..., None, None] - j).abs().double()
 
 
 def _visible(p: Problem, of_q: Padding, of_k: Padding) -> Tensor:

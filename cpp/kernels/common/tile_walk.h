@@ -51,7 +51,7 @@ class TileWalk {
   FLASHSDK_HD bool next(TileRef& tile) {
     if (split_ == 0) {
       if (position_ >= end_) return false;
-      tile = {position_, position_ < full_begin_ || position_ >= full_end_};
+      tile = {position_, is_partial(position_)};
       ++position_;
       return true;
     }
@@ -71,6 +71,12 @@ class TileWalk {
     w.end_ = position_ + static_cast<int>(tiles * (index + 1) / parts);
     return w;
   }
+
+  // Of runs alone: which tiles these are.
+  FLASHSDK_HD bool has_runs() const { return split_ == 0; }
+  FLASHSDK_HD int begin() const { return position_; }
+  FLASHSDK_HD int end() const { return end_; }
+  FLASHSDK_HD bool is_partial(int index) const { return index < full_begin_ || index >= full_end_; }
 
   // Upper bound of the tiles still to come: exact but for a last layout block cut by the sequence end.
   FLASHSDK_HD int count() const {
@@ -118,6 +124,27 @@ class TileWalk {
   int split_ = 0, part_ = 0, block_ = 0;
   int next_partial_ = kNone, next_full_ = kNone;
   bool block_partial_ = false;
+};
+
+// The tiles of a walk from tile `origin` (if it has that) down to the first and then up to the last. Of lists: as they
+// are.
+class OutwardWalk {
+ public:
+  FLASHSDK_HD OutwardWalk(const TileWalk& walk, int origin)
+      : walk_(walk), down_(min_of(max_of(origin, walk.begin()), walk.end() - 1)), up_(down_ + 1) {}
+
+  FLASHSDK_HD bool next(TileRef& tile) {
+    if (!walk_.has_runs()) return walk_.next(tile);
+    const bool down = down_ >= walk_.begin();
+    if (!down && up_ >= walk_.end()) return false;
+    const int index = down ? down_-- : up_++;
+    tile = {index, walk_.is_partial(index)};
+    return true;
+  }
+
+ private:
+  TileWalk walk_;
+  int down_, up_;
 };
 
 }  // namespace flashsdk

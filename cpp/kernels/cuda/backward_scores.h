@@ -37,6 +37,11 @@ class BackwardScores {
   __device__ int first_key() const { return n0_; }
   __device__ DropoutRng rng(int head) const { return DropoutRng(p_.score.dropout, batch_ * p_.num_heads + head); }
 
+  // Where ALiBi is the only feature. Slopes are divided by the softmax scale, as scores are products here: asked before
+  // these are there, as the slope comes from memory.
+  using Alibi = AlibiAlone<kFeatures>;
+  __device__ Alibi alibi(int head) const { return Alibi(p_.score, seq_, batch_, head); }
+
   // Of a marked tile (cuda/backward_workspace.h), else null. A reference to where it is in shared memory: read where it
   // is asked for, it takes no registers in between.
   using TopOfTile = const float* const&;
@@ -44,7 +49,8 @@ class BackwardScores {
   // Scores become probabilities, kept ones or not.
   template <class Scores, class Coordinates, class Rows>
   __device__ void probabilities(Scores&& s, const Coordinates& at, int head, TileRef tile, const Rows& lse_log2,
-                                TopOfTile top) const {
+                                TopOfTile top, const Alibi& alibi = {}) const {
+    add_alibi(s, at, tile, alibi);
     branch_if(top != nullptr, [&] {
       const float unit = unit_of_scores();
       for_each_loaded(s, at, top, [&](float& x, float row_top) { x = lowered(x, row_top, unit); });
@@ -149,6 +155,7 @@ class BackwardScores {
   __device__ void finish_scores(Scores& s, const Coordinates& at, int head, TileRef tile) const {
     auto unused = cute::make_tensor_like(s);
     modify(s, unused, at, head, tile, nullptr, NoBiasTile());
+    add_alibi(s, at, tile, alibi(head));
     for_each_element(s, [&](int, int, float& x) { x *= sign(); });
     const Policy policy(p_.mask, seq_, batch_, head);
     mask_tile<true>(s, at, policy, tile.partial, tile.index * kBlockM, n0_, seq_.seqlen_k, -INFINITY);
@@ -196,6 +203,11 @@ class BackwardScores {
     drop<kColumns>(0, dp, at, head, tile,
                    [&](int i, int j, std::uint32_t mask) { kept.set((i * kColumns + j) / 2, mask); });
     return kept;
+  }
+  template <class Scores, class Coordinates>
+  __device__ void add_alibi(Scores& s, const Coordinates& at, TileRef tile, const Alibi& alibi) const {
+    if constexpr (kFeatures == Features::kAlibi)
+      alibi.add(s, TileCoordinates<true, Coordinates>{at, tile.index * kBlockM, n0_});
   }
   // Softcap, bias and ALiBi, and the derivative.
   template <class Scores, class Gradients, class Coordinates, class BiasTile>

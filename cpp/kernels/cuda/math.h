@@ -71,6 +71,12 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
+// x / y to the last bit, or nearly so, where 1 / y is a normal number.
+__device__ __forceinline__ float quotient(float x, float y) {
+  const float inverse = reciprocal(y), q = x * inverse;
+  return fmaf(fmaf(-q, y, x), inverse, q);
+}
+
 // fmaxf, but NaN stays NaN.
 __device__ __forceinline__ float max_or_nan(float x, float y) {
   float z;

@@ -15,10 +15,19 @@
 namespace flashsdk::cuda {
 
 // What a kernel has compiled in, as bits. The more, the more registers it takes, also from calls that use none of it.
-enum class Features : unsigned { kNone = 0, kDropout = 1, kSoftcap = 2, kBias = 4, kCapped = 3, kAll = 7 };
+enum class Features : unsigned {
+  kNone = 0,
+  kDropout = 1,
+  kSoftcap = 2,
+  kBias = 4,
+  kAlibi = 8,
+  kCapped = kDropout | kSoftcap,
+  kAll = kDropout | kSoftcap | kBias | kAlibi
+};
 constexpr bool has(Features f, Features bit) { return (static_cast<unsigned>(f) & static_cast<unsigned>(bit)) != 0; }
 constexpr bool has_dropout(Features f) { return has(f, Features::kDropout); }
-constexpr bool has_bias(Features f) { return has(f, Features::kBias); }  // and ALiBi
+constexpr bool has_bias(Features f) { return has(f, Features::kBias); }
+constexpr bool has_alibi(Features f) { return has(f, Features::kAlibi); }
 constexpr bool modifies_scores(Features f) { return has(f, Features::kSoftcap) || has_bias(f); }
 
 // (query, key) of the elements of a tile's accumulator. They differ by constants from the first one's, which is hidden
@@ -39,7 +48,7 @@ class TileCoordinates {
   __device__ int local_key(int i, int j) const { return cute::get<kTransposed ? 0 : 1>(local_(i, j)); }
 
  private:
-  const Coordinates& local_;
+  Coordinates local_;
   int query_, key_;
 };
 
@@ -56,6 +65,77 @@ __device__ void for_each_element(Matrix& matrix, F&& f) {
 // finite.
 __device__ __forceinline__ float biased(float s, float bias) {
   return bias == -INFINITY ? -INFINITY : max_or_nan(s + bias, -FLT_MAX);
+}
+
+// ALiBi of one head, in the unit of the scores that it is added to.
+class AlibiBias {
+ public:
+  __device__ AlibiBias(float slope, int shift) : slope_(slope), shift_(shift) {}  // shift: seqlen_k - seqlen_q
+
+  // In float: exact below 2^24. Distances differ from the first one by constants: two instructions an element.
+  template <class Scores, class At>
+  __device__ void add(Scores& scores, const At& at) const {
+    const float first = first_distance(at);
+    for_each_element(scores, [&](int i, int j, float& s) {
+      const int further = at.local_query(i, j) - at.local_query(0, 0) - (at.local_key(i, j) - at.local_key(0, 0));
+      s = fmaf(-slope_, fabsf(first + static_cast<float>(further)), s);
+    });
+  }
+
+  // The same where rows are queries and all keys of the tile are on one side of their diagonal, before it or not: one
+  // instruction an element, as what is the same for a row is not added to its scores, but told.
+  template <class Scores, class At, int kRows>
+  __device__ void add_on_one_side(Scores& scores, const At& at, bool before, float (&of_row)[kRows]) const {
+    const float slope = before ? slope_ : -slope_, first = first_distance(at);
+    for_each_element(scores, [&](int i, int j, float& s) {
+      s = fmaf(static_cast<float>(at.local_key(i, j) - at.local_key(i, 0)), slope, s);
+    });
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i)
+      of_row[i] = -slope * (first + static_cast<float>(at.local_query(i, 0) - at.local_query(0, 0)));
+  }
+
+  // Whether keys from n0 on are before the diagonal, of queries m0 to m1, of which all are on one side.
+  __device__ bool before_diagonal(int m1, int n0) const { return m1 + shift_ > n0; }
+
+ private:
+  template <class At>
+  __device__ float first_distance(const At& at) const {
+    return static_cast<float>(at.query(0, 0) + shift_ - at.key(0, 0));
+  }
+
+  float slope_;
+  int shift_;
+};
+
+// Where ALiBi is the only feature, else nothing: in the unit of products, which the exponentials multiply by the softmax
+// scale.
+template <Features kFeatures>
+class AlibiAlone {
+ public:
+  AlibiAlone() = default;
+  __device__ AlibiAlone(const ScoreParam&, const SeqlenInfo&, int, int) {}
+};
+template <>
+class AlibiAlone<Features::kAlibi> : public AlibiBias {
+ public:
+  // Whether a slope's quotient neither overflows nor loses digits.
+  static bool divides_by(float softmax_scale) { return softmax_scale >= 0x1p-40f && softmax_scale <= 0x1p40f; }
+
+  __device__ AlibiAlone(const ScoreParam& score, const SeqlenInfo& seq, int batch, int head)
+      : AlibiBias(quotient(alibi_slope(score, batch, head), score.softmax_scale), seq.seqlen_k - seq.seqlen_q) {}
+};
+
+// Null, or why kernels with these features do not take a call.
+template <Features kFeatures>
+const char* refuse_features(const ScoreParam& score) {
+  if (score.softcap > 0.f && !has(kFeatures, Features::kSoftcap)) return "softcap is not compiled in";
+  if (score.dropout.threshold > 0 && !has_dropout(kFeatures)) return "dropout is not compiled in";
+  if (score.bias.ptr != nullptr && !has_bias(kFeatures)) return "a bias is not compiled in";
+  if (score.alibi_slopes != nullptr && !has_alibi(kFeatures)) return "ALiBi is not compiled in";
+  if (kFeatures == Features::kAlibi && !AlibiAlone<Features::kAlibi>::divides_by(score.softmax_scale))
+    return "ALiBi's slopes would be divided by a softmax_scale that is not between 2^-40 and 2^40";
+  return nullptr;
 }
 
 // In kernels that keep no tile of the bias in shared memory, as sm80/bias_tile.h does.
@@ -144,14 +224,7 @@ class ScoreFeatures {
           break;
       }
     });
-    branch_if(slope_ != 0.f, [&] {
-      // In float: exact below 2^24, and two instructions an element.
-      for_each_element(scores, [&](int i, int j, float& s) {
-        const float distance =
-            fabsf(static_cast<float>(at.query(i, j) + seqlen_k_ - seqlen_q_) - static_cast<float>(at.key(i, j)));
-        s = fmaf(-slope_, distance, s);
-      });
-    });
+    branch_if(slope_ != 0.f, [&] { AlibiBias(slope_, seqlen_k_ - seqlen_q_).add(scores, at); });
   }
 
   // 16 bits are either of the two types: one loop for both keeps the code small. A piece's values are all asked for

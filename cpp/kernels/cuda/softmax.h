@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cfloat>
+#include <type_traits>
 
 #include <cute/tensor.hpp>
 
@@ -85,6 +86,14 @@ class OnlineSoftmax {
     restart(some);
     find_offsets();
   }
+  // Likewise by all of their scores, of which some are known to be far above the others.
+  template <class Scores>
+  __device__ void restart_by_all(const Scores& scores) {
+    float tile_max[kRows];
+    find_max(scores, tile_max);
+    restart(tile_max);
+    find_offsets();
+  }
   // For other rows, whose first tile this is.
   __device__ void restart(const float (&tile_max)[kRows]) {
     CUTE_UNROLL
@@ -139,17 +148,19 @@ class OnlineSoftmax {
   // need be found. Probabilities may exceed 1, which changes nothing in floating point, but not by so much that they
   // leave 16 bits. False where they do, nothing was seen so far, the difference has to come first, or there is a NaN:
   // then the scores are lost, and take raise() and exponentiate(). everywhere(holds) tells those who compute them
-  // together whether it holds for all of them.
-  template <class Scores, class Vote>
-  __device__ bool try_exponentiate(Scores& scores, Vote&& everywhere) {
+  // together whether it holds for all of them. of_row(i): what scores of row i still lack, or nullptr.
+  template <class Scores, class OfRow, class Vote>
+  __device__ bool try_exponentiate(Scores& scores, const OfRow& of_row, Vote&& everywhere) {
     float sum[kRows];
     bool holds = true;
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       sum[i] = 0.f;
+      float offset = -offset_[i];
+      if constexpr (!std::is_null_pointer_v<OfRow>) offset = scale_ * (of_row[i] - max_[i]);
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(scores); ++j) {
-        scores(i, j) = exp2_approx(fmaf(scores(i, j), scale_, -offset_[i]));
+        scores(i, j) = exp2_approx(fmaf(scores(i, j), scale_, offset));
         sum[i] += scores(i, j);
       }
       holds &= sum[i] <= kMostTried;

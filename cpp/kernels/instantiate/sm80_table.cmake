@@ -7,7 +7,7 @@ set(FLASHSDK_SM80_ALL_DTYPES float16 bfloat16)
 set(FLASHSDK_SM80_TYPE_float16 cutlass::half_t)
 set(FLASHSDK_SM80_TYPE_bfloat16 cutlass::bfloat16_t)
 set(FLASHSDK_SM80_ALL_HEAD_DIMS 32 64 96 128 192 256)
-set(FLASHSDK_SM80_ALL_FEATURES None Dropout All Any)  # Any: All, and tensors of any alignment
+set(FLASHSDK_SM80_ALL_FEATURES None Dropout Alibi All Any)  # Any: All, and tensors of any alignment
 set(FLASHSDK_SM80_FEATURES_Any All)
 set(FLASHSDK_SM80_ALL_POLICIES Dense Band BlockSparse)
 
@@ -40,6 +40,8 @@ set(FLASHSDK_SM80_FORWARD_OTHER_256 64x64_4_1_false_2)
 # fewer elements a thread, slower in themselves, less is spilled (benchmarks/results/sm80_features.csv).
 set(FLASHSDK_SM80_FORWARD_DROPOUT_64_Dense 128x128_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_DROPOUT_64_Band 128x128_4_1_false_2)
+set(FLASHSDK_SM80_FORWARD_ALIBI_64_Dense 128x128_4_1_false_2)
+set(FLASHSDK_SM80_FORWARD_ALIBI_64_Band 128x128_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_ALL_64 64x64_4_1_false_3)
 set(FLASHSDK_SM80_FORWARD_ALL_64_Dense 128x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_ALL_128 64x64_4_1_false_2)

@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     gemm(mma_scores, acc_s, operand_a(mma_scores, row_major(smem_k, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(q, SmemQ{}), SumContiguous{}));
     if constexpr (!cuda::modifies_scores(kFeatures))
-      scores.probabilities(as_matrix(acc_s), at, item.head, item.tile, lse_log2, top);
+      scores.probabilities(as_matrix(acc_s), at, item.head, item.tile, lse_log2, top, scores.alibi(item.head));
     gemm(mma_scores, acc_dp, operand_a(mma_scores, row_major(smem_v, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(dout, SmemQ{}), SumContiguous{}));
     auto probabilities = cute::make_tensor<Element>(acc_s.layout());  // that weigh dO

@@ -53,6 +53,7 @@ class ForwardScores {
         seq_(seq),
         policy_(p.mask, seq, work.batch, work.head),
         features_(p.score, seq, work.batch, work.head),
+        alibi_(p.score, seq, work.batch, work.head),
         batch_head_(work.batch * p.num_heads + work.head),
         m0_(work.block * Traits::kBlockM),
         scale_first_(scale_first<kFeatures>(p.score)),
@@ -69,9 +70,11 @@ class ForwardScores {
     auto out = as_matrix(acc_out);
     auto coordinates = matrix_coordinates<Traits::kBlockM, Traits::kBlockN>(typename Traits::Mma{});
     int n0 = tile.index * Traits::kBlockN;
+    using At = cuda::TileCoordinates<false, decltype(coordinates)>;
+    if constexpr (kFeatures == cuda::Features::kAlibi) alibi_.add(scores, At{coordinates, m0_, n0});
     cuda::branch_if(scale_first_, [&] {
       if constexpr (cuda::modifies_scores(kFeatures)) {
-        features_.apply(scores, cuda::TileCoordinates<false, decltype(coordinates)>{coordinates, m0_, n0}, bias);
+        features_.apply(scores, At{coordinates, m0_, n0}, bias);
       } else {
         cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
       }
@@ -144,6 +147,7 @@ class ForwardScores {
   const SeqlenInfo& seq_;
   Policy policy_;
   cuda::ScoreFeatures features_;
+  cuda::AlibiAlone<kFeatures> alibi_;
   int batch_head_, m0_;
   bool scale_first_;
   cuda::OnlineSoftmax<kRows> softmax_;

@@ -40,9 +40,7 @@ inline const char* refuse_alignment(const ForwardParams& p, bool backward) {
 // Null, or why kernels of this tile and size do not take the problem.
 template <class Traits, cuda::Features kFeatures>
 const char* refuse(const ForwardParams& p, bool backward, int shared_bytes) {
-  if (!cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(p.score)) {
-    return "softcap, bias and ALiBi are not compiled in";
-  }
+  if (const char* reason = cuda::refuse_features<kFeatures>(p.score)) return reason;
   if (max_of(p.head_dim, p.head_dim_v) > Traits::kHeadDim) return "head_dim is larger than the kernel's";
   if (p.mask.kind == MaskKind::kBlockSparse &&
       (p.mask.block_q % Traits::kBlockM != 0 || p.mask.block_k % Traits::kBlockN != 0)) {
@@ -68,7 +66,7 @@ KernelKey key_of(Op op, bool splits_keys = false) {
           kDType<typename Traits::Element>,
           Traits::kHeadDim,
           kMaskKind<Policy>,
-          cuda::has_dropout(kFeatures),
+          kFeatures != cuda::Features::kNone,
           splits_keys};
 }
 

@@ -114,10 +114,11 @@ class BackwardWarpgroup {
     if constexpr (kFirst && kLateV) wait_v();
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
     if constexpr (kDraws) draw(scores, step);
+    const auto alibi = scores.alibi(step.head);
 
     cute::warpgroup_wait<1>();
     finished(acc_s);
-    if constexpr (!kModifies) scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top);
+    if constexpr (!kModifies) scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top, alibi);
     cute::warpgroup_wait<0>();
     finished(acc_dp);
     if (Traits::kKeysAhead && step.last) release_v();

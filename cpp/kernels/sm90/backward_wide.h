@@ -104,10 +104,11 @@ class WideBackwardWarpgroup {
     auto k = smem_tensor<typename SmemK::RowMajor>(smem_.k)(cute::_, cute::_, 0);
     auto q = smem_tensor<typename SmemQ::RowMajor>(smem_.q)(cute::_, cute::_, use.q.stage);
     start_gemm<MmaScores>(operand_a<MmaScores>(k), operand_b<MmaScores>(q), acc_s, false);
+    const auto alibi = scores.alibi(step.head);
     cute::warpgroup_wait<0>();
     finished(acc_s);
 
-    auto probabilities = compute_probabilities(scores, step, use, acc_s);
+    auto probabilities = compute_probabilities(scores, step, use, acc_s, alibi);
     auto dout = smem_tensor<typename SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, use.dout.stage);
     smem_.full_do.wait_full(use.dout);
     start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout), acc_dv, true);
@@ -125,7 +126,7 @@ class WideBackwardWarpgroup {
   // P in 16 bits, also handed to the second warpgroup.
   template <class Accumulator>
   __device__ __forceinline__ auto compute_probabilities(const Scores& scores, const BackwardStep& step, const Use& use,
-                                                        Accumulator& acc_s) {
+                                                        Accumulator& acc_s, const typename Scores::Alibi& alibi) {
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
     const TileRef tile{step.m_block, step.partial};
     const auto lse_log2 = cuda::rows_of_queries(smem_.lse_log2[use.q.stage], at);
@@ -146,7 +147,7 @@ class WideBackwardWarpgroup {
       hand_over(weights, buffer);
       return probabilities;
     } else {
-      scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top_of(use));
+      scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top_of(use), alibi);
       auto probabilities = convert<Element>(acc_s);
       hand_over(probabilities, buffer);
       return probabilities;

@@ -19,7 +19,11 @@ struct ForwardMaps {
 // Two warps load, each of them 32 lanes that run alike, of which one starts the copies. The first walks the tiles that
 // the mask policy visits, announces them and loads Q and K; the second follows its announcements and loads V. One warp
 // alone would need longer for a tile than the tensor cores do.
-template <class Traits, class Policy>
+//
+// kAlibi: keys at the diagonal come first, then those further and further away, whose scores are lower: a try by the
+// maximum so far then fails no more often than without ALiBi. Tiles with keys on both sides of the diagonal are told
+// like those that a mask cuts.
+template <class Traits, class Policy, bool kAlibi>
 class KeyLoader {
   using Smem = typename Traits::Smem;
 
@@ -32,8 +36,17 @@ class KeyLoader {
       const SeqlenInfo seq(p_, work.batch);
       const Policy policy(p_.mask, seq, work.batch, work.head);
       QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, policy.diagonals()};
+      const auto load = [&](TileWalk walk) {
+        if constexpr (kAlibi) {
+          const int diagonal = of.m0 + Traits::kBlockM / 2 + seq.seqlen_k - seq.seqlen_q;  // of the middle query
+          OutwardWalk outward(walk, diagonal / Traits::kBlockN);
+          load_work(of, seq, outward, stream);
+        } else {
+          load_work(of, seq, walk, stream);
+        }
+      };
       policy.template visit_row_walk<Traits::kFromEnd>(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, work.block,
-                                                       of.m0, [&](TileWalk walk) { load_work(of, seq, walk, stream); });
+                                                       of.m0, load);
     }
     const auto state = RingState<Traits::kKeyStages>::after(tiles_);
     if (leader_) announce({0, KeyTile::kEnd, 0, 0});
@@ -42,7 +55,8 @@ class KeyLoader {
   }
 
  private:
-  __device__ void load_work(QueryTile of, const SeqlenInfo& seq, TileWalk walk, WorkStream& stream) {
+  template <class Walk>
+  __device__ void load_work(QueryTile of, const SeqlenInfo& seq, Walk& walk, WorkStream& stream) {
     const int batch = p_.cu_seqlens_q != nullptr ? 0 : of.batch, head_kv = of.head / p_.heads_per_group();
     TileRef tile{0, false};
     // Queries that see nothing get one tile without a key: their output is written like any other. The tile lies behind
@@ -57,9 +71,10 @@ class KeyLoader {
       if (!more) stream.draw();
       const int n0 = tile.index * Traits::kBlockN, rows = of.key_end - n0;
       int flags = outside;
-      cuda::branch_if(first || !more || tile.partial, [&] {  // else all is seen: cut is the last
+      // Cut is the last tile, else all is seen.
+      cuda::branch_if(first || !more || tile.partial || (kAlibi && is_special(of, seq, n0)), [&] {
         flags = (first ? KeyTile::kFirst : 0) | (more ? 0 : KeyTile::kLast) | (tile.partial ? KeyTile::kPartial : 0) |
-                what_is_seen(of, seq.seqlen_q, n0, tile.partial, first);
+                what_is_seen(of, seq, n0, tile.partial, first);
       });
       const auto state = RingState<Traits::kKeyStages>::after(tiles_);
       if (leader_) {
@@ -80,12 +95,13 @@ class KeyLoader {
   }
 
   // The flags that are of a warpgroup. For each of these a lane looks at its queries.
-  __device__ static int what_is_seen(const QueryTile& of, int seqlen_q, int n0, bool partial, bool first) {
+  __device__ static int what_is_seen(const QueryTile& of, const SeqlenInfo& seq, int n0, bool partial, bool first) {
     const int n1 = n0 + Traits::kBlockN;
     const bool cut = of.key_end < n1;
     const int first_row = first_of(of), last_row = first_row + kWarpgroupRows - 1;
-    const bool outside = is_outside(of, seqlen_q);
-    bool hidden = outside, masked = cut, shows_first = n0 < of.key_end;
+    const bool outside = is_outside(of, seq.seqlen_q);
+    bool hidden = outside, masked = cut || (kAlibi && has_diagonal(seq, first_row, last_row, n0)),
+         shows_first = n0 < of.key_end;
     if (partial) {
       const KeyRange d = of.diagonals;
       hidden |= n0 >= last_row + d.end || n1 <= first_row + d.begin;
@@ -94,6 +110,14 @@ class KeyLoader {
     }
     return of_each(masked && !outside) * KeyTile::kMasked | of_each(shows_first) * KeyTile::kShowsFirst |
            of_each(Traits::kSkips && hidden && !first) * KeyTile::kHidden;
+  }
+  // Where tiles come in another order: cut, or with keys on both sides of the diagonal.
+  __device__ static bool is_special(const QueryTile& of, const SeqlenInfo& seq, int n0) {
+    return of.key_end < n0 + Traits::kBlockN || has_diagonal(seq, of.m0, of.m0 + Traits::kBlockM - 1, n0);
+  }
+  __device__ static bool has_diagonal(const SeqlenInfo& seq, int first_row, int last_row, int n0) {
+    const int shift = seq.seqlen_k - seq.seqlen_q;
+    return n0 < last_row + shift && n0 + Traits::kBlockN - 1 > first_row + shift;
   }
   static __device__ int first_of(const QueryTile& of) { return of.m0 + threadIdx.x % 4 * kWarpgroupRows; }
   static __device__ bool is_outside(const QueryTile& of, int seqlen_q) {

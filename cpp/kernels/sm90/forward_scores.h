@@ -20,6 +20,7 @@ class ForwardScores {
 
  public:
   using Visible = cuda::VisibleColumns<kRows, Traits::kBlockN / 4>;
+  using Alibi = cuda::AlibiAlone<kFeatures>;
   using Factors = float[kRows];
 
   __device__ ForwardScores(const ForwardParams& p, int warpgroup)
@@ -44,6 +45,15 @@ class ForwardScores {
     return visible;
   }
 
+  // Asked before scores are there, as the slope comes from memory.
+  __device__ Alibi alibi(const QueryTile& of) const {
+    if constexpr (cuda::has_alibi(kFeatures)) {
+      return Alibi(p_.score, SeqlenInfo(p_, of.batch), of.batch, of.head);
+    } else {
+      return {};
+    }
+  }
+
   // Whether the next tile may be tried, if it is not the first of its queries.
   __device__ bool can_try() const { return can_try_; }
   // Scores become probabilities, not yet divided by their sum. Most tiles do it by a maximum that they have not looked
@@ -52,7 +62,8 @@ class ForwardScores {
   // once more, for apply(). kCommon: the tile is neither masked nor the first of its queries. A first one closes those
   // before, also where it returns false.
   template <bool kCommon, class Accumulator>
-  __device__ bool try_apply(Accumulator& acc, const KeyTile& tile, const QueryTile& of, const Visible& visible) {
+  __device__ bool try_apply(Accumulator& acc, const KeyTile& tile, const QueryTile& of, const Visible& visible,
+                            const Alibi& alibi) {
     auto scores = as_matrix(acc);
     if constexpr (!kCommon) {
       if (!can_try(tile)) {
@@ -60,26 +71,39 @@ class ForwardScores {
         return false;
       }
     }
+    const auto vote = [&](bool holds) { return everywhere(holds); };
     if constexpr (cuda::modifies_scores(kFeatures)) modify(scores, of);
+    if constexpr (cuda::has_alibi(kFeatures) && kCommon) {
+      float of_row[kRows];
+      alibi.add_on_one_side(scores, coordinates_of(tile, of),
+                            alibi.before_diagonal(m0(of) + kWarpgroupRows - 1, tile.n0), of_row);
+      can_try_ = softmax_.try_exponentiate(scores, of_row, vote);
+      return can_try_;
+    }
+    if constexpr (cuda::has_alibi(kFeatures)) alibi.add(scores, coordinates_of(tile, of));
     if constexpr (!kCommon) {
       cuda::branch_if(tile.has(KeyTile::kFirst) || masked(tile), [&] {  // one jump over both
         mask(scores, tile, visible);
         cuda::branch_if(tile.has(KeyTile::kFirst), [&] {
           close();
-          softmax_.restart_by_some(scores);
+          if constexpr (cuda::has_alibi(kFeatures))
+            softmax_.restart_by_all(scores);
+          else
+            softmax_.restart_by_some(scores);
         });
       });
     }
-    can_try_ = softmax_.try_exponentiate(scores, [&](bool holds) { return everywhere(holds); });
+    can_try_ = softmax_.try_exponentiate(scores, nullptr, vote);
     return can_try_;
   }
   // factors: what the output so far is to be multiplied by, if it is of these queries. With kTries a first tile's
   // queries before have been closed by try_apply(); the very first tile has none.
   template <bool kCommon, class Accumulator>
   __device__ void apply(Accumulator& acc, Factors& factors, const KeyTile& tile, const QueryTile& of,
-                        const Visible& visible) {
+                        const Visible& visible, const Alibi& alibi) {
     auto scores = as_matrix(acc);
     modify(scores, of);
+    if constexpr (cuda::has_alibi(kFeatures)) alibi.add(scores, coordinates_of(tile, of));
     if constexpr (!kCommon) mask(scores, tile, visible);
     float tile_max[kRows];
     Softmax::find_max(scores, tile_max);
@@ -167,6 +191,11 @@ class ForwardScores {
         cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
       }
     });
+  }
+  // Of the warpgroup's scores.
+  __device__ auto coordinates_of(const KeyTile& tile, const QueryTile& of) const {
+    const auto local = matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>();
+    return cuda::TileCoordinates<false, decltype(local)>{local, m0(of), tile.n0};
   }
   template <class Scores>
   __device__ void mask(Scores& scores, const KeyTile& tile, const Visible& visible) const {

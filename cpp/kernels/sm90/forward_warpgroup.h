@@ -141,13 +141,14 @@ class ForwardWarpgroup {
     KeyTile after;
     if constexpr (Traits::kReadsAhead) after = input_.announcement(index + 2);
     const auto visible = kCommon ? typename Scores::Visible{} : scores_.visible(next_, of(work));
+    const auto alibi = scores_.alibi(of(work));
     cute::warpgroup_wait<1>();
     finished(acc);
     typename Scores::Factors factors;
     if constexpr (Traits::kTries) {
-      if (!scores_.template try_apply<kCommon>(acc, next_, of(work), visible)) return false;
+      if (!scores_.template try_apply<kCommon>(acc, next_, of(work), visible, alibi)) return false;
     } else {
-      scores_.template apply<kCommon>(acc, factors, next_, of(work), visible);
+      scores_.template apply<kCommon>(acc, factors, next_, of(work), visible, alibi);
     }
     input_.release_keys(next_, index + 1, work);
     finish_out(acc_out, index);
@@ -174,10 +175,11 @@ class ForwardWarpgroup {
     input_.wait_for_queries(work);
     auto acc = accumulator<MmaScores, kBlockN>();
     start_scores(operands, acc, index, work);
+    const auto alibi = scores_.alibi(of(work));
     cute::warpgroup_wait<0>();
     finished(acc);
     typename Scores::Factors factors;
-    scores_.template apply<false>(acc, factors, next_, of(work), scores_.visible(next_, of(work)));
+    scores_.template apply<false>(acc, factors, next_, of(work), scores_.visible(next_, of(work)), alibi);
     input_.release_keys(next_, index, work);
     scores_.keep(acc, probabilities, next_, of(work));
     if (!first) scores_.rescale(acc_out, factors);

@@ -16,7 +16,7 @@ POLICY = {
     "10BandPolicy": "band",
     "17BlockSparsePolicy": "block_sparse",
 }
-FEATURES = {0: "none", 1: "dropout", 3: "capped", 7: "all"}
+FEATURES = {0: "none", 1: "dropout", 3: "capped", 8: "alibi", 15: "all"}
 
 with open(sys.argv[1]) as log:
     text = log.read()
@@ -35,8 +35,8 @@ for name, arch, stores, loads, registers in PATTERN.findall(text):
         head_dim += f"x{head_dim_v}"
     m, n = numbers[:2]
     policy = next((short for long, short in POLICY.items() if long in name), "all masks")
-    features = FEATURES[int(re.search(r"FeaturesE(\d)E", name)[1])]
-    if backend == "sm90" and re.search(r"FeaturesE\dELb1E", name):
+    features = FEATURES[int(re.search(r"FeaturesE(\d+)E", name)[1])]
+    if backend == "sm90" and re.search(r"FeaturesE\d+ELb1E", name):
         features += " packed"  # the backward has kernels of its own for packed sequences
     print(
         f"{backend} {op} for {arch}, {dtype} d{head_dim} {policy} {features} {m}x{n}: "
