@@ -46,11 +46,15 @@ class BackwardScores {
   // is asked for, it takes no registers in between.
   using TopOfTile = const float* const&;
 
-  // Scores become probabilities, kept ones or not.
-  template <class Scores, class Coordinates, class Rows>
+  // Scores become probabilities, kept ones or not. addend: of a kernel whose only feature that is, alibi() or a tile of
+  // the bias.
+  template <class Scores, class Coordinates, class Rows, class Addend = Alibi>
   __device__ void probabilities(Scores&& s, const Coordinates& at, int head, TileRef tile, const Rows& lse_log2,
-                                TopOfTile top, const Alibi& alibi = {}) const {
-    add_alibi(s, at, tile, alibi);
+                                TopOfTile top, const Addend& addend = {}) const {
+    if constexpr (kFeatures == Features::kBias)
+      addend.add(s, TileCoordinates<true, Coordinates>{at, tile.index * kBlockM, n0_}, p_.score.softmax_scale);
+    else
+      add_alibi(s, at, tile, addend);
     branch_if(top != nullptr, [&] {
       const float unit = unit_of_scores();
       for_each_loaded(s, at, top, [&](float& x, float row_top) { x = lowered(x, row_top, unit); });
@@ -153,9 +157,14 @@ class BackwardScores {
   // is their maximum times sign().
   template <class Scores, class Coordinates>
   __device__ void finish_scores(Scores& s, const Coordinates& at, int head, TileRef tile) const {
-    auto unused = cute::make_tensor_like(s);
-    modify(s, unused, at, head, tile, nullptr, NoBiasTile());
-    add_alibi(s, at, tile, alibi(head));
+    if constexpr (kFeatures == Features::kBias) {
+      ScoreFeatures(p_.score, seq_, batch_, head)
+          .add_bias(s, TileCoordinates<true, Coordinates>{at, tile.index * kBlockM, n0_}, p_.score.softmax_scale);
+    } else {
+      auto unused = cute::make_tensor_like(s);
+      modify(s, unused, at, head, tile, nullptr, NoBiasTile());
+      add_alibi(s, at, tile, alibi(head));
+    }
     for_each_element(s, [&](int, int, float& x) { x *= sign(); });
     const Policy policy(p_.mask, seq_, batch_, head);
     mask_tile<true>(s, at, policy, tile.partial, tile.index * kBlockM, n0_, seq_.seqlen_k, -INFINITY);
@@ -213,7 +222,7 @@ class BackwardScores {
   template <class Scores, class Gradients, class Coordinates, class BiasTile>
   __device__ void modify(Scores& s, Gradients& dp, const Coordinates& at, int head, TileRef tile, TopOfTile top,
                          const BiasTile& bias) const {
-    if constexpr (modifies_scores(kFeatures)) {
+    if constexpr (caps_scores(kFeatures)) {
       branch_if(modified_, [&] {
         if (top != nullptr) {  // a NaN that does not count would get into the derivative
           for_each_loaded(s, at, top, [](float& x, float row_top) { x = row_top == INFINITY ? 0.f : x; });

@@ -28,7 +28,8 @@ constexpr bool has(Features f, Features bit) { return (static_cast<unsigned>(f) 
 constexpr bool has_dropout(Features f) { return has(f, Features::kDropout); }
 constexpr bool has_bias(Features f) { return has(f, Features::kBias); }
 constexpr bool has_alibi(Features f) { return has(f, Features::kAlibi); }
-constexpr bool modifies_scores(Features f) { return has(f, Features::kSoftcap) || has_bias(f); }
+constexpr bool caps_scores(Features f) { return has(f, Features::kSoftcap); }  // their derivative is needed too
+constexpr bool modifies_scores(Features f) { return caps_scores(f) || has_bias(f); }
 
 // (query, key) of the elements of a tile's accumulator. They differ by constants from the first one's, which is hidden
 // from the compiler: what follows from it would be computed ahead of the loop over tiles, whether a feature asks or
@@ -61,10 +62,10 @@ __device__ void for_each_element(Matrix& matrix, F&& f) {
   }
 }
 
-// A score and its bias. −inf hides the key whatever its score is, NaN too; a finite bias never does: the sum stays
-// finite.
-__device__ __forceinline__ float biased(float s, float bias) {
-  return bias == -INFINITY ? -INFINITY : max_or_nan(s + bias, -FLT_MAX);
+// A score times a scale and its bias. −inf hides the key whatever its score is, NaN too; a finite bias never does: the
+// sum stays finite.
+__device__ __forceinline__ float biased(float s, float scale, float bias) {
+  return bias == -INFINITY ? -INFINITY : max_or_nan(fmaf(s, scale, bias), -FLT_MAX);
 }
 
 // ALiBi of one head, in the unit of the scores that it is added to.
@@ -149,7 +150,7 @@ class NoBiasTile {
   static __device__ bool holds() { return false; }
   static __device__ void load(int, int) {}
   template <class Scores, class At>
-  static __device__ void add(Scores&, const At&) {}
+  static __device__ void add(Scores&, const At&, float) {}
 };
 
 // The features of one head: raw products become scores in natural-logarithm units.
@@ -192,6 +193,19 @@ class ScoreFeatures {
     softcap(scores, [&](int i, int j, float tanh) { gradients(i, j) *= 1.f - tanh * tanh; });
   }
 
+  // A bias alone, element by element, to scores times a scale.
+  template <bool kTransposed, class Scores, class Coordinates>
+  __device__ void add_bias(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at, float scale) const {
+    switch (score_.bias.dtype) {
+      case DType::kFloat32:
+        return add_elements<float>(scores, at, scale);
+      case DType::kBool:
+        return add_elements<bool>(scores, at, scale);
+      default:
+        return add_elements<std::uint16_t>(scores, at, scale);
+    }
+  }
+
  private:
   template <class Scores, class OnTanh>
   __device__ void softcap(Scores& scores, OnTanh&& on_tanh) const {
@@ -210,28 +224,16 @@ class ScoreFeatures {
   template <bool kTransposed, class Scores, class Coordinates, class BiasTile>
   __device__ void shift(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at,
                         const BiasTile& bias) const {
-    branch_if(bias.holds(), [&] { bias.add(scores, at); });
-    branch_if(score_.bias.ptr != nullptr && !bias.holds(), [&] {
-      switch (score_.bias.dtype) {
-        case DType::kFloat32:
-          add_bias<kTransposed, float>(scores, at);
-          break;
-        case DType::kBool:
-          add_bias<kTransposed, bool>(scores, at);
-          break;
-        default:
-          add_bias<kTransposed, std::uint16_t>(scores, at);
-          break;
-      }
-    });
+    branch_if(bias.holds(), [&] { bias.add(scores, at, 1.f); });
+    branch_if(score_.bias.ptr != nullptr && !bias.holds(), [&] { add_bias(scores, at, 1.f); });
     branch_if(slope_ != 0.f, [&] { AlibiBias(slope_, seqlen_k_ - seqlen_q_).add(scores, at); });
   }
 
   // 16 bits are either of the two types: one loop for both keeps the code small. A piece's values are all asked for
   // before the first is needed. All of a tile's would take as many registers as its scores, and the loop over tiles
   // would lack them whether there is a bias or not: each piece is a branch of its own.
-  template <bool kTransposed, class T, class Scores, class Coordinates>
-  __device__ void add_bias(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at) const {
+  template <class T, bool kTransposed, class Scores, class Coordinates>
+  __device__ void add_elements(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at, float scale) const {
     constexpr bool kBool = std::is_same_v<T, bool>;
     constexpr int kAtOnce = kTransposed ? 8 : 16;
     constexpr int kRows = kExtent<Scores, 0>, kColumns = min_of(max_of(1, kAtOnce / kRows), kExtent<Scores, 1>);
@@ -252,12 +254,13 @@ class ScoreFeatures {
         for_each_of<kRows, kColumns>([&](int i, int c) {
           float& s = scores(i, first + c);
           if constexpr (kBool) {
-            s = value[i][c] ? s : -INFINITY;
+            s = value[i][c] ? s * scale : -INFINITY;
           } else if constexpr (std::is_same_v<T, float>) {
-            s = biased(s, value[i][c]);
+            s = biased(s, scale, value[i][c]);
           } else {
-            s = biased(s, half ? __half2float(__ushort_as_half(value[i][c]))
-                               : __uint_as_float(static_cast<std::uint32_t>(value[i][c]) << 16));
+            s = biased(s, scale,
+                       half ? __half2float(__ushort_as_half(value[i][c]))
+                            : __uint_as_float(static_cast<std::uint32_t>(value[i][c]) << 16));
           }
         });
       });

@@ -7,14 +7,14 @@ set(FLASHSDK_SM80_ALL_DTYPES float16 bfloat16)
 set(FLASHSDK_SM80_TYPE_float16 cutlass::half_t)
 set(FLASHSDK_SM80_TYPE_bfloat16 cutlass::bfloat16_t)
 set(FLASHSDK_SM80_ALL_HEAD_DIMS 32 64 96 128 192 256)
-set(FLASHSDK_SM80_ALL_FEATURES None Dropout Alibi All Any)  # Any: All, and tensors of any alignment
+set(FLASHSDK_SM80_ALL_FEATURES None Dropout Alibi Bias All Any)  # Any: All, and tensors of any alignment
 set(FLASHSDK_SM80_FEATURES_Any All)
 set(FLASHSDK_SM80_ALL_POLICIES Dense Band BlockSparse)
 
 # What CI compiles: every kind of kernel, few sizes.
 set(FLASHSDK_SM80_CI_DTYPES bfloat16)
 set(FLASHSDK_SM80_CI_HEAD_DIMS 64)
-set(FLASHSDK_SM80_CI_FEATURES None All Any)
+set(FLASHSDK_SM80_CI_FEATURES None Alibi Bias All Any)
 set(FLASHSDK_SM80_CI_POLICIES Band BlockSparse)  # Dense asks for less of the same code
 
 # Two thread blocks of four warps a multiprocessor, or one of eight, leave 255 registers a thread. Some plain kernels
@@ -40,13 +40,11 @@ set(FLASHSDK_SM80_FORWARD_OTHER_256 64x64_4_1_false_2)
 # fewer elements a thread, slower in themselves, less is spilled (benchmarks/results/sm80_features.csv).
 set(FLASHSDK_SM80_FORWARD_DROPOUT_64_Dense 128x128_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_DROPOUT_64_Band 128x128_4_1_false_2)
-set(FLASHSDK_SM80_FORWARD_ALIBI_64_Dense 128x128_4_1_false_2)
-set(FLASHSDK_SM80_FORWARD_ALIBI_64_Band 128x128_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_ALL_64 64x64_4_1_false_3)
 set(FLASHSDK_SM80_FORWARD_ALL_64_Dense 128x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_ALL_128 64x64_4_1_false_2)
 set(FLASHSDK_SM80_BACKWARD_ALL_64 64x128_8_8_8_4_1_false)
-set(FLASHSDK_SM80_BACKWARD_ALL_128_Band 32x128_8_4_4_2_1_false)
+set(FLASHSDK_SM80_BACKWARD_ALL_128 32x128_8_4_4_2_1_false)
 
 # Few queries: thread blocks of four warps, two a multiprocessor, each with a part of the keys. Smaller head dimensions
 # take these too: what a tile leaves empty is not read from memory, which is what bounds them.
@@ -92,7 +90,7 @@ function(flashsdk_sm80_tiles result op head_dim policy features)
   endif()
   string(TOUPPER ${features} FEATURES)
   set(names ${OP}_${FEATURES}_${head_dim}_${policy} ${OP}_${FEATURES}_${head_dim})
-  if(policy STREQUAL "BlockSparse" OR NOT features STREQUAL "None")
+  if(policy STREQUAL "BlockSparse" OR NOT features MATCHES "^(None|Alibi)$")
     list(APPEND names ${OP}_OTHER_${head_dim})
   endif()
   set(tiles "")

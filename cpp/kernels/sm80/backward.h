@@ -24,10 +24,10 @@ using BackwardScores = cuda::BackwardScores<Traits::kBlockM, Traits::kBlockN, Po
 
 // The bias of a tile comes to where its dS goes. (A place of its own would not fit beside the rest on every device.)
 template <class Traits, cuda::Features kFeatures>
-using BackwardBias =
-    std::conditional_t<cuda::has_bias(kFeatures) && !Traits::kAnyAlignment,
-                       BiasTile<typename Traits::Element, Traits::kBlockM, Traits::kBlockN, Traits::kThreads>,
-                       cuda::NoBiasTile>;
+using BackwardBias = std::conditional_t<cuda::has_bias(kFeatures) && !Traits::kAnyAlignment,
+                                        BiasTile<typename Traits::Element, Traits::kBlockM, Traits::kBlockN,
+                                                 Traits::kThreads, kFeatures == cuda::Features::kBias>,
+                                        cuda::NoBiasTile>;
 
 // Bytes of dS, P (unless it stays in registers) and the bias.
 template <class Traits, cuda::Features kFeatures>
@@ -189,16 +189,24 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     cute::clear(acc_dp);
     gemm(mma_scores, acc_s, operand_a(mma_scores, row_major(smem_k, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(q, SmemQ{}), SumContiguous{}));
-    if constexpr (!cuda::modifies_scores(kFeatures))
+    const auto wait_for_bias = [&] {
+      cuda::branch_if(bias.holds(), [] {
+        cute::cp_async_wait<1>();
+        __syncthreads();  // it has arrived for all
+      });
+    };
+    if constexpr (kFeatures == cuda::Features::kBias) {
+      wait_for_bias();
+      scores.probabilities(as_matrix(acc_s), at, item.head, item.tile, lse_log2, top, bias);
+      __syncthreads();  // the bias's place is free
+    } else if constexpr (!cuda::modifies_scores(kFeatures)) {
       scores.probabilities(as_matrix(acc_s), at, item.head, item.tile, lse_log2, top, scores.alibi(item.head));
+    }
     gemm(mma_scores, acc_dp, operand_a(mma_scores, row_major(smem_v, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(dout, SmemQ{}), SumContiguous{}));
     auto probabilities = cute::make_tensor<Element>(acc_s.layout());  // that weigh dO
-    if constexpr (cuda::modifies_scores(kFeatures)) {
-      cuda::branch_if(bias.holds(), [] {
-        cute::cp_async_wait<1>();
-        __syncthreads();  // the bias has arrived for all
-      });
+    if constexpr (cuda::caps_scores(kFeatures)) {
+      wait_for_bias();
       const auto kept = scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, lse_log2,
                                         minus_delta, top, bias);
       cuda::branch_if(bias.holds(), [] { __syncthreads(); });  // its place is free

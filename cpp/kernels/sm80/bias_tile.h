@@ -6,7 +6,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include <cute/arch/copy_sm75.hpp>
 #include <cute/tensor.hpp>
 
 #include "common/seqlen_info.h"
@@ -15,8 +17,8 @@
 
 namespace flashsdk::sm80 {
 
-// Of bool, or of the 16-bit type of q. Rows are queries.
-template <class Element, int kBlockM, int kBlockN, int kThreads>
+// Of bool, or of the 16-bit type of q. Rows are queries. kAlways: the kernel refuses calls without one.
+template <class Element, int kBlockM, int kBlockN, int kThreads, bool kAlways>
 class BiasTile {
   static constexpr int kVectorBytes = 16;
   // Bytes from row to row. A vector more than the row has: eight rows of a fragment then lie in different banks.
@@ -41,7 +43,7 @@ class BiasTile {
         smem_(static_cast<char*>(smem)) {}
 
   // Asked anew each time: kept, the answer takes a register, which backward kernels lack.
-  __device__ bool holds() const { return takes(bias_); }
+  __device__ bool holds() const { return kAlways || takes(bias_); }
 
   // Starts the copy of the tile whose first query and key these are. What lies beyond the last ones is zero.
   __device__ void load(int m0, int n0) const {
@@ -53,13 +55,13 @@ class BiasTile {
     }
   }
 
-  // Adds the tile, which has arrived for all threads, to the scores; false hides.
+  // Adds the tile, which has arrived for all threads, to the scores times a scale; false hides.
   template <bool kTransposed, class Scores, class Coordinates>
-  __device__ void add(Scores& scores, const cuda::TileCoordinates<kTransposed, Coordinates>& at) const {
+  __device__ void add(Scores& scores, const cuda::TileCoordinates<kTransposed, Coordinates>& at, float scale) const {
     if (is_bool()) {
-      add_elements<std::uint8_t>(scores, at, [](float s, std::uint8_t visible) { return visible ? s : -INFINITY; });
+      hide(scores, at, scale);
     } else {
-      add_elements<Element>(scores, at, [](float s, Element x) { return cuda::biased(s, static_cast<float>(x)); });
+      add_words(scores, at, scale);
     }
   }
 
@@ -84,30 +86,63 @@ class BiasTile {
     }
   }
 
-  // By pieces, each behind a branch: the values of all would take the registers of a tile of scores. Where a row is a
-  // thread's, two neighbours come at once.
-  template <class T, bool kTransposed, class Scores, class Coordinates, class F>
-  __device__ void add_elements(Scores& scores, const cuda::TileCoordinates<kTransposed, Coordinates>& at, F&& f) const {
-    constexpr int kColumns = 16 / cuda::kExtent<Scores, 0>, kAtOnce = kTransposed ? 1 : 2;
-    constexpr int kSize = sizeof(T);
-    static_assert(kColumns >= kAtOnce && cuda::kExtent<Scores, 1> % kColumns == 0);
-    const int query = at.local_query(0, 0), key = at.local_key(0, 0);
-    const char* first = smem_ + cuda::opaque(query * kPitch + key * kSize);
+  // By pieces, each behind a branch: the values of all would take the registers of a tile of scores.
+  template <class Scores, class F>
+  __device__ void for_each_piece(F&& f) const {
+    constexpr int kColumns = 16 / cuda::kExtent<Scores, 0>;
+    static_assert(kColumns % 4 == 0 && cuda::kExtent<Scores, 1> % kColumns == 0);
     CUTE_UNROLL
     for (int piece = 0; piece < cuda::kExtent<Scores, 1>; piece += kColumns) {
       cuda::branch_if(bias_.ptr != nullptr, [&] {
         CUTE_UNROLL
-        for (int j = piece; j < piece + kColumns; j += kAtOnce) {
+        for (int j = piece; j < piece + kColumns; j += 4) {
           CUTE_UNROLL
-          for (int i = 0; i < cuda::kExtent<Scores, 0>; ++i) {
-            const char* from = first + (at.local_query(i, j) - query) * kPitch + (at.local_key(i, j) - key) * kSize;
-            const auto values = *reinterpret_cast<const cutlass::AlignedArray<T, kAtOnce>*>(from);
-            CUTE_UNROLL
-            for (int e = 0; e < kAtOnce; ++e) scores(i, j + e) = f(scores(i, j + e), values[e]);
-          }
+          for (int i = 0; i < cuda::kExtent<Scores, 0>; i += 2) f(i, j);
         }
       });
     }
+  }
+
+  // Of 16 bits: a warp's 16 x 16 scores are four matrices of ldmatrix, which brings neighbours in a row of the
+  // accumulator to their thread as one word, also where that is a column of the bias.
+  template <bool kTransposed, class Scores, class Coordinates>
+  __device__ void add_words(Scores& scores, const cuda::TileCoordinates<kTransposed, Coordinates>& at,
+                            float scale) const {
+    const int lane = threadIdx.x % 32, query = at.local_query(0, 0), key = at.local_key(0, 0);
+    // The row of a matrix whose address a lane gives; (lane / 4, lane % 4 * 2) is its first element's row and column.
+    const int upper = lane / 8 % 2 * 8, right = lane / 16 * 8;
+    const int first_query = query - (kTransposed ? lane % 4 * 2 : lane / 4) + lane % 8 + (kTransposed ? right : upper);
+    const int first_key = key - (kTransposed ? lane / 4 : lane % 4 * 2) + (kTransposed ? upper : right);
+    const char* first = smem_ + cuda::opaque(first_query * kPitch + first_key * static_cast<int>(sizeof(Element)));
+    for_each_piece<Scores>([&](int i, int j) {
+      const char* from = first + (at.local_query(i, j) - query) * kPitch +
+                         (at.local_key(i, j) - key) * static_cast<int>(sizeof(Element));
+      std::uint32_t words[4];
+      using Load = std::conditional_t<kTransposed, cute::SM75_U16x8_LDSM_T, cute::SM75_U32x4_LDSM_N>;
+      Load::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
+      CUTE_UNROLL
+      for (int w = 0; w < 4; ++w) {
+        const auto pair = reinterpret_cast<const cutlass::AlignedArray<Element, 2>&>(words[w]);
+        CUTE_UNROLL
+        for (int e = 0; e < 2; ++e) {
+          float& s = scores(i + w % 2, j + w / 2 * 2 + e);
+          s = cuda::biased(s, scale, static_cast<float>(pair[e]));
+        }
+      }
+    });
+  }
+  template <bool kTransposed, class Scores, class Coordinates>
+  __device__ void hide(Scores& scores, const cuda::TileCoordinates<kTransposed, Coordinates>& at, float scale) const {
+    const int query = at.local_query(0, 0), key = at.local_key(0, 0);
+    const char* first = smem_ + cuda::opaque(query * kPitch + key);
+    for_each_piece<Scores>([&](int i, int j) {
+      CUTE_UNROLL
+      for (int e = 0; e < 8; ++e) {
+        const int row = i + e % 2, column = j + e / 2;
+        const bool visible = first[(at.local_query(row, column) - query) * kPitch + at.local_key(row, column) - key];
+        scores(row, column) = visible ? scores(row, column) * scale : -INFINITY;
+      }
+    });
   }
 
   const BiasParam& bias_;

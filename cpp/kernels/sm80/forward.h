@@ -39,7 +39,8 @@ struct AllKeys {};
 template <class Traits, cuda::Features kFeatures, class Keys>
 using ForwardBias =
     std::conditional_t<cuda::has_bias(kFeatures) && std::is_same_v<Keys, AllKeys> && !Traits::kAnyAlignment,
-                       BiasTile<typename Traits::Element, Traits::kBlockM, Traits::kBlockN, Traits::kThreads>,
+                       BiasTile<typename Traits::Element, Traits::kBlockM, Traits::kBlockN, Traits::kThreads,
+                                kFeatures == cuda::Features::kBias>,
                        cuda::NoBiasTile>;
 
 // What happens between the two products, for one tile of scores.
@@ -71,14 +72,18 @@ class ForwardScores {
     auto coordinates = matrix_coordinates<Traits::kBlockM, Traits::kBlockN>(typename Traits::Mma{});
     int n0 = tile.index * Traits::kBlockN;
     using At = cuda::TileCoordinates<false, decltype(coordinates)>;
-    if constexpr (kFeatures == cuda::Features::kAlibi) alibi_.add(scores, At{coordinates, m0_, n0});
-    cuda::branch_if(scale_first_, [&] {
-      if constexpr (cuda::modifies_scores(kFeatures)) {
-        features_.apply(scores, At{coordinates, m0_, n0}, bias);
-      } else {
-        cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
-      }
-    });
+    if constexpr (kFeatures == cuda::Features::kBias) {
+      bias.add(scores, At{coordinates, m0_, n0}, p_.score.softmax_scale);
+    } else {
+      if constexpr (kFeatures == cuda::Features::kAlibi) alibi_.add(scores, At{coordinates, m0_, n0});
+      cuda::branch_if(scale_first_, [&] {
+        if constexpr (cuda::modifies_scores(kFeatures)) {
+          features_.apply(scores, At{coordinates, m0_, n0}, bias);
+        } else {
+          cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
+        }
+      });
+    }
     cuda::branch_if(tile.partial || n0 + Traits::kBlockN > seq_.seqlen_k, [&] {
       cuda::mask_tile<false>(scores, coordinates, policy_, tile.partial, m0_, n0, seq_.seqlen_k, -INFINITY);
     });

@@ -38,9 +38,11 @@ inline const char* refuse_alignment(const ForwardParams& p, bool backward) {
 }
 
 // Null, or why kernels of this tile and size do not take the problem.
-template <class Traits, cuda::Features kFeatures>
+template <class Traits, cuda::Features kFeatures, class Bias = cuda::NoBiasTile>
 const char* refuse(const ForwardParams& p, bool backward, int shared_bytes) {
   if (const char* reason = cuda::refuse_features<kFeatures>(p.score)) return reason;
+  if (kFeatures == cuda::Features::kBias && !Bias::takes(p.score.bias))
+    return "a bias is of another type than q, or its rows are not whole vectors of 16 bytes";
   if (max_of(p.head_dim, p.head_dim_v) > Traits::kHeadDim) return "head_dim is larger than the kernel's";
   if (p.mask.kind == MaskKind::kBlockSparse &&
       (p.mask.block_q % Traits::kBlockM != 0 || p.mask.block_k % Traits::kBlockN != 0)) {
@@ -113,7 +115,8 @@ template <class Traits, class Policy, cuda::Features kFeatures>
 KernelEntry forward_entry() {
   return {key_of<Traits, Policy, kFeatures>(Op::kForward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           [](const ForwardParams& p) {
-            return refuse<Traits, kFeatures>(p, false, forward_smem_bytes<Traits, kFeatures, AllKeys>(p));
+            return refuse<Traits, kFeatures, ForwardBias<Traits, kFeatures, AllKeys>>(
+                p, false, forward_smem_bytes<Traits, kFeatures, AllKeys>(p));
           },
           [](const ForwardParams&, int) { return std::size_t{0}; }, launch_forward<Traits, Policy, kFeatures>};
 }
@@ -198,13 +201,15 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 KernelEntry backward_entry() {
-  return {
-      key_of<Traits, Policy, kFeatures>(Op::kBackward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
-      [](const ForwardParams& p) { return refuse<Traits, kFeatures>(p, true, kBackwardSmemBytes<Traits, kFeatures>); },
-      [](const ForwardParams& p, int) {
-        return cuda::BackwardWorkspace(p, Traits::kBlockM, Traits::kHeadDim, nullptr).size;
-      },
-      launch_backward<Traits, Policy, kFeatures>};
+  return {key_of<Traits, Policy, kFeatures>(Op::kBackward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+          [](const ForwardParams& p) {
+            return refuse<Traits, kFeatures, BackwardBias<Traits, kFeatures>>(p, true,
+                                                                              kBackwardSmemBytes<Traits, kFeatures>);
+          },
+          [](const ForwardParams& p, int) {
+            return cuda::BackwardWorkspace(p, Traits::kBlockM, Traits::kHeadDim, nullptr).size;
+          },
+          launch_backward<Traits, Policy, kFeatures>};
 }
 
 }  // namespace flashsdk::sm80

@@ -16,7 +16,7 @@ POLICY = {
     "10BandPolicy": "band",
     "17BlockSparsePolicy": "block_sparse",
 }
-FEATURES = {0: "none", 1: "dropout", 3: "capped", 8: "alibi", 15: "all"}
+FEATURES = {0: "none", 1: "dropout", 3: "capped", 4: "bias", 8: "alibi", 15: "all"}
 
 with open(sys.argv[1]) as log:
     text = log.read()
