@@ -250,10 +250,16 @@ def bias_table(rows: list[Record]) -> str:
 
 
 def alibi_table(rows: list[Record]) -> str:
-    header = ["backend", "op", "head_dim", "time / plain"]
-    table = [[r["name"], r["op"], str(r["head_dim"]), f"{r['of_plain']:.2f}"] for r in rows]
-    text = "With slopes of 0, against the same call without.\n\n"
-    return text + markdown_table(header, table, 3)
+    header = ["backend", "op", "head_dim", "mask", "time", "time / plain"]
+    table = [
+        [
+            r["name"], r["op"], str(r["head_dim"]), "causal" if r["causal"] else "none",
+            f"{r['ms']:.2f} ms", f"{r['of_plain']:.2f}",
+        ]
+        for r in rows
+    ]  # fmt: skip
+    text = "Four sequences of 4096, slopes as in ALiBi's paper, against the same call without.\n\n"
+    return text + markdown_table(header, table, 4)
 
 
 def deterministic_table(rows: list[Record]) -> str:

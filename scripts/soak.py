@@ -56,7 +56,8 @@ def soaked(seed: int, largest_head_dim: int, dtypes: list[str]) -> Problem:
     deterministic = bool(p.options) or seed % REPEATED == 0  # whose bits can be compared
     alone = not (p.softcap or p.dropout_p)  # ALiBi has fast kernels of its own
     p = replace(
-        p, bias=None, alibi=p.alibi if alone else None, aligned=True, head_dim=head_dim, head_dim_v=head_dim_v,
+        p, bias=None, alibi=p.alibi if alone else None, aligned=True,
+        head_dim=head_dim, head_dim_v=head_dim_v,
         dtype=p.dtype if p.dtype in dtypes else dtypes[0],
         options={"deterministic": True} if deterministic else {},
     )  # fmt: skip

@@ -13,7 +13,8 @@ namespace {
 
 using Visit = std::pair<int, bool>;  // tile, partial
 
-std::vector<Visit> visits(TileWalk walk) {
+template <class Walk>
+std::vector<Visit> visits(Walk walk) {
   std::vector<Visit> result;
   for (TileRef tile{}; walk.next(tile);) result.emplace_back(tile.index, tile.partial);
   return result;
@@ -47,6 +48,20 @@ TEST(TileWalkRuns, CountIsExact) {
   EXPECT_EQ(walk.count(), 0);
   EXPECT_FALSE(walk.next(tile));
   EXPECT_FALSE(walk.next(tile));
+}
+
+TEST(TileWalkRuns, OutwardIsDownFromTheOriginAndThenUp) {
+  const TileWalk walk = TileWalk::runs(2, 4, 6, 8);
+  EXPECT_EQ(visits(OutwardWalk(walk, 4)),
+            (std::vector<Visit>{{4, false}, {3, true}, {2, true}, {5, false}, {6, true}, {7, true}}));
+  for (const TileWalk& runs :
+       {walk, TileWalk::runs(0, 0, 0, 0), TileWalk::runs(7, 7, 8, 8), TileWalk::runs(3, 5, 60, 61)})
+    for (int origin : {-5, 0, 2, 3, 7, 30, 60, 61, 1000}) {
+      std::vector<Visit> outward = visits(OutwardWalk(runs, origin)), all = visits(runs);
+      if (!all.empty()) EXPECT_EQ(outward.front().first, std::clamp(origin, all.front().first, all.back().first));
+      std::sort(outward.begin(), outward.end());
+      EXPECT_EQ(outward, all);
+    }
 }
 
 TEST(TileWalkRuns, PartsAreTheWalkInPieces) {
@@ -96,6 +111,11 @@ TEST(TileWalkLists, StopsAtTheSequenceEnd) {
   EXPECT_EQ(visits(lists({2}, {0}, 3, 7)), (std::vector<Visit>{{0, false}, {1, false}, {2, false}, {6, true}}));
   // A layout longer than the sequence, as short packed sequences see it.
   EXPECT_EQ(visits(lists({1, 3}, {0, 2}, 2, 3)), (std::vector<Visit>{{0, false}, {1, false}, {2, true}}));
+}
+
+TEST(TileWalkLists, OutwardIsAsTheyAre) {
+  const std::vector<int> partial{2, 5}, full{0};
+  EXPECT_EQ(visits(OutwardWalk(lists(partial, full, 2, 12), 5)), visits(lists(partial, full, 2, 12)));
 }
 
 TEST(TileWalkLists, RandomListsMatchASortedUnion) {

@@ -3,6 +3,7 @@
 What attention computes there is tested by all tests with the fixture ``runner``.
 """
 
+import itertools
 import json
 import math
 import subprocess
@@ -10,6 +11,9 @@ import sys
 
 import flashsdk as fs
 import pytest
+from cases import problem
+from flashsdk import _dense
+from flashsdk._problems import BandSpec, mask_of
 from runner import targets
 
 torch = pytest.importorskip("torch")
@@ -309,8 +313,8 @@ def test_split_keys_of_a_sequence_longer_than_said(backend):
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("kind", ["of q's type", "of the other", "bool"])
 def test_bias_by_vectors_or_by_elements(backend, kind, dim):
-    """The same bits however it comes: copied by 16 bytes where rows are made of such vectors and
-    begin at one, else read where it is added."""
+    """The same however it comes: copied by 16 bytes where rows are made of such vectors and begin
+    at one, by kernels of its own where it is the only feature, else read where it is added."""
     if backend != "sm80":
         pytest.skip("sm80 alone takes a bias")
     dtype = BF16 if dim % 64 else torch.float16
@@ -324,12 +328,62 @@ def test_bias_by_vectors_or_by_elements(backend, kind, dim):
     for mask in (None, fs.Causal(), fs.layouts.dense(203, 203, 128)):
         options = {"mask": mask, "backend": backend, "deterministic": True}
         want = None
-        for of in (wide, odd.copy_(wide), wide[..., :203].contiguous()):
-            out, lse = fs.mha_fwd(q, k, v, bias=of[..., :203], mask=mask, backend=backend)
-            grads = fs.mha_bwd(dout, q, k, v, out, lse, bias=of[..., :203], **options)
-            want = want or (out, lse, *grads)
-            assert not any(t.isnan().any() for t in (out, lse, *grads))
-            assert_same((out, lse, *grads), want)
+        for features in ({}, {"softcap": 20.0}):
+            for of in (wide, odd.copy_(wide), wide[..., :203].contiguous()):
+                call = {"bias": of[..., :203], **features}
+                out, lse = fs.mha_fwd(q, k, v, mask=mask, backend=backend, **call)
+                got = out, lse, *fs.mha_bwd(dout, q, k, v, out, lse, **call, **options)
+                assert not any(t.isnan().any() for t in got)
+                want = want if want and of is not wide else got
+                for a, b in zip(got, want, strict=True):
+                    if features:  # one kernel takes all forms
+                        assert torch.equal(a, b)
+                    torch.testing.assert_close(a.float(), b.float(), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+def test_alibi_over_many_tiles(backend, dim):
+    """Scores that rise or fall from tile to tile by more than an exponential's range, on both sides
+    of the diagonal, also where it is not that of the tiles."""
+    if max(k["head_dim"] for k in fs.kernels() if k["backend"] == backend) < dim:
+        pytest.skip("head_dim is not in this build")
+    q, k, v, dout = qkv(1100, heads=4, dim=dim)
+    slopes = torch.tensor([[2.0, 0.3, 0.01, 0.0], [-0.02, -1.0, 30.0, 1e-4]], device="cuda")
+    masks = None, BandSpec(None, 0, "bottom_right"), BandSpec(300, 200, "top_left")
+    for (nq, nk), mask in itertools.product(((1100, 1100), (700, 1100), (1100, 700)), masks):
+        p = problem((nq, nk), 4, dim, batch=2, dtype="bfloat16", alibi="batch", mask=mask)
+        x = {"q": q[:, :nq], "k": k[:, :nk], "v": v[:, :nk], "dout": dout[:, :nq]}
+        exact, bound = _dense.definition(p, x | {"alibi_slopes": slopes})
+        options = {"mask": mask_of(p), "alibi_slopes": slopes, "backend": backend}
+        got = both(x.values(), **options)
+        assert_same(got[:2], both(x.values(), **options)[:2])
+        for name, a in zip(("out", "lse", "dq", "dk", "dv"), got, strict=True):
+            share = _dense.share(a.double(), exact[name], bound[name])
+            assert (share <= 1).all(), f"{name} of {nq} by {nk} under {mask}: {share.max()}"
+
+
+def test_alibi_and_a_bias_have_kernels_of_their_own(backend):
+    q, k, v, _ = qkv(2048)
+    slopes, bias = (
+        torch.ones(2, device="cuda"),
+        torch.zeros(1, 1, 1, 2048, device="cuda", dtype=BF16),
+    )
+    for op in ("fwd", "bwd"):
+        options = {"op": op, "backend": backend}
+        assert backend in kernel_of(q, k, v, alibi_slopes=slopes, **options)
+        # Divided by such a scale slopes would be infinite: all features together do not divide.
+        tiny = {"alibi_slopes": slopes, "softmax_scale": 1e-30}
+        if backend == "sm80":
+            for call in (tiny, {"alibi_slopes": slopes, "bias": bias}, {"bias": bias.float()}):
+                assert kernel_of(q, k, v, **call, **options)
+            continue
+        for call, why in (
+            (tiny, "between 2\\^-40 and 2\\^40"),
+            ({"alibi_slopes": slopes, "softcap": 5.0}, "ALiBi is not compiled in"),
+            ({"bias": bias}, "a bias is left to sm80"),
+        ):
+            with pytest.raises(fs.Error, match=why):
+                fs.mha_fwd(q, k, v, backend=backend, **call)
 
 
 def test_layouts_of_small_blocks_without_features(backend):
