@@ -7,7 +7,8 @@ set(FLASHSDK_SM80_ALL_DTYPES float16 bfloat16)
 set(FLASHSDK_SM80_TYPE_float16 cutlass::half_t)
 set(FLASHSDK_SM80_TYPE_bfloat16 cutlass::bfloat16_t)
 set(FLASHSDK_SM80_ALL_HEAD_DIMS 32 64 96 128 192 256)
-set(FLASHSDK_SM80_ALL_FEATURES None Dropout Alibi Bias All Any)  # Any: All, and tensors of any alignment
+# Dropout, Alibi, Bias: alone; All: any of them, and softcap; Any: All, and tensors of any alignment.
+set(FLASHSDK_SM80_ALL_FEATURES None Dropout Alibi Bias All Any)
 set(FLASHSDK_SM80_FEATURES_Any All)
 set(FLASHSDK_SM80_ALL_POLICIES Dense Band BlockSparse)
 
@@ -37,7 +38,8 @@ set(FLASHSDK_SM80_FORWARD_OTHER_192 64x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_OTHER_256 64x64_4_1_false_2)
 
 # Of single features and masks. All features take registers that the tiles above do not have, a mask more of them: with
-# fewer elements a thread, slower in themselves, less is spilled (benchmarks/results/sm80_features.csv).
+# fewer elements a thread, slower in themselves, less is spilled (benchmarks/results/sm80_features.csv). ALiBi alone
+# takes so few that it has the tiles of None (alibi_bias.csv).
 set(FLASHSDK_SM80_FORWARD_DROPOUT_64_Dense 128x128_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_DROPOUT_64_Band 128x128_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_ALL_64 64x64_4_1_false_3)

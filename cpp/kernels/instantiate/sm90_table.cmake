@@ -1,7 +1,7 @@
 # The table of SM90 kernels. A problem's tile is chosen in cpp/kernels/sm90/forward_tiles.h among those listed here.
 #
 # Head dimensions are head_dim or head_dim x head_dim_v. Features: Capped is softcap and dropout; calls with dropout alone
-# take it where there is no Dropout.
+# take it where there is no Dropout. Alibi is ALiBi alone, with the tiles of None: beside others it is left to sm80.
 # forward: block_m x block_n _ buffers of K _ of V _ of Q _ tries the maximum so far.
 # Measurements: docs/sm90-forward.md.
 set(FLASHSDK_SM90_HEAD_DIMS 64 96 128 192x128 192 256)
