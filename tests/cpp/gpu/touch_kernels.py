@@ -31,7 +31,10 @@ from harness import DTYPES, Harness, Mask, Problem
 
 FORWARD, BACKWARD = 0, 1
 KINDS = ("dense", "band", "block_sparse")
-FEATURES = (("softcap", "bias", "alibi", "dropout"), ("softcap", "dropout"), ("dropout",), ())
+FEATURES = (
+    ("softcap", "bias", "alibi", "dropout"), ("softcap", "dropout"), ("dropout",), ("alibi",),
+    ("bias",), (),
+)  # fmt: skip
 MULTIPROCESSORS = 2
 
 
@@ -128,7 +131,9 @@ def touch(
     sizes = many_keys(*tile) if growing or entry[7] else lengths(*tile)
     for size, features, block, narrow_v in itertools.product(sizes, all_features, blocks, widths):
         what = features, block, size, aligned, packed, narrow_v, bias
-        if not takes(harness, index, problem(entry, empty, *what)):
+        shape = problem(entry, empty, *what)
+        shape.softmax_scale = scale
+        if not takes(harness, index, shape):
             continue
         p = problem(entry, random, *what)
         p.deterministic, p.softmax_scale = deterministic, scale
@@ -199,11 +204,12 @@ def main():
         start, before = time.monotonic(), touched
         for turn, index in enumerate(of_name[name], list(of_name).index(name)):
             packed, deterministic = turn % 2 == 1, turn % 3 == 0
-            touched += touch(harness, index, packed=packed, deterministic=deterministic)
+            done = touch(harness, index, packed=packed, deterministic=deterministic)
             touch(harness, index, aligned=False)  # of those that take any alignment
             if name.startswith("sm80") and "_featured_" in name:
                 for bias in (None, torch.bool):
-                    touch(harness, index, deterministic=deterministic, bias=bias)
+                    done |= touch(harness, index, deterministic=deterministic, bias=bias)
+            touched += done
             if name.startswith("sm90_forward") and KINDS[harness.entries[index][3]] == "dense":
                 touch(harness, index, growing=True)
                 touch(harness, index, scale=-0.1)  # which no tile tries
