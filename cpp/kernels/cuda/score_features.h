@@ -109,8 +109,8 @@ class AlibiBias {
   int shift_;
 };
 
-// Where ALiBi is the only feature, else nothing: in the unit of products, which the exponentials multiply by the softmax
-// scale.
+// Where ALiBi is the only feature, else nothing: in the unit of products, which the exponentials multiply by the
+// softmax scale.
 template <Features kFeatures>
 class AlibiAlone {
  public:

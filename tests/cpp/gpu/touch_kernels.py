@@ -121,12 +121,14 @@ def touch(
     harness, index, *, aligned=True, packed=False, deterministic=False, growing=False, scale=None,
     bias=torch.float32,
 ):  # fmt: skip
-    """Whether the kernel takes a problem, which it then has run; growing: in its last keys; a bias
-    of None is of q's type."""
+    """Whether the kernel takes a problem, which it then has run; growing: in its last keys. A bias
+    of None is of q's type; of any but float32, there is one."""
     entry = harness.entries[index]
     tile = entry[5], entry[6]
     blocks = ((128, 128), tile) if KINDS[entry[3]] == "block_sparse" else ((0, 0),)
     all_features = FEATURES if entry[4] else ((),)
+    if bias != torch.float32:
+        all_features = [features for features in FEATURES if "bias" in features]
     widths = (False, True) if entry[2] == 192 else (False,)  # 192 x 128 has kernels of its own
     sizes = many_keys(*tile) if growing or entry[7] else lengths(*tile)
     for size, features, block, narrow_v in itertools.product(sizes, all_features, blocks, widths):
