@@ -327,14 +327,14 @@ def test_bias_by_vectors_or_by_elements(backend, kind, dim):
     odd = torch.empty(wide.numel() + 1, dtype=wide.dtype, device="cuda")[1:].view(wide.shape)
     for mask in (None, fs.Causal(), fs.layouts.dense(203, 203, 128)):
         options = {"mask": mask, "backend": backend, "deterministic": True}
-        want = None
         for features in ({}, {"softcap": 20.0}):
+            want = None
             for of in (wide, odd.copy_(wide), wide[..., :203].contiguous()):
                 call = {"bias": of[..., :203], **features}
                 out, lse = fs.mha_fwd(q, k, v, mask=mask, backend=backend, **call)
                 got = out, lse, *fs.mha_bwd(dout, q, k, v, out, lse, **call, **options)
                 assert not any(t.isnan().any() for t in got)
-                want = want if want and of is not wide else got
+                want = want or got
                 for a, b in zip(got, want, strict=True):
                     if features:  # one kernel takes all forms
                         assert torch.equal(a, b)
@@ -374,8 +374,14 @@ def test_alibi_and_a_bias_have_kernels_of_their_own(backend):
         # Divided by such a scale slopes would be infinite: all features together do not divide.
         tiny = {"alibi_slopes": slopes, "softmax_scale": 1e-30}
         if backend == "sm80":
-            for call in (tiny, {"alibi_slopes": slopes, "bias": bias}, {"bias": bias.float()}):
-                assert kernel_of(q, k, v, **call, **options)
+            for call, why in (
+                (tiny, "between 2^-40 and 2^40"),
+                ({"alibi_slopes": slopes, "bias": bias}, "ALiBi is not compiled in"),
+                ({"bias": bias.float()}, "of another type than q"),
+            ):
+                found = fs.explain(q, k, v, **call, **options)
+                assert found.kernel
+                assert any(why in reason for _, reason in found.refused)
             continue
         for call, why in (
             (tiny, "between 2^-40 and 2^40"),

@@ -51,7 +51,11 @@ def test_logits_beyond_the_precision_of_the_lse(runner, magnitude, seqlen):
     for dtype in runner.dtypes:
         if dtype == "float16" and magnitude > 1000:
             continue
-        for features in ({}, {"mask": CAUSAL, "dlse": True}, {"alibi": "heads"}):
+        row = 1, 1, 1, seqlen[1]
+        for features in (
+            {}, {"mask": CAUSAL, "dlse": True}, {"alibi": "heads"}, {"bias": (dtype, row)},
+            {"bias": ("bool", row)},
+        ):  # fmt: skip
             runner.check(problem(seqlen, 2, 64, dtype=dtype, magnitude=magnitude, **features))
 
 
@@ -171,7 +175,7 @@ def test_the_average_of_a_row_of_lowest_biases(runner):
 )
 def test_any_finite_softmax_scale(runner, scale, magnitude):
     for dtype in {"float32", "bfloat16"} & set(runner.dtypes):
-        for features in ({}, {"bias": ("float32", (1, 1, 1, 210))}):
+        for features in ({}, {"bias": ("float32", (1, 1, 1, 210))}, {"alibi": "heads"}):
             p = problem((70, 210), 2, 64, dtype=dtype, magnitude=magnitude, **features)
             report = runner.report(replace(p, softmax_scale=scale))
             # Standard attention overflows where it multiplies dS by the scale: its largest error

@@ -280,7 +280,7 @@ class BackwardScores {
   const SeqlenInfo& seq_;
   int batch_, n0_;
   bool keys_end_here_;
-  bool modified_;  // scores are more than a scaled product
+  bool modified_;  // scores are not in the unit of products: scaled, and more
   float scale_, dropout_scale_;
 };
 

@@ -29,6 +29,7 @@ constexpr bool has_dropout(Features f) { return has(f, Features::kDropout); }
 constexpr bool has_bias(Features f) { return has(f, Features::kBias); }
 constexpr bool has_alibi(Features f) { return has(f, Features::kAlibi); }
 constexpr bool caps_scores(Features f) { return has(f, Features::kSoftcap); }  // their derivative is needed too
+// Whether scores are multiplied by the softmax scale, and more. ALiBi alone is added to the products.
 constexpr bool modifies_scores(Features f) { return caps_scores(f) || has_bias(f); }
 
 // (query, key) of the elements of a tile's accumulator. They differ by constants from the first one's, which is hidden
@@ -96,7 +97,7 @@ class AlibiBias {
       of_row[i] = -slope * (first + static_cast<float>(at.local_query(i, 0) - at.local_query(0, 0)));
   }
 
-  // Whether keys from n0 on are before the diagonal, of queries m0 to m1, of which all are on one side.
+  // Of keys from n0 on that are on one side of the diagonal of some queries, whether it is before it. m1: the last query.
   __device__ bool before_diagonal(int m1, int n0) const { return m1 + shift_ > n0; }
 
  private:

@@ -148,7 +148,7 @@ class OnlineSoftmax {
   // need be found. Probabilities may exceed 1, which changes nothing in floating point, but not by so much that they
   // leave 16 bits. False where they do, nothing was seen so far, the difference has to come first, or there is a NaN:
   // then the scores are lost, and take raise() and exponentiate(). everywhere(holds) tells those who compute them
-  // together whether it holds for all of them. of_row(i): what scores of row i still lack, or nullptr.
+  // together whether it holds for all of them. of_row[i]: what scores of row i still lack; or nullptr.
   template <class Scores, class OfRow, class Vote>
   __device__ bool try_exponentiate(Scores& scores, const OfRow& of_row, Vote&& everywhere) {
     float sum[kRows];

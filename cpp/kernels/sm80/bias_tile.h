@@ -86,7 +86,8 @@ class BiasTile {
     }
   }
 
-  // By pieces, each behind a branch: the values of all would take the registers of a tile of scores.
+  // f(i, j) of each 2 x 4 elements of a thread, which are a warp's 16 x 16. By pieces, each behind a branch: the values of
+  // all would take the registers of a tile of scores.
   template <class Scores, class F>
   __device__ void for_each_piece(F&& f) const {
     constexpr int kColumns = 16 / cuda::kExtent<Scores, 0>;
@@ -131,6 +132,7 @@ class BiasTile {
       }
     });
   }
+  // Of bool: scales what is visible, too.
   template <bool kTransposed, class Scores, class Coordinates>
   __device__ void hide(Scores& scores, const cuda::TileCoordinates<kTransposed, Coordinates>& at, float scale) const {
     const int query = at.local_query(0, 0), key = at.local_key(0, 0);

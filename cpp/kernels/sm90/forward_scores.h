@@ -57,10 +57,10 @@ class ForwardScores {
   // Whether the next tile may be tried, if it is not the first of its queries.
   __device__ bool can_try() const { return can_try_; }
   // Scores become probabilities, not yet divided by their sum. Most tiles do it by a maximum that they have not looked
-  // for: that so far, or, if the queries are new, that of a few keys, of which a mask must not hide the first. False,
-  // in the whole warpgroup, where one thread's sum fails or no try can be made: the scores then have to be computed
-  // once more, for apply(). kCommon: the tile is neither masked nor the first of its queries. A first one closes those
-  // before, also where it returns false.
+  // for: that so far, or, if the queries are new, that of a few keys (with ALiBi, of all), of which a mask must not
+  // hide the first. False, in the whole warpgroup, where one thread's sum fails or no try can be made: the scores then
+  // have to be computed once more, for apply(). kCommon: the tile is neither masked nor the first of its queries. A
+  // first one closes those before, also where it returns false.
   template <bool kCommon, class Accumulator>
   __device__ bool try_apply(Accumulator& acc, const KeyTile& tile, const QueryTile& of, const Visible& visible,
                             const Alibi& alibi) {
@@ -74,7 +74,7 @@ class ForwardScores {
     const auto vote = [&](bool holds) { return everywhere(holds); };
     if constexpr (cuda::modifies_scores(kFeatures)) modify(scores, of);
     if constexpr (cuda::has_alibi(kFeatures) && kCommon) {
-      float of_row[kRows];
+      float of_row[kRows];  // of a common tile all keys are on one side: KeyLoader::has_diagonal()
       alibi.add_on_one_side(scores, coordinates_of(tile, of),
                             alibi.before_diagonal(m0(of) + kWarpgroupRows - 1, tile.n0), of_row);
       can_try_ = softmax_.try_exponentiate(scores, of_row, vote);

@@ -22,7 +22,7 @@ struct alignas(16) KeyTile {
     kPartial = 4,  // which keys are hidden, the mask says, not only where keys end
     kEnd = 8,      // there is no tile: all work is done
     // Of each warpgroup, shifted by its number:
-    kMasked = 1 << 8,       // some key is hidden from some of its queries …
+    kMasked = 1 << 8,  // some key is hidden from some of its queries (or, ALiBi: keys on both sides of the diagonal) …
     kShowsFirst = 1 << 12,  // … but the tile's first from none
     kHidden = 1 << 16,      // all are from all, and its queries have had a tile before
   };

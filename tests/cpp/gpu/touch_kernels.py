@@ -210,7 +210,9 @@ def main():
             touch(harness, index, aligned=False)  # of those that take any alignment
             if name.startswith("sm80") and "_featured_" in name:
                 for bias in (None, torch.bool):
-                    done |= touch(harness, index, deterministic=deterministic, bias=bias)
+                    done |= touch(
+                        harness, index, packed=packed, deterministic=deterministic, bias=bias
+                    )
             touched += done
             if name.startswith("sm90_forward") and KINDS[harness.entries[index][3]] == "dense":
                 touch(harness, index, growing=True)
