@@ -97,7 +97,7 @@ class AlibiBias {
       of_row[i] = -slope * (first + static_cast<float>(at.local_query(i, 0) - at.local_query(0, 0)));
   }
 
-  // Of keys from n0 on that are on one side of the diagonal of some queries, whether it is before it. m1: the last query.
+  // Of keys from n0 on that are on one side of the diagonal of queries up to m1, whether they are before it.
   __device__ bool before_diagonal(int m1, int n0) const { return m1 + shift_ > n0; }
 
  private:

@@ -86,8 +86,8 @@ class BiasTile {
     }
   }
 
-  // f(i, j) of each 2 x 4 elements of a thread, which are a warp's 16 x 16. By pieces, each behind a branch: the values of
-  // all would take the registers of a tile of scores.
+  // f(i, j) of each 2 x 4 elements of a thread, which are a warp's 16 x 16. By pieces, each behind a branch: the values
+  // of all would take the registers of a tile of scores.
   template <class Scores, class F>
   __device__ void for_each_piece(F&& f) const {
     constexpr int kColumns = 16 / cuda::kExtent<Scores, 0>;
