@@ -23,7 +23,7 @@ def test_bias(runner, kind):
     runner.check(problem((70, 210), 1, 64, dtype=runner.dtypes[0], bias=(kind, (1, 1, 70, 210))))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "bool"])
 def test_bias_in_rows_of_whole_vectors(runner, kind, head_dim):
     """GPU kernels copy such a bias by 16 bytes, the end of a row by what is left of it."""
@@ -33,6 +33,7 @@ def test_bias_in_rows_of_whole_vectors(runner, kind, head_dim):
         p = of(lengths, (4, 2), head_dim, dtype=dtype, bias=(kind, shape), mask=mask, **changes)
         runner.check(p)
 
+    check((130, 208), (2, 4, 130, 208), batch=2)
     check((130, 208), (2, 4, 130, 208), batch=2, softcap=5.0)
     check((130, 208), (1, 1, 130, 208), CAUSAL, alibi="heads")
     check((70, 203), (1, 4, 70, 203), CAUSAL, strides=True, aligned=True, seed=3)

@@ -83,6 +83,15 @@ def test_shapes_of_new_arrays():
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_alibi_of_sequences_longer_than_a_tile(runner, head_dim):
+    """The tile that the end of a sequence cuts is not the last that a GPU kernel visits."""
+    lengths = ((300, 300), (150, 340), (340, 150), (40, 270))
+    for mask in (None, BandSpec(None, 0, "bottom_right"), BandSpec(130, 90, "top_left")):
+        changes = {"mask": mask, "alibi": "batch", "tail": (3, 5), "dtype": runner.dtypes[-1]}
+        runner.check(packed(lengths, 2, head_dim, **changes))
+
+
 @pytest.mark.parametrize("feature", ["bias", "alibi", "dropout_p"])
 def test_features_are_local_to_the_sequence(runner, feature):
     """The second of two equal sequences gets its own bias, slopes and dropout pattern."""
