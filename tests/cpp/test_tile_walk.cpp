@@ -58,7 +58,9 @@ TEST(TileWalkRuns, OutwardIsDownFromTheOriginAndThenUp) {
        {walk, TileWalk::runs(0, 0, 0, 0), TileWalk::runs(7, 7, 8, 8), TileWalk::runs(3, 5, 60, 61)})
     for (int origin : {-5, 0, 2, 3, 7, 30, 60, 61, 1000}) {
       std::vector<Visit> outward = visits(OutwardWalk(runs, origin)), all = visits(runs);
-      if (!all.empty()) EXPECT_EQ(outward.front().first, std::clamp(origin, all.front().first, all.back().first));
+      if (!all.empty()) {
+        EXPECT_EQ(outward.front().first, std::clamp(origin, all.front().first, all.back().first));
+      }
       std::sort(outward.begin(), outward.end());
       EXPECT_EQ(outward, all);
     }
