@@ -108,23 +108,27 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
     return given[0], given[1]
 
 
+def _places(of_q: Padding, of_k: Padding) -> tuple[Tensor, Tensor]:
+    """Of queries (longest, 1) and of keys (longest,)."""
+    device = of_q.length.device
+    rows, columns = (torch.arange(of.longest, device=device) for of in (of_q, of_k))
+    return rows[:, None], columns
+
+
 def _distance(of_q: Padding, of_k: Padding) -> Tensor:
     """(batch, 1, longest, longest): of a query from a key, by the bottom-right diagonal."""
-    i = torch.arange(of_q.longest, device=of_q.length.device)[:, None]
-    j = torch.arange(of_k.longest, device=of_q.length.device)
+    i, j = _places(of_q, of_k)
     return (i + (of_k.length - of_q.length)[..., None, None] - j).abs().double()
 
 
 def _visible(p: Problem, of_q: Padding, of_k: Padding) -> Tensor:
     """(batch | 1, num_heads | 1, longest, longest): which keys a query sees."""
-    device = of_q.length.device
-    i = torch.arange(of_q.longest, device=device)[:, None]
-    j = torch.arange(of_k.longest, device=device)
+    i, j = _places(of_q, of_k)
     seqlen_q, seqlen_k = (x.length[:, None, None] for x in (of_q, of_k))
     there = (i < seqlen_q) & (j < seqlen_k)
     if isinstance(p.mask, Blocks):
         full, partial = (
-            torch.from_numpy(blocks).to(device)[:, :, i[:, 0] // p.mask.block_size[0]][
+            torch.from_numpy(blocks).to(i.device)[:, :, i[:, 0] // p.mask.block_size[0]][
                 ..., j // p.mask.block_size[1]
             ]
             for blocks in (p.mask.full, p.mask.partial)

@@ -30,6 +30,17 @@ def cpu(runner) -> Runner:
     return runner
 
 
+@pytest.fixture(
+    params=[target for target in targets() if target.backend != "cpu"],
+    ids=lambda target: target.name,
+)
+def backend(request) -> str:
+    """Of a GPU, for what its calls promise besides what a runner checks."""
+    if request.param.missing:
+        pytest.skip(request.param.missing)
+    return request.param.backend
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """PyTorch's generator, where a test has PyTorch: its numbers do not depend on other tests."""

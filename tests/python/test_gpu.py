@@ -1,34 +1,20 @@
 """What a GPU adds: streams, graphs, devices, and the arrays of frameworks that live there.
 
-What attention computes there is tested by all tests with the fixture ``runner``.
+What attention computes there is tested by all tests with the fixture ``runner``, and which kernels
+compute it by test_gpu_kernels.py.
 """
 
-import itertools
 import json
-import math
 import subprocess
 import sys
 
 import flashsdk as fs
 import pytest
-from cases import problem
-from flashsdk import _dense
-from flashsdk._problems import BandSpec, mask_of
-from runner import targets
+from gpu_cases import BF16, assert_same, both, qkv
 
 torch = pytest.importorskip("torch")
 
-GPUS = [target for target in targets() if target.backend != "cpu"]
 SLEEP = 200_000_000  # cycles: some 100 ms, while every call here takes far less than one
-BF16 = torch.bfloat16
-
-
-@pytest.fixture(params=GPUS, ids=lambda target: target.name)
-def backend(request) -> str:
-    if request.param.missing:
-        pytest.skip(request.param.missing)
-    torch.manual_seed(0)
-    return request.param.backend
 
 
 @pytest.fixture
@@ -38,29 +24,12 @@ def two_gpus(backend) -> str:
     return backend
 
 
-def qkv(seqlen=150, heads=2, dim=64, batch=2, dtype=BF16, device="cuda"):
-    """q, k, v and dout."""
-    shape = batch, seqlen, heads, dim
-    return [torch.randn(shape, device=device, dtype=dtype) for _ in range(4)]
-
-
-def both(x, **keywords):
-    q, k, v, dout = x
-    out, lse = fs.mha_fwd(q, k, v, **keywords)
-    return out, lse, *fs.mha_bwd(dout, q, k, v, out, lse, **keywords)
-
-
 def outputs(x):
     q, k, v, dout = x
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), torch.nan, dtype=torch.float32)
     return {"out": torch.full_like(dout, torch.nan), "lse": lse}, {
         f"d{name}": torch.full_like(t, torch.nan) for name, t in zip("qkv", (q, k, v))
     }
-
-
-def assert_same(a, b):
-    for x, y in zip(a, b, strict=True):
-        assert torch.equal(x, y)
 
 
 # dq is summed in the order in which thread blocks arrive, unless a call asks for its own.
@@ -223,195 +192,7 @@ def test_dropout_drops_what_the_cpu_drops(backend, seqlen):
         assert torch.equal(gpu.cpu() == 0, cpu == 0)
 
 
-# ---- shapes and places
-
-
-@pytest.mark.parametrize("start, width", [(0, 64), (1, 64), (3, 40), (8, 33), (0, 1)])
-def test_any_alignment_and_head_dimension(backend, start, width):
-    """Slices of a wider tensor: what the fast kernels refuse, slower ones take."""
-    x = [t[..., start : start + width] for t in qkv(dim=start + width + 5)]
-    if backend == "sm90":
-        with pytest.raises(fs.Error, match=r"^mha_fwd: no sm90 kernel for .* \(sm90_\w+: "):
-            fs.mha_fwd(*x[:3], backend=backend)
-        return  # it takes rows of 16-byte multiples alone
-    copies = [torch.zeros_like(t).copy_(t) for t in x]
-    want = both([t.float().cpu() for t in copies], backend="cpu")
-    for a, b in zip(both(x, backend=backend), want, strict=True):
-        assert (a.float().cpu() - b).abs().max() < 0.05 * max(1, b.abs().max())
-    why = fs.explain(*x[:3], backend=backend)
-    assert any("multiple" in reason for _, reason in why.refused)
-
-
-@pytest.mark.parametrize("op", ["fwd", "bwd"])
-def test_explain_needs_no_outputs(backend, op):
-    """Those that are not there yet are taken to be made as the call makes them."""
-    q, k, v, _ = qkv()
-    assert backend in fs.explain(q, k, v, op=op, backend=backend).kernel
-
-
-def kernel_of(*x, **keywords) -> str:
-    return fs.explain(*x, **keywords).kernel
-
-
-def test_keys_are_split_where_queries_are_few(backend):
-    """Whatever the fastest backend is: sm80 alone splits keys, and is asked first."""
-    q, k, v, _ = qkv(8192, heads=4)
-    few, one = q[:, :100], q[:, :1]
-    assert "split" in kernel_of(one, k, v)
-    assert "split" in kernel_of(few, k, v, mask=fs.Causal())
-    assert "split" in kernel_of(one, k[:, :, :1], v[:, :, :1], softcap=5.0)
-    ends = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (1, 8192)]
-    assert "split" in kernel_of(one[0], k[0], v[0], *ends, 1, 8192)
-    assert ("split" in kernel_of(one, k, v, backend=backend)) == (backend == "sm80")
-    for why, other in {
-        "many queries": {"q": q},
-        "few keys": {"k": k[:, :500], "v": v[:, :500]},
-        "a narrow window": {"mask": fs.SlidingWindow(300, 0)},
-        "a layout": {"q": few, "mask": fs.layouts.dense(100, 8192, 128)},
-    }.items():
-        call = {"q": one, "k": k, "v": v, **other}
-        assert "split" not in kernel_of(**call), why
-
-
-def test_split_keys_twice_and_in_a_graph(backend):
-    """The same bits each time, though parts end in any order; a graph sees what is there then."""
-    if backend != "sm80":
-        pytest.skip("sm80 alone splits keys")
-    q, k, v, _ = qkv(8192, heads=4)
-    q = q[:, :3].contiguous()
-    mask = fs.Causal()
-    want = fs.mha_fwd(q, k, v, mask=mask, backend=backend)
-    assert_same(fs.mha_fwd(q, k, v, mask=mask, backend=backend), want)
-    whole = fs.mha_fwd(q.float().cpu(), k.float().cpu(), v.float().cpu(), mask=mask)
-    assert (want[0].float().cpu() - whole[0]).abs().max() < 0.01
-    assert (want[1].cpu() - whole[1]).abs().max() < 1e-4
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = fs.mha_fwd(q, k, v, mask=mask, backend=backend)
-    for t in (q, k, v):
-        t.copy_(torch.randn_like(t))
-    want = fs.mha_fwd(q, k, v, mask=mask, backend=backend)
-    graph.replay()
-    assert_same((out, lse), want)
-
-
-def test_split_keys_of_a_sequence_longer_than_said(backend):
-    """On a GPU nobody checks that: what has no place in the workspace takes nobody else's."""
-    if backend != "sm80":
-        pytest.skip("sm80 alone splits keys")
-    q, k, v, _ = qkv(8192, heads=4)
-    q, k, v = q[0, :3], k[0], v[0]
-    ends = [torch.tensor([0, *x], dtype=torch.int32, device="cuda") for x in ((2, 3), (4096, 8192))]
-    assert "split" in kernel_of(q, k, v, *ends, 1, 4096)
-    out, lse = fs.mha_varlen_fwd(q, k, v, *ends, 1, 4096)
-    want, want_lse = fs.mha_fwd(q[None, 2:], k[None, 4096:], v[None, 4096:])
-    assert (out[2] - want[0, 0]).abs().max() < 0.01
-    assert (lse[:, 2] - want_lse[0, :, 0]).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
-@pytest.mark.parametrize("kind", ["of q's type", "of the other", "bool"])
-def test_bias_by_vectors_or_by_elements(backend, kind, dim):
-    """The same however it comes: copied by 16 bytes where rows are made of such vectors and begin
-    at one, by kernels of its own where it is the only feature, else read where it is added."""
-    if backend != "sm80":
-        pytest.skip("sm80 alone takes a bias")
-    dtype = BF16 if dim % 64 else torch.float16
-    q, k, v, dout = qkv(203, dim=dim, dtype=dtype)
-    values = torch.randn(2, 2, 203, 224, device="cuda")
-    values[..., 100:103] = values[:, :, 150] = -math.inf
-    values[..., 203:] = math.nan  # of the next row, as it were
-    other = BF16 if dtype == torch.float16 else torch.float16
-    wide = values > 0 if kind == "bool" else values.to(dtype if kind == "of q's type" else other)
-    odd = torch.empty(wide.numel() + 1, dtype=wide.dtype, device="cuda")[1:].view(wide.shape)
-    for mask in (None, fs.Causal(), fs.layouts.dense(203, 203, 128)):
-        options = {"mask": mask, "backend": backend, "deterministic": True}
-        for features in ({}, {"softcap": 20.0}):
-            want = None
-            for of in (wide, odd.copy_(wide), wide[..., :203].contiguous()):
-                call = {"bias": of[..., :203], **features}
-                out, lse = fs.mha_fwd(q, k, v, mask=mask, backend=backend, **call)
-                got = out, lse, *fs.mha_bwd(dout, q, k, v, out, lse, **call, **options)
-                assert not any(t.isnan().any() for t in got)
-                want = want or got
-                for a, b in zip(got, want, strict=True):
-                    if features:  # one kernel takes all forms
-                        assert torch.equal(a, b)
-                    torch.testing.assert_close(a.float(), b.float(), rtol=0.01, atol=0.01)
-
-
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
-def test_alibi_over_many_tiles(backend, dim):
-    """Scores that rise or fall from tile to tile by more than an exponential's range, on both sides
-    of the diagonal, also where it is not that of the tiles."""
-    if max(k["head_dim"] for k in fs.kernels() if k["backend"] == backend) < dim:
-        pytest.skip("head_dim is not in this build")
-    q, k, v, dout = qkv(1100, heads=4, dim=dim)
-    slopes = torch.tensor([[2.0, 0.3, 0.01, 0.0], [-0.02, -1.0, 30.0, 1e-4]], device="cuda")
-    masks = None, BandSpec(None, 0, "bottom_right"), BandSpec(300, 200, "top_left")
-    for (nq, nk), mask in itertools.product(((1100, 1100), (700, 1100), (1100, 700)), masks):
-        p = problem((nq, nk), 4, dim, batch=2, dtype="bfloat16", alibi="batch", mask=mask)
-        x = {"q": q[:, :nq], "k": k[:, :nk], "v": v[:, :nk], "dout": dout[:, :nq]}
-        exact, bound = _dense.definition(p, x | {"alibi_slopes": slopes})
-        options = {"mask": mask_of(p), "alibi_slopes": slopes, "backend": backend}
-        got = both(x.values(), **options)
-        assert_same(got[:2], both(x.values(), **options)[:2])
-        for name, a in zip(("out", "lse", "dq", "dk", "dv"), got, strict=True):
-            share = _dense.share(a.double(), exact[name], bound[name])
-            assert (share <= 1).all(), f"{name} of {nq} by {nk} under {mask}: {share.max()}"
-
-
-def test_alibi_and_a_bias_have_kernels_of_their_own(backend):
-    q, k, v, _ = qkv(2048)
-    slopes, bias = (
-        torch.ones(2, device="cuda"),
-        torch.zeros(1, 1, 1, 2048, device="cuda", dtype=BF16),
-    )
-    for op in ("fwd", "bwd"):
-        options = {"op": op, "backend": backend}
-        assert backend in kernel_of(q, k, v, alibi_slopes=slopes, **options)
-        # Divided by such a scale slopes would be infinite: all features together do not divide.
-        tiny = {"alibi_slopes": slopes, "softmax_scale": 1e-30}
-        if backend == "sm80":
-            for call, why in (
-                (tiny, "between 2^-40 and 2^40"),
-                ({"alibi_slopes": slopes, "bias": bias}, "ALiBi is not compiled in"),
-                ({"bias": bias.float()}, "of another type than q"),
-            ):
-                found = fs.explain(q, k, v, **call, **options)
-                assert found.kernel
-                assert any(why in reason for _, reason in found.refused)
-            continue
-        for call, why in (
-            (tiny, "between 2^-40 and 2^40"),
-            ({"alibi_slopes": slopes, "softcap": 5.0}, "ALiBi is not compiled in"),
-            ({"bias": bias}, "a bias is left to sm80"),
-        ):
-            found = fs.explain(q, k, v, **call, **options)
-            assert not found.kernel
-            assert any(why in reason for _, reason in found.refused)
-
-
-def test_layouts_of_small_blocks_without_features(backend):
-    """Kernels with features have smaller tiles than those without, and run without them then."""
-    if backend != "sm80":
-        pytest.skip("sm80 alone has such tiles")
-    for dim in (64, 128):
-        x = qkv(300, dim=dim)
-        mask = fs.layouts.dense(300, 300, 64)
-        assert "features" in kernel_of(*x[:3], mask=mask, backend=backend)
-        for a, b in zip(both(x, mask=mask, backend=backend), both(x, backend=backend), strict=True):
-            assert (a.float() - b.float()).abs().max() < 0.02
-
-
-def test_layouts_take_no_tiles_that_are_counted_from_the_end(backend):
-    """Such a tile of 192 queries begins anywhere, also where the layout's blocks would suit it."""
-    mask = fs.layouts.dense(768, 768, (192, 128))
-    q, k, v, _ = qkv(768)
-    refused = [why for kernel, why in fs.explain(q, k, v, mask=mask).refused if backend in kernel]
-    reason = "tiles counted from the end of a sequence do not lie in the mask's blocks"
-    assert (reason in refused) == (backend == "sm90")
+# ---- sizes
 
 
 def test_strides_beyond_two_to_the_31(backend):
