@@ -54,14 +54,23 @@ def soaked(seed: int, largest_head_dim: int, dtypes: list[str]) -> Problem:
             for d in (p.head_dim, p.head_dim_v))  # fmt: skip
     head_dim, head_dim_v = (-(-d // 8) * 8 for d in dims)
     deterministic = bool(p.options) or seed % REPEATED == 0  # whose bits can be compared
-    alone = not (p.softcap or p.dropout_p)  # ALiBi has fast kernels of its own
+    # ALiBi and a bias have fast kernels of their own; a backward with a bias up to head_dim 128.
+    alone = not (p.softcap or p.dropout_p)
+    dtype = p.dtype if p.dtype in dtypes else dtypes[0]
+    bias = p.bias and ("bool" if p.bias[0] == "bool" else dtype, p.bias[1])
     p = replace(
-        p, bias=None, alibi=p.alibi if alone else None, aligned=True,
+        p, bias=bias if alone and not p.alibi and max(head_dim, head_dim_v) <= 128 else None,
+        alibi=p.alibi if alone else None, aligned=True,
         head_dim=head_dim, head_dim_v=head_dim_v,
-        dtype=p.dtype if p.dtype in dtypes else dtypes[0],
+        dtype=dtype,
         options={"deterministic": True} if deterministic else {},
     )  # fmt: skip
-    return grown(p, rng)
+    p = grown(p, rng)
+    if p.bias:
+        shape = (p.batch, p.num_heads, *p.max_seqlen)
+        rows = (n if of > 1 else 1 for n, of in zip(shape[:3], p.bias[1]))
+        p = replace(p, bias=(p.bias[0], (*rows, shape[3])))
+    return p
 
 
 def grown(p: Problem, rng: np.random.Generator) -> Problem:
@@ -129,6 +138,9 @@ class Pool:
             for kind, x in kinds.items()
         }
         self.float32 = normal
+        hidden = torch.where(normal > 1, -torch.inf, normal)
+        self.biases = {dtype: hidden.to(getattr(torch, dtype)) for dtype in dtypes}
+        self.biases["bool"] = normal > -0.5
 
     def tensors(self, p: Problem, device: str) -> dict[str, Any]:
         """What the calls of a problem read."""
@@ -147,6 +159,10 @@ class Pool:
         for name, shape in shapes.items():
             kind = "normal" if name == "dout" or (name, p.values) == ("v", "huge") else p.values
             x[name] = _view(self.of[p.dtype, kind], shape, rng, p.strides)
+        if p.bias:
+            of, (*rows, keys) = p.bias
+            wide = (*rows, -(-keys // 16) * 16)  # of whole vectors of 16 bytes, also of bool
+            x["bias"] = _view(self.biases[of], wide, rng, False, 16)[..., :keys]
         if p.alibi:
             heads = (p.batch, p.num_heads) if p.alibi == "batch" else (1, p.num_heads)
             slopes = _view(self.float32, heads, rng, False) / 8
@@ -161,8 +177,9 @@ class Pool:
 
 
 def _view(
-    pool: torch.Tensor, shape: tuple[int, ...], rng: np.random.Generator, strided: bool
-) -> torch.Tensor:
+    pool: torch.Tensor, shape: tuple[int, ...], rng: np.random.Generator, strided: bool,
+    unit: int = 8,
+) -> torch.Tensor:  # fmt: skip
     """Somewhere in the pool, all strides multiples of 8: at times rows and heads change places."""
     order = list(range(len(shape) - 1))
     gap = 0
@@ -174,7 +191,7 @@ def _view(
         strides[i], step = step, step * max(1, shape[i])
     if step > pool.numel():
         raise ValueError(f"{shape}: larger than the pool of random numbers")
-    start = 8 * int(rng.integers(0, (pool.numel() - step) // 8 + 1))
+    start = unit * int(rng.integers(0, (pool.numel() - step) // unit + 1))
     return pool.as_strided(shape, strides, start)
 
 
@@ -210,7 +227,7 @@ def launch(p: Problem, mask: Any, x: dict[str, Any], backend: str) -> Launched:
     call = {
         "mask": mask, "softcap": p.softcap, "softmax_scale": p.softmax_scale, "backend": backend,
         "dropout_p": p.dropout_p, "seed": p.dropout_seed, "offset": p.dropout_offset, **p.options,
-        "alibi_slopes": x.get("alibi_slopes"),
+        "alibi_slopes": x.get("alibi_slopes"), "bias": x.get("bias"),
     }  # fmt: skip
     packed = (x["cu_seqlens_q"], x["cu_seqlens_k"], *p.max_seqlen) if p.packed else ()
     forward, backward = (

@@ -37,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # compute-sanitizer's, and the share of the processes that each needs to end with the others.
 TOOLS = {"memcheck": 0.25, "racecheck": 0.5, "synccheck": 0.25}
-SANITIZER_LIMIT = 200.0  # seconds, of one process
+SANITIZER_LIMIT = 420.0  # seconds, of one process
 Part = dict[str, Any]
 
 

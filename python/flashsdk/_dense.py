@@ -3,8 +3,7 @@
 ``_reference`` walks over queries, which takes too long for problems by the hundred thousand. Here
 S and P are whole matrices, (batch, num_heads, longest seqlen_q, longest seqlen_k), on any device,
 by the formulas of ``_naive``. The tests hold both against ``_reference``.
-Packed sequences are padded, with queries that see no key and keys that no query sees. No bias: the
-fast kernels of a GPU take none.
+Packed sequences are padded, with queries that see no key and keys that no query sees.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ class Padding:
 def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Of out, lse, dq, dk and dv the float64 values, and how far kernels may be from them.
 
-    ``x`` holds q, k, v, dout and, where there are any, dlse and alibi_slopes.
+    ``x`` holds q, k, v, dout and, where there are any, dlse, bias and alibi_slopes.
     """
-    assert p.bias is None
     device = x["q"].device
     of_q = Padding(p.lengths_q, p.tail[0], p.packed, device)
     of_k = Padding(p.lengths_k, p.tail[1], p.packed, device)
@@ -76,12 +74,20 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
         p.softmax_scale, p.mask, softcap=p.softcap, dropout_p=p.dropout_p,
         seed=p.dropout_seed, offset=p.dropout_offset,
     )  # fmt: skip
-    slopes, added = 0.0, None
+    visible = _visible(p, of_q, of_k)
+    slopes: Any = 0.0
+    added: Any = None
+    if "bias" in x:
+        bias = x["bias"][:, :, : of_q.longest, : of_k.longest]
+        if bias.dtype == torch.bool:
+            visible = visible & bias
+        else:
+            shown = bias != -torch.inf
+            visible, added = visible & shown, torch.where(shown, bias, 0).double()
     if "alibi_slopes" in x:
         slopes = x["alibi_slopes"].double().expand(p.batch, p.num_heads)[..., None, None]
-        added = -slopes * _distance(of_q, of_k)
+        added = (0 if added is None else added) - slopes * _distance(of_q, of_k)
     heads = _naive.Heads(f, q, k, v, dout, dlse, f.scale(p.head_dim), slopes)
-    visible = _visible(p, of_q, of_k)
     drop = None
     if threshold := f.dropout_threshold():
         kept = random_bytes(f.seed, f.offset, q.new_empty(*q.shape[:-1], of_k.longest)) >= threshold

@@ -103,7 +103,7 @@ def test_bias_by_vectors_or_by_elements(backend, kind, dim):
     """The same however it comes: copied by 16 bytes where rows are made of such vectors and begin
     at one, by kernels of its own where it is the only feature, else read where it is added."""
     if backend != "sm80":
-        pytest.skip("sm80 alone takes a bias")
+        pytest.skip("sm80 alone takes a bias in all forms")
     dtype = BF16 if dim % 64 else torch.float16
     q, k, v, dout = qkv(203, dim=dim, dtype=dtype)
     values = torch.randn(2, 2, 203, 224, device="cuda")
@@ -127,6 +127,40 @@ def test_bias_by_vectors_or_by_elements(backend, kind, dim):
                     assert_same(got, want)
                 for a, b in zip(got, want, strict=True):
                     torch.testing.assert_close(a.float(), b.float(), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("kind", ["of q's type", "bool"])
+def test_bias_alone(backend, kind, dim):
+    """By tiles in shared memory: -inf for rows, columns and all first keys, values beside which
+    scores vanish, and NaN where the vectors of a row reach behind its end."""
+    if max(k["head_dim"] for k in fs.kernels() if k["backend"] == backend) < dim:
+        pytest.skip("head_dim is not in this build")
+    q, k, v, dout = qkv(1100, heads=2, dim=dim)
+    values = torch.randn(2, 2, 1100, 1104, device="cuda", dtype=BF16)
+    values[..., 300:400], values[:, 0, 150], values[1, :, 200:, :600] = (
+        -math.inf,
+        -math.inf,
+        -math.inf,
+    )
+    values[0, 1, ::7] *= 200
+    values[0, 1, ::9, ::2] = -3e38
+    values[..., 1100:] = math.nan  # of the next row, as it were
+    wide = values > 0 if kind == "bool" else values
+    masks = None, BandSpec(None, 0, "bottom_right"), BandSpec(300, 200, "top_left")
+    for (nq, nk), mask in itertools.product(((1100, 1100), (700, 1100), (1100, 704)), masks):
+        p = problem((nq, nk), 2, dim, batch=2, dtype="bfloat16", mask=mask)
+        bias = wide[:, :, :nq, :nk]
+        x = {"q": q[:, :nq], "k": k[:, :nk], "v": v[:, :nk], "dout": dout[:, :nq]}
+        exact, bound = _dense.definition(p, x | {"bias": bias})
+        options = {"mask": mask_of(p), "bias": bias, "backend": backend}
+        if backend == "sm90" and dim > 128:  # whose backward is sm80's
+            got = fs.mha_fwd(*(x[name] for name in "qkv"), **options)
+        else:
+            got = both(x.values(), **options)
+        for name, a in zip(("out", "lse", "dq", "dk", "dv"), got, strict=False):
+            share = _dense.share(a.double(), exact[name], bound[name])
+            assert (share <= 1).all(), f"{name} of {nq} by {nk} under {mask}: {share.max()}"
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
@@ -159,6 +193,7 @@ def test_alibi_and_a_bias_have_kernels_of_their_own(backend):
     for op in ("fwd", "bwd"):
         options = {"op": op, "backend": backend}
         assert backend in kernel_of(q, k, v, alibi_slopes=slopes, **options)
+        assert backend in kernel_of(q, k, v, bias=bias, **options)
         # Divided by such a scale slopes would be infinite: all features together do not divide.
         tiny = {"alibi_slopes": slopes, "softmax_scale": 1e-30}
         if backend == "sm80":
@@ -174,7 +209,8 @@ def test_alibi_and_a_bias_have_kernels_of_their_own(backend):
         for call, why in (
             (tiny, "between 2^-40 and 2^40"),
             ({"alibi_slopes": slopes, "softcap": 5.0}, "ALiBi is not compiled in"),
-            ({"bias": bias}, "a bias is left to sm80"),
+            ({"bias": bias, "softcap": 5.0}, "a bias is not compiled in"),
+            ({"bias": bias.float()}, "of another type than q"),
         ):
             found = fs.explain(q, k, v, **call, **options)
             assert not found.kernel

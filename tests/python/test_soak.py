@@ -55,8 +55,8 @@ def test_problems_are_larger_and_valid(script):
     assert np.mean([n > 200_000 for n in scores]) > 0.3
     for p in problems:
         assert p.dtype == "bfloat16" and p.head_dim % 8 == p.head_dim_v % 8 == 0
-        assert 0 < p.head_dim <= 128 and p.bias is None
-        assert not (p.alibi and (p.softcap or p.dropout_p))
+        assert 0 < p.head_dim <= 128 and not (p.alibi and p.bias)
+        assert not ((p.alibi or p.bias) and (p.softcap or p.dropout_p))
         longest = p.max_seqlen
         assert all(n <= longest[0] for n in p.lengths_q) and max(p.lengths_k) <= longest[1]
         if isinstance(p.mask, Blocks):
@@ -64,7 +64,7 @@ def test_problems_are_larger_and_valid(script):
             mask_of(p)  # the grid is that of these lengths
     kinds = {type(p.mask).__name__ for p in problems}
     assert kinds == {"NoneType", "BandSpec", "Blocks"}
-    for feature in ("packed", "alibi", "softcap", "dropout_p", "dlse", "options"):
+    for feature in ("packed", "alibi", "bias", "softcap", "dropout_p", "dlse", "options"):
         assert {bool(getattr(p, feature)) for p in problems} == {False, True}
 
 
@@ -80,10 +80,10 @@ def test_random_bytes(shape):
         assert np.array_equal(got[b, h, i], want)
 
 
-@pytest.mark.parametrize("seed", [*range(12), 74, 83, 189, 205])
+@pytest.mark.parametrize("seed", [*range(16), 74, 83, 189, 205])
 def test_definition_and_bounds(seed):
     """All heads at once give what a walk over rows gives, and the bounds of single heads."""
-    p = replace(generate(seed, "gpu"), bias=None, negative_strides=False)
+    p = replace(generate(seed, "gpu"), negative_strides=False)
     (p,) = not_empty([p]) or [replace(p, lengths_q=(3,), lengths_k=(4,), mask=None, packed=False)]
     placed = inputs(p)
     want = _verify.expected(p, placed)

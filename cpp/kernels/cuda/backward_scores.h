@@ -35,6 +35,7 @@ class BackwardScores {
         dropout_scale_(has_dropout(kFeatures) ? p.score.dropout.scale() : 1.f) {}
 
   __device__ int first_key() const { return n0_; }
+  __device__ int batch() const { return batch_; }
   __device__ DropoutRng rng(int head) const { return DropoutRng(p_.score.dropout, batch_ * p_.num_heads + head); }
 
   // Where ALiBi is the only feature. Slopes are divided by the softmax scale, as scores are products here: asked before
@@ -52,9 +53,9 @@ class BackwardScores {
   __device__ void probabilities(Scores&& s, const Coordinates& at, int head, TileRef tile, const Rows& lse_log2,
                                 TopOfTile top, const Addend& addend = {}) const {
     if constexpr (kFeatures == Features::kBias)
-      addend.add(s, TileCoordinates<true, Coordinates>{at, tile.index * kBlockM, n0_}, p_.score.softmax_scale);
-    else
-      add_alibi(s, at, tile, addend);
+      addend.add(s, in_sequence(at, tile), p_.score.softmax_scale);
+    else if constexpr (kFeatures == Features::kAlibi)
+      addend.add(s, in_sequence(at, tile));
     branch_if(top != nullptr, [&] {
       const float unit = unit_of_scores();
       for_each_loaded(s, at, top, [&](float& x, float row_top) { x = lowered(x, row_top, unit); });
@@ -158,12 +159,11 @@ class BackwardScores {
   template <class Scores, class Coordinates>
   __device__ void finish_scores(Scores& s, const Coordinates& at, int head, TileRef tile) const {
     if constexpr (kFeatures == Features::kBias) {
-      ScoreFeatures(p_.score, seq_, batch_, head)
-          .add_bias(s, TileCoordinates<true, Coordinates>{at, tile.index * kBlockM, n0_}, p_.score.softmax_scale);
+      ScoreFeatures(p_.score, seq_, batch_, head).add_bias(s, in_sequence(at, tile), p_.score.softmax_scale);
     } else {
       auto unused = cute::make_tensor_like(s);
       modify(s, unused, at, head, tile, nullptr, NoBiasTile());
-      add_alibi(s, at, tile, alibi(head));
+      if constexpr (kFeatures == Features::kAlibi) alibi(head).add(s, in_sequence(at, tile));
     }
     for_each_element(s, [&](int, int, float& x) { x *= sign(); });
     const Policy policy(p_.mask, seq_, batch_, head);
@@ -213,10 +213,10 @@ class BackwardScores {
                    [&](int i, int j, std::uint32_t mask) { kept.set((i * kColumns + j) / 2, mask); });
     return kept;
   }
-  template <class Scores, class Coordinates>
-  __device__ void add_alibi(Scores& s, const Coordinates& at, TileRef tile, const Alibi& alibi) const {
-    if constexpr (kFeatures == Features::kAlibi)
-      alibi.add(s, TileCoordinates<true, Coordinates>{at, tile.index * kBlockM, n0_});
+  // From coordinates in the tile to those in the sequence.
+  template <class Coordinates>
+  __device__ TileCoordinates<true, Coordinates> in_sequence(const Coordinates& at, TileRef tile) const {
+    return {at, tile.index * kBlockM, n0_};
   }
   // Softcap, bias and ALiBi, and the derivative.
   template <class Scores, class Gradients, class Coordinates, class BiasTile>
@@ -229,7 +229,7 @@ class BackwardScores {
         }
         ScoreFeatures features(p_.score, seq_, batch_, head);
         if constexpr (has_bias(kFeatures))
-          features.apply(s, dp, TileCoordinates<true, Coordinates>{at, tile.index * kBlockM, n0_}, bias);
+          features.apply(s, dp, in_sequence(at, tile), bias);
         else
           features.cap(s, dp);
       });

@@ -71,10 +71,10 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
-// x / y to the last bit, or nearly so, where 1 / y is a normal number.
+// x / y to the last bit, or nearly so, where 1 / y is a normal number. What leaves float stays at its end.
 __device__ __forceinline__ float quotient(float x, float y) {
   const float inverse = reciprocal(y), q = x * inverse;
-  return fmaf(fmaf(-q, y, x), inverse, q);
+  return fabsf(q) >= 0x1p127f ? copysignf(FLT_MAX, q) : fmaf(fmaf(-q, y, x), inverse, q);
 }
 
 // fmaxf, but NaN stays NaN.

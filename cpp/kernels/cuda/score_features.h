@@ -121,7 +121,7 @@ class AlibiAlone {
 template <>
 class AlibiAlone<Features::kAlibi> : public AlibiBias {
  public:
-  // Whether a slope's quotient neither overflows nor loses digits.
+  // Whether a slope's quotient loses no digits.
   static bool divides_by(float softmax_scale) { return softmax_scale >= 0x1p-40f && softmax_scale <= 0x1p40f; }
 
   __device__ AlibiAlone(const ScoreParam& score, const SeqlenInfo& seq, int batch, int head)
@@ -131,6 +131,9 @@ class AlibiAlone<Features::kAlibi> : public AlibiBias {
 // Null, or why kernels with these features do not take a call.
 template <Features kFeatures>
 const char* refuse_features(const ScoreParam& score) {
+  static_assert(kFeatures == Features::kNone || kFeatures == Features::kDropout || kFeatures == Features::kCapped ||
+                    kFeatures == Features::kAlibi || kFeatures == Features::kBias || kFeatures == Features::kAll,
+                "other sets have no code of their own: what is alone is added in another place than what is not");
   if (score.softcap > 0.f && !has(kFeatures, Features::kSoftcap)) return "softcap is not compiled in";
   if (score.dropout.threshold > 0 && !has_dropout(kFeatures)) return "dropout is not compiled in";
   if (score.bias.ptr != nullptr && !has_bias(kFeatures)) return "a bias is not compiled in";
@@ -140,7 +143,7 @@ const char* refuse_features(const ScoreParam& score) {
   return nullptr;
 }
 
-// In kernels that keep no tile of the bias in shared memory, as sm80/bias_tile.h does.
+// In kernels that keep no tile of the bias in shared memory, as bias_tile.h does.
 class NoBiasTile {
  public:
   static constexpr int kBytes = 0;

@@ -83,16 +83,14 @@ class OnlineSoftmax {
     for (int i = 0; i < kRows; ++i) {
       some[i] = quad_max(fmaxf(fmaxf(scores(i, 0), scores(i, 1)), fmaxf(scores(i, kLast - 1), scores(i, kLast))));
     }
-    restart(some);
-    find_offsets();
+    restart_for_try(some);
   }
   // Likewise by all of their scores, of which some are known to be far above the others.
   template <class Scores>
   __device__ void restart_by_all(const Scores& scores) {
     float tile_max[kRows];
     find_max(scores, tile_max);
-    restart(tile_max);
-    find_offsets();
+    restart_for_try(tile_max);
   }
   // For other rows, whose first tile this is.
   __device__ void restart(const float (&tile_max)[kRows]) {
@@ -190,6 +188,10 @@ class OnlineSoftmax {
   __device__ float lse(int i, float unit) const { return log_sum_exp(max_[i], sum_[i], unit); }
 
  private:
+  __device__ void restart_for_try(const float (&reference)[kRows]) {
+    restart(reference);
+    find_offsets();
+  }
   // Whether the difference from the maximum has to come first, in some row of the warp.
   __device__ bool find_offsets() {
     bool large = false;

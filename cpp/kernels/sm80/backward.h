@@ -9,7 +9,7 @@
 #include "cuda/backward_passes.h"
 #include "cuda/backward_scores.h"
 #include "cuda/backward_stream.h"
-#include "sm80/bias_tile.h"
+#include "cuda/bias_tile.h"
 #include "sm80/gemm.h"
 #include "sm80/tile_io.h"
 
@@ -25,8 +25,8 @@ using BackwardScores = cuda::BackwardScores<Traits::kBlockM, Traits::kBlockN, Po
 // The bias of a tile comes to where its dS goes. (A place of its own would not fit beside the rest on every device.)
 template <class Traits, cuda::Features kFeatures>
 using BackwardBias = std::conditional_t<cuda::has_bias(kFeatures) && !Traits::kAnyAlignment,
-                                        BiasTile<typename Traits::Element, Traits::kBlockM, Traits::kBlockN,
-                                                 Traits::kThreads, kFeatures == cuda::Features::kBias>,
+                                        cuda::BiasTile<typename Traits::Element, Traits::kBlockM, Traits::kBlockN,
+                                                       Traits::kThreads, 1, kFeatures == cuda::Features::kBias>,
                                         cuda::NoBiasTile>;
 
 // Bytes of dS, P (unless it stays in registers) and the bias.

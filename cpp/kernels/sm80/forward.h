@@ -6,13 +6,13 @@
 #pragma once
 
 #include "common/kernel_entry.h"
+#include "cuda/bias_tile.h"
 #include "cuda/dropout.h"
 #include "cuda/launch.h"
 #include "cuda/masking.h"
 #include "cuda/score_features.h"
 #include "cuda/softmax.h"
 #include "cuda/tile_scheduler.h"
-#include "sm80/bias_tile.h"
 #include "sm80/gemm.h"
 #include "sm80/key_split.h"
 #include "sm80/tile_io.h"
@@ -39,8 +39,8 @@ struct AllKeys {};
 template <class Traits, cuda::Features kFeatures, class Keys>
 using ForwardBias =
     std::conditional_t<cuda::has_bias(kFeatures) && std::is_same_v<Keys, AllKeys> && !Traits::kAnyAlignment,
-                       BiasTile<typename Traits::Element, Traits::kBlockM, Traits::kBlockN, Traits::kThreads,
-                                kFeatures == cuda::Features::kBias>,
+                       cuda::BiasTile<typename Traits::Element, Traits::kBlockM, Traits::kBlockN, Traits::kThreads, 1,
+                                      kFeatures == cuda::Features::kBias>,
                        cuda::NoBiasTile>;
 
 // What happens between the two products, for one tile of scores.
@@ -169,6 +169,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   using QIo = TileIo<Element, kBlockM, kHeadDim, Traits::kThreads, Traits::kAnyAlignment>;
   using KvIo = TileIo<Element, kBlockN, kHeadDim, Traits::kThreads, Traits::kAnyAlignment>;
+  using Bias = ForwardBias<Traits, kFeatures, Keys>;
+  static_assert(Traits::kStages == 1 || Bias::kBytes == 0, "with two stages no bias is loaded");
 
   const cuda::TileWork work = schedule.work(blockIdx.x);
   const SeqlenInfo seq(p, work.batch);
@@ -203,7 +205,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   };
 
   ForwardScores<Traits, Policy, kFeatures> scores(p, seq, work);
-  const ForwardBias<Traits, kFeatures, Keys> bias(p.score, seq, work.batch, work.head, smem_bytes + Traits::kSmemBytes);
+  const Bias bias(p.score, seq, work.batch, work.head, smem_bytes + Traits::kSmemBytes);
   TileWalk walk = scores.walk(work.block);
   if constexpr (kSplit) {
     walk = walk.part(blockIdx.y, keys.parts);

@@ -41,8 +41,8 @@ inline const char* refuse_alignment(const ForwardParams& p, bool backward) {
 template <class Traits, cuda::Features kFeatures, class Bias = cuda::NoBiasTile>
 const char* refuse(const ForwardParams& p, bool backward, int shared_bytes) {
   if (const char* reason = cuda::refuse_features<kFeatures>(p.score)) return reason;
-  if (kFeatures == cuda::Features::kBias && !Bias::takes(p.score.bias))
-    return "a bias is of another type than q, or its rows are not whole vectors of 16 bytes";
+  if constexpr (kFeatures == cuda::Features::kBias)
+    if (const char* reason = cuda::refuse_bias<typename Traits::Element>(p.score.bias)) return reason;
   if (max_of(p.head_dim, p.head_dim_v) > Traits::kHeadDim) return "head_dim is larger than the kernel's";
   if (p.mask.kind == MaskKind::kBlockSparse &&
       (p.mask.block_q % Traits::kBlockM != 0 || p.mask.block_k % Traits::kBlockN != 0)) {

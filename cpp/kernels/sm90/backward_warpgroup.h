@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/backward_scores.h"
+#include "sm90/backward_bias.h"
 #include "sm90/backward_fragments.h"
 #include "sm90/backward_load.h"
 #include "sm90/named_barriers.h"
@@ -24,7 +25,8 @@ class BackwardWarpgroup {
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
   using ScoreUse = RingState<Traits::kScoreBuffers>;
   // Dropout alone is drawn under the products; beside what modifies scores, where it is applied.
-  static constexpr bool kDraws = Traits::kDraws, kModifies = cuda::modifies_scores(kFeatures);
+  static constexpr bool kDraws = Traits::kDraws, kModifies = cuda::caps_scores(kFeatures);
+  static constexpr bool kBias = kFeatures == cuda::Features::kBias;
   static_assert(kDraws == (kFeatures == cuda::Features::kDropout));
   // Where K comes ahead, V is what a key tile waits for: only before its first dP, and it is released after the last.
   // Packed calls wait at once, as they clear its tail.
@@ -56,8 +58,8 @@ class BackwardWarpgroup {
       const int keys = seq.seqlen_k - work.tile.block * kBlockN;
       if (kPacked && keys < kBlockN) clear_key_tail<Traits>(smem_, key_buffer(), keys, warpgroup_);
       const Scores scores(p_, seq, work.tile);
-      bool last = step<true>(scores, acc_dk, acc_dv);
-      while (!last) last = step<false>(scores, acc_dk, acc_dv);
+      bool last = step<true>(scores, seq, acc_dk, acc_dv);
+      while (!last) last = step<false>(scores, seq, acc_dk, acc_dv);
       if (!Traits::kKeysAhead) release_v();
       start_dq(acc_dq);
       cute::warpgroup_wait<0>();
@@ -77,7 +79,7 @@ class BackwardWarpgroup {
 
   // One tile of queries; dQ of the tile before. Returns whether it was the last.
   template <bool kFirst, class AccDk, class AccDv>
-  __device__ __forceinline__ bool step(const Scores& scores, AccDk& acc_dk, AccDv& acc_dv) {
+  __device__ __forceinline__ bool step(const Scores& scores, const SeqlenInfo& seq, AccDk& acc_dk, AccDv& acc_dv) {
     const auto use = RingState<kStages>::after(steps_);
     const int stage = use.stage;
     smem_.full_q.wait_full(use);
@@ -103,6 +105,8 @@ class BackwardWarpgroup {
     start_gemm<MmaScores>(operand_a<MmaScores>(k), operand_b<MmaScores>(q), acc_s, false);
 
     const BackwardStep step = smem_.step[stage];
+    const ScoreUse score_use = RingState<Traits::kScoreBuffers>::after(steps_);
+    const auto bias = load_bias(scores, seq, step, score_use);
     const TileRef tile{step.m_block, step.partial};
     const auto at = coordinates();
     const auto lse_log2 = cuda::rows_of_queries(smem_.lse_log2[stage], at);
@@ -116,9 +120,16 @@ class BackwardWarpgroup {
     if constexpr (kDraws) draw(scores, step);
     const auto alibi = scores.alibi(step.head);
 
+    if constexpr (kBias) {  // ahead of a wait for products: racecheck takes that for what brings lanes together
+      cute::cp_async_wait<0>();
+      __syncwarp();
+    }
     cute::warpgroup_wait<1>();
     finished(acc_s);
-    if constexpr (!kModifies) scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top, alibi);
+    if constexpr (kBias)
+      scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top, bias);
+    else if constexpr (!kModifies)
+      scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top, alibi);
     cute::warpgroup_wait<0>();
     finished(acc_dp);
     if (Traits::kKeysAhead && step.last) release_v();
@@ -140,7 +151,6 @@ class BackwardWarpgroup {
     }
     auto ds = convert<Element>(acc_dp);
 
-    const ScoreUse score_use = RingState<Traits::kScoreBuffers>::after(steps_);
     store_ds(ds, score_use);
     start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout_t), acc_dv, !kFirst);
     publish(smem_.full_ds, score_use, thread_);
@@ -177,14 +187,34 @@ class BackwardWarpgroup {
     return typename Traits::Bytes(smem_.drawn.of[warpgroup_], p_.score.dropout.threshold, thread_);
   }
 
+  // The place of the dS of this warpgroup's keys.
+  __device__ __forceinline__ Element* ds_slab(const ScoreUse& use) const {
+    using Tile = typename Traits::SmemScores;
+    static_assert(Tile::kSlabs == Traits::kWarpgroups);
+    return smem_.ds + use.stage * Tile::kElements + warpgroup_ * (Tile::kElements / Tile::kSlabs);
+  }
+
+  // Starts the copy of the bias to where dS will be, under the scores.
+  __device__ __forceinline__ auto load_bias(const Scores& scores, const SeqlenInfo& seq, const BackwardStep& step,
+                                            const ScoreUse& use) const {
+    if constexpr (kBias) {
+      const BackwardBias<Element, kBlockM> bias(p_.score, seq, scores.batch(), step.head,
+                                                scores.first_key() + warpgroup_ * kWarpgroupRows, ds_slab(use),
+                                                thread_);
+      smem_.full_ds.wait_empty(use);
+      bias.load(step.m_block * kBlockM);
+      cute::cp_async_fence();
+      return bias;
+    } else {
+      return 0;
+    }
+  }
+
   // dS of this warpgroup's keys, for all warpgroups.
   template <class Fragment>
   __device__ __forceinline__ void store_ds(const Fragment& ds, const ScoreUse& use) {
-    using Tile = typename Traits::SmemScores;
-    static_assert(Tile::kSlabs == Traits::kWarpgroups);
     smem_.full_ds.wait_empty(use);
-    store_transposed(ds, smem_.ds + use.stage * Tile::kElements + warpgroup_ * (Tile::kElements / Tile::kSlabs),
-                     thread_);
+    store_transposed(ds, ds_slab(use), thread_);
   }
 
   // dQᵀ = Kᵀ·dSᵀ of the step before.

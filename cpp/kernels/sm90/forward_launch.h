@@ -55,7 +55,9 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   constexpr DType kType = cuda::kDType<typename Traits::Element>;
   cuda::DeviceGuard guard(p.device.index);
   auto kernel = forward_kernel<Traits, cuda::BuiltinPolicy, kFeatures>;
-  cuda::allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
+  constexpr int kSmemBytes = Traits::kSmemBytes + kBiasBytes<Traits, kFeatures>;
+  static_assert(kSmemBytes <= 227 * 1024);
+  cuda::allow_shared_memory(kernel, kSmemBytes, p.device.index, prepared);
 
   const ForwardSchedule schedule{
       cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), uniform_tiles<Traits>(p)),
@@ -69,7 +71,7 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   auto stream = static_cast<cudaStream_t>(context.stream);
   if (blocks > 0) {  // packed rows may all lie behind the last sequence
     cuda::launch("launching the forward kernel", kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
-                 Traits::kSmemBytes, stream, p, maps, schedule);
+                 kSmemBytes, stream, p, maps, schedule);
   }
   cuda::clear_out_tail<typename Traits::Element>(p, stream);
 }

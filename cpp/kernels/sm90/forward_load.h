@@ -20,9 +20,9 @@ struct ForwardMaps {
 // the mask policy visits, announces them and loads Q and K; the second follows its announcements and loads V. One warp
 // alone would need longer for a tile than the tensor cores do.
 //
-// kAlibi: keys at the diagonal come first, then those further and further away, whose scores are lower: a try by the
-// maximum so far then fails no more often than without ALiBi. Tiles with keys on both sides of the diagonal are told
-// like those that a mask cuts.
+// kAlibi, for tiles that are tried: keys at the diagonal come first, then those further and further away, whose scores
+// are lower: a try by the maximum so far then fails no more often than without ALiBi. Tiles with keys on both sides of
+// the diagonal are told like those that a mask cuts.
 template <class Traits, class Policy, bool kAlibi>
 class KeyLoader {
   using Smem = typename Traits::Smem;

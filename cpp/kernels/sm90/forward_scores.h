@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/kernel_entry.h"
+#include "cuda/bias_tile.h"
 #include "cuda/dropout.h"
 #include "cuda/masking.h"
 #include "cuda/score_features.h"
@@ -12,6 +13,16 @@
 
 namespace flashsdk::sm90 {
 
+// Of a warpgroup's queries, each warp its own 16: no warp waits for another.
+template <class Traits, cuda::Features kFeatures>
+using ForwardBias = std::conditional_t<
+    kFeatures == cuda::Features::kBias,
+    cuda::BiasTile<typename Traits::Element, kWarpgroupRows, Traits::kBlockN, kWarpgroup, kWarpgroup / 32, true>,
+    cuda::NoBiasTile>;
+// Of all warpgroups, behind Traits::Smem.
+template <class Traits, cuda::Features kFeatures>
+inline constexpr int kBiasBytes = Traits::kWarpgroups * ForwardBias<Traits, kFeatures>::kBytes;
+
 template <class Traits, cuda::Features kFeatures>
 class ForwardScores {
   using Element = typename Traits::Element;
@@ -21,12 +32,15 @@ class ForwardScores {
  public:
   using Visible = cuda::VisibleColumns<kRows, Traits::kBlockN / 4>;
   using Alibi = cuda::AlibiAlone<kFeatures>;
+  using Bias = ForwardBias<Traits, kFeatures>;
   using Factors = float[kRows];
 
-  __device__ ForwardScores(const ForwardParams& p, int warpgroup)
+  // bias: kBiasBytes.
+  __device__ ForwardScores(const ForwardParams& p, void* bias, int warpgroup)
       : p_(p),
+        bias_(static_cast<char*>(bias) + warpgroup * Bias::kBytes),
         warpgroup_(warpgroup),
-        scale_first_((cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) ||
+        scale_first_(kBiasAlone || (cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) ||
                      !cuda::scales_exponents(p.score.softmax_scale)),
         softmax_(cuda::warp_uniform(unit() * cuda::kLog2e)),  // as an operand it is then in no register of a thread
         closed_(softmax_) {}
@@ -54,6 +68,24 @@ class ForwardScores {
     }
   }
 
+  // Starts the copy of a tile's bias, which wait_for_bias() ends: also of one that is passed over, as what follows goes
+  // to the same place. The warp has added the one before.
+  __device__ void load_bias(const KeyTile& tile, const QueryTile& of) const {
+    if constexpr (kBiasAlone) {
+      __syncwarp();
+      const SeqlenInfo seq(p_, of.batch);
+      Bias(p_.score, seq, of.batch, of.head, bias_).load(m0(of), tile.n0);
+      cute::cp_async_fence();
+    }
+  }
+  // Ahead of a wait for products: racecheck takes that for what brings lanes together (docs/gpu.md).
+  __device__ void wait_for_bias() const {
+    if constexpr (kBiasAlone) {
+      cute::cp_async_wait<0>();
+      __syncwarp();
+    }
+  }
+
   // Whether the next tile may be tried, if it is not the first of its queries.
   __device__ bool can_try() const { return can_try_; }
   // Scores become probabilities, not yet divided by their sum. Most tiles do it by a maximum that they have not looked
@@ -71,14 +103,16 @@ class ForwardScores {
         return false;
       }
     }
-    const auto vote = [&](bool holds) { return everywhere(holds); };
-    if constexpr (cuda::modifies_scores(kFeatures)) modify(scores, of);
+    const auto exponentiate = [&](const auto& of_row) {
+      can_try_ = softmax_.try_exponentiate(scores, of_row, [&](bool holds) { return everywhere(holds); });
+      return can_try_;
+    };
+    if constexpr (cuda::modifies_scores(kFeatures)) modify<true>(scores, tile, of);
     if constexpr (cuda::has_alibi(kFeatures) && kCommon) {
       float of_row[kRows];  // of a common tile all keys are on one side: KeyLoader::has_diagonal()
       alibi.add_on_one_side(scores, coordinates_of(tile, of),
                             alibi.before_diagonal(m0(of) + kWarpgroupRows - 1, tile.n0), of_row);
-      can_try_ = softmax_.try_exponentiate(scores, of_row, vote);
-      return can_try_;
+      return exponentiate(of_row);
     }
     if constexpr (cuda::has_alibi(kFeatures)) alibi.add(scores, coordinates_of(tile, of));
     if constexpr (!kCommon) {
@@ -93,8 +127,7 @@ class ForwardScores {
         });
       });
     }
-    can_try_ = softmax_.try_exponentiate(scores, nullptr, vote);
-    return can_try_;
+    return exponentiate(nullptr);
   }
   // factors: what the output so far is to be multiplied by, if it is of these queries. With kTries a first tile's
   // queries before have been closed by try_apply(); the very first tile has none.
@@ -102,7 +135,7 @@ class ForwardScores {
   __device__ void apply(Accumulator& acc, Factors& factors, const KeyTile& tile, const QueryTile& of,
                         const Visible& visible, const Alibi& alibi) {
     auto scores = as_matrix(acc);
-    modify(scores, of);
+    modify(scores, tile, of);
     if constexpr (cuda::has_alibi(kFeatures)) alibi.add(scores, coordinates_of(tile, of));
     if constexpr (!kCommon) mask(scores, tile, visible);
     float tile_max[kRows];
@@ -180,9 +213,14 @@ class ForwardScores {
     return __all_sync(0xffffffffu, barrier_all(named_barrier::kForwardVote + warpgroup_, kWarpgroup, mine));
   }
 
-  // Softcap, or a scale that the exponents cannot take.
-  template <class Scores>
-  __device__ void modify(Scores& scores, const QueryTile& of) const {
+  // A bias, softcap, or a scale that the exponents cannot take. kTried: for a try.
+  template <bool kTried = false, class Scores>
+  __device__ void modify(Scores& scores, const KeyTile& tile, const QueryTile& of) const {
+    if constexpr (kBiasAlone) {
+      const SeqlenInfo seq(p_, of.batch);
+      return Bias(p_.score, seq, of.batch, of.head, bias_)
+          .template add<kTried>(scores, coordinates_of(tile, of), p_.score.softmax_scale);
+    }
     cuda::branch_if(scale_first_, [&] {
       if constexpr (cuda::modifies_scores(kFeatures)) {
         const SeqlenInfo seq(p_, of.batch);
@@ -209,7 +247,9 @@ class ForwardScores {
   // A scale that the exponents cannot take is rare: not worth its branch in every try.
   __device__ bool may_try() const { return cuda::modifies_scores(kFeatures) || !scale_first_; }
 
+  static constexpr bool kBiasAlone = kFeatures == cuda::Features::kBias;
   const ForwardParams& p_;
+  char* bias_;  // of this warpgroup, in shared memory
   bool can_try_ = false;
   int warpgroup_;
   bool scale_first_;

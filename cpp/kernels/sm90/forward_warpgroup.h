@@ -87,11 +87,12 @@ class ForwardWarpgroup {
         uncommon_(KeyTile::uncommon(warpgroup)),
         input_(smem),
         turn_(warpgroup),
-        scores_(p, warpgroup) {}
+        scores_(p, &smem + 1, warpgroup) {}
 
   __device__ void run() {
     next_ = input_.announcement(0);
     if (next_.has(KeyTile::kEnd)) return;
+    scores_.load_bias(next_, of(0));
     auto acc_out = accumulator<MmaOut, Traits::kHeadDimV>();
     auto probabilities = cute::make_tensor_like<typename Traits::Element>(accumulator<MmaScores, kBlockN>());
     const auto operands = make_operands();
@@ -142,6 +143,7 @@ class ForwardWarpgroup {
     if constexpr (Traits::kReadsAhead) after = input_.announcement(index + 2);
     const auto visible = kCommon ? typename Scores::Visible{} : scores_.visible(next_, of(work));
     const auto alibi = scores_.alibi(of(work));
+    scores_.wait_for_bias();
     cute::warpgroup_wait<1>();
     finished(acc);
     typename Scores::Factors factors;
@@ -176,6 +178,7 @@ class ForwardWarpgroup {
     auto acc = accumulator<MmaScores, kBlockN>();
     start_scores(operands, acc, index, work);
     const auto alibi = scores_.alibi(of(work));
+    scores_.wait_for_bias();
     cute::warpgroup_wait<0>();
     finished(acc);
     typename Scores::Factors factors;
@@ -195,6 +198,7 @@ class ForwardWarpgroup {
     start_out(operands, acc_out, probabilities, index);
     turn_.pass();
     input_.release_keys(next_, index + 1, work_);
+    scores_.wait_for_bias();
     finish_out(acc_out, index);
     cute::clear(probabilities);
     advance(index + 1, work_, input_.announcement(index + 2));
@@ -206,6 +210,8 @@ class ForwardWarpgroup {
     next_ = after;
     index_ = index;
     work_ = work;
+    if constexpr (cuda::has_bias(kFeatures))
+      if (!next_.has(KeyTile::kEnd)) scores_.load_bias(next_, of(work + next_.has(KeyTile::kFirst)));
   }
 
   // (64 | columns of a product, sum, …, buffer) of Q, K and V.

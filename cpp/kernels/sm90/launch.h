@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/kernel_entry.h"
+#include "cuda/bias_tile.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
 #include "cuda/score_features.h"
@@ -14,8 +15,9 @@ constexpr const char* kArch = "sm_90a";
 // Null, or why no SM90 kernel with these head dimensions, tile and features takes the problem.
 template <class Traits, cuda::Features kFeatures>
 const char* refuse(const ForwardParams& p) {
-  if (p.score.bias.ptr != nullptr) return "a bias is left to sm80";
   if (const char* reason = cuda::refuse_features<kFeatures>(p.score)) return reason;
+  if constexpr (cuda::has_bias(kFeatures))
+    if (const char* reason = cuda::refuse_bias<typename Traits::Element>(p.score.bias)) return reason;
   if (p.head_dim > Traits::kHeadDim || p.head_dim_v > Traits::kHeadDimV) return "head_dim is larger than the kernel's";
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return "head_dim is not a multiple of 8";
   if (p.mask.kind == MaskKind::kBlockSparse &&
