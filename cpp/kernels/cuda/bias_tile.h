@@ -45,8 +45,8 @@ __device__ __forceinline__ void add_pairs(const std::uint32_t (&words)[4], F&& f
   }
 }
 
-// Of bool, or of the 16-bit type of q. Rows are queries. kSharers groups of threads share the rows: each copies and adds
-// its own, so that it need not wait for another. kAlways: the kernel refuses calls without one.
+// Of bool, or of the 16-bit type of q. Rows are queries. kSharers groups of threads share the rows: each copies and
+// adds its own, so that it need not wait for another. kAlways: the kernel refuses calls without one.
 template <class Element, int kBlockM, int kBlockN, int kThreads, int kSharers, bool kAlways>
 class BiasTile {
   static constexpr int kVectorBytes = 16;
@@ -116,7 +116,7 @@ class BiasTile {
     }
   }
 
-  // f(i, j) of each 2 x 4 elements of a thread, which are a warp's 16 x 16. kPieces: by pieces, each behind a branch, as
+  // f(i, j) of each 2 x 4 elements of a thread, which are a warp's 16 x 16. kPieces: in pieces, each behind a branch:
   // the values of all would take the registers of a tile of scores.
   template <bool kPieces, class Scores, class F>
   __device__ void for_each_piece(F&& f) const {
