@@ -63,6 +63,7 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
 
     ``x`` holds q, k, v, dout and, where there are any, dlse, bias and alibi_slopes.
     """
+    assert p.bias is None or "bias" in x
     device = x["q"].device
     of_q = Padding(p.lengths_q, p.tail[0], p.packed, device)
     of_k = Padding(p.lengths_k, p.tail[1], p.packed, device)
@@ -82,8 +83,7 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
         if bias.dtype == torch.bool:
             visible = visible & bias
         else:
-            shown = bias != -torch.inf
-            visible, added = visible & shown, torch.where(shown, bias, 0).double()
+            added = bias.double()
     if "alibi_slopes" in x:
         slopes = x["alibi_slopes"].double().expand(p.batch, p.num_heads)[..., None, None]
         added = (0 if added is None else added) - slopes * _distance(of_q, of_k)

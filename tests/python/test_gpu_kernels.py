@@ -129,13 +129,34 @@ def test_bias_by_vectors_or_by_elements(backend, kind, dim):
                     torch.testing.assert_close(a.float(), b.float(), rtol=0.01, atol=0.01)
 
 
+def need_head_dim(backend, dim):
+    if max(k["head_dim"] for k in fs.kernels() if k["backend"] == backend) < dim:
+        pytest.skip("head_dim is not in this build")
+
+
+def over_many_tiles(q, k, v, dout, **features):
+    """Problems, and their tensors, whose diagonal is that of the tiles and is not, with and without
+    a band on one side and on both."""
+    masks = None, BandSpec(None, 0, "bottom_right"), BandSpec(300, 200, "top_left")
+    for (nq, nk), mask in itertools.product(((1100, 1100), (700, 1100), (1100, 700)), masks):
+        heads, dim = q.shape[2:]
+        p = problem((nq, nk), heads, dim, batch=2, dtype="bfloat16", mask=mask, **features)
+        yield p, {"q": q[:, :nq], "k": k[:, :nk], "v": v[:, :nk], "dout": dout[:, :nq]}
+
+
+def assert_within_bounds(p, x, got, names=("out", "lse", "dq", "dk", "dv")):
+    exact, bound = _dense.definition(p, x)
+    for name, a in zip(names, got, strict=True):
+        share = _dense.share(a.double(), exact[name], bound[name])
+        assert (share <= 1).all(), f"{name} of {p.max_seqlen} under {p.mask}: {share.max()}"
+
+
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("kind", ["of q's type", "bool"])
 def test_bias_alone(backend, kind, dim):
     """By tiles in shared memory: -inf for rows, columns and all first keys, values beside which
     scores vanish, and NaN where the vectors of a row reach behind its end."""
-    if max(k["head_dim"] for k in fs.kernels() if k["backend"] == backend) < dim:
-        pytest.skip("head_dim is not in this build")
+    need_head_dim(backend, dim)
     q, k, v, dout = qkv(1100, heads=2, dim=dim)
     values = torch.randn(2, 2, 1100, 1104, device="cuda", dtype=BF16)
     values[0, 1, ::7] *= 200
@@ -143,20 +164,15 @@ def test_bias_alone(backend, kind, dim):
     values[..., 300:400] = values[:, 0, 150] = values[1, :, 200:, :600] = -math.inf
     values[..., 1100:] = math.nan  # of the next row, as it were
     wide = values > 0 if kind == "bool" else values
-    masks = None, BandSpec(None, 0, "bottom_right"), BandSpec(300, 200, "top_left")
-    for (nq, nk), mask in itertools.product(((1100, 1100), (700, 1100), (1100, 704)), masks):
-        p = problem((nq, nk), 2, dim, batch=2, dtype="bfloat16", mask=mask)
+    for p, x in over_many_tiles(q, k, v, dout):
+        nq, nk = p.max_seqlen
         bias = wide[:, :, :nq, :nk]
-        x = {"q": q[:, :nq], "k": k[:, :nk], "v": v[:, :nk], "dout": dout[:, :nq]}
-        exact, bound = _dense.definition(p, x | {"bias": bias})
         options = {"mask": mask_of(p), "bias": bias, "backend": backend}
         if backend == "sm90" and dim > 128:  # whose backward is sm80's
             got = fs.mha_fwd(*(x[name] for name in "qkv"), **options)
+            assert_within_bounds(p, x | {"bias": bias}, got, ("out", "lse"))
         else:
-            got = both(x.values(), **options)
-        for name, a in zip(("out", "lse", "dq", "dk", "dv"), got, strict=False):
-            share = _dense.share(a.double(), exact[name], bound[name])
-            assert (share <= 1).all(), f"{name} of {nq} by {nk} under {mask}: {share.max()}"
+            assert_within_bounds(p, x | {"bias": bias}, both(x.values(), **options))
     options = {"bias": wide[..., :1100], "backend": backend}
     want = fs.mha_fwd(q, k, v, **options)
     k[:, 300:400] = math.nan  # what -inf hides, whatever its scores are
@@ -168,21 +184,14 @@ def test_bias_alone(backend, kind, dim):
 def test_alibi_over_many_tiles(backend, dim):
     """Scores that rise or fall from tile to tile by more than an exponential's range, on both sides
     of the diagonal, also where it is not that of the tiles."""
-    if max(k["head_dim"] for k in fs.kernels() if k["backend"] == backend) < dim:
-        pytest.skip("head_dim is not in this build")
+    need_head_dim(backend, dim)
     q, k, v, dout = qkv(1100, heads=4, dim=dim)
     slopes = torch.tensor([[2.0, 0.3, 0.01, 0.0], [-0.02, -1.0, 30.0, 1e-4]], device="cuda")
-    masks = None, BandSpec(None, 0, "bottom_right"), BandSpec(300, 200, "top_left")
-    for (nq, nk), mask in itertools.product(((1100, 1100), (700, 1100), (1100, 700)), masks):
-        p = problem((nq, nk), 4, dim, batch=2, dtype="bfloat16", alibi="batch", mask=mask)
-        x = {"q": q[:, :nq], "k": k[:, :nk], "v": v[:, :nk], "dout": dout[:, :nq]}
-        exact, bound = _dense.definition(p, x | {"alibi_slopes": slopes})
+    for p, x in over_many_tiles(q, k, v, dout, alibi="batch"):
         options = {"mask": mask_of(p), "alibi_slopes": slopes, "backend": backend}
         got = both(x.values(), **options)
         assert_same(got[:2], both(x.values(), **options)[:2])
-        for name, a in zip(("out", "lse", "dq", "dk", "dv"), got, strict=True):
-            share = _dense.share(a.double(), exact[name], bound[name])
-            assert (share <= 1).all(), f"{name} of {nq} by {nk} under {mask}: {share.max()}"
+        assert_within_bounds(p, x | {"alibi_slopes": slopes}, got)
 
 
 def test_alibi_and_a_bias_have_kernels_of_their_own(backend):

@@ -1,8 +1,8 @@
 // A tile of the bias on its way through shared memory.
 //
 // Read where it is added, each of its elements takes an address and a bound, and every few of them a trip to memory. So
-// it is copied as K and V are, while the first product runs: whole vectors of 16 bytes, asynchronously. That takes rows
-// made of such vectors; what else there may be is read where it is added (cuda::ScoreFeatures).
+// it is copied while the first product runs: whole vectors of 16 bytes, asynchronously. That takes rows made of such
+// vectors; what else there may be sm80 reads where it is added (ScoreFeatures), and sm90 leaves to it.
 #pragma once
 
 #include <cstdint>

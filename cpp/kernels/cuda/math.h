@@ -71,7 +71,7 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
-// x / y to the last bit, or nearly so, where 1 / y is a normal number. What leaves float stays at its end.
+// x / y to the last bit, or nearly so, where 1 / y is a normal number. From 2^127 on it is the largest float.
 __device__ __forceinline__ float quotient(float x, float y) {
   const float inverse = reciprocal(y), q = x * inverse;
   return fabsf(q) >= 0x1p127f ? copysignf(FLT_MAX, q) : fmaf(fmaf(-q, y, x), inverse, q);

@@ -24,7 +24,7 @@ class BackwardWarpgroup {
   using MmaDq = typename Traits::MmaDq;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
   using ScoreUse = RingState<Traits::kScoreBuffers>;
-  // Dropout alone is drawn under the products; beside what modifies scores, where it is applied.
+  // Dropout alone is drawn under the products; beside softcap, where it is applied. A bias is added alone, before dP.
   static constexpr bool kDraws = Traits::kDraws, kModifies = cuda::caps_scores(kFeatures);
   static constexpr bool kBias = kFeatures == cuda::Features::kBias;
   static_assert(kDraws == (kFeatures == cuda::Features::kDropout));
