@@ -29,12 +29,19 @@ using Access = ArrayImporter::Access;
   throw Error(ErrorCode::kInvalidArgument, name + ": " + nb::cast<std::string>(text) + "; " + allowed);
 }
 
-float to_float(const char* name, nb::handle value) {
-  const double x = PyFloat_AsDouble(value.ptr());
-  if (x == -1.0 && PyErr_Occurred() != nullptr) {
+// Of other types than Python's own, and of bools, which are integers to it, flashsdk._errors.real decides.
+double to_double(const char* name, nb::handle value) {
+  if (PyFloat_Check(value.ptr())) return PyFloat_AsDouble(value.ptr());
+  if (PyLong_CheckExact(value.ptr())) {
+    const double x = PyLong_AsDouble(value.ptr());
+    if (x != -1.0 || PyErr_Occurred() == nullptr) return x;
     PyErr_Clear();
-    fail(name, value, "a number");
   }
+  return nb::cast<double>(nb::module_::import_("flashsdk._errors").attr("real")(name, value));
+}
+
+float to_float(const char* name, nb::handle value) {
+  const double x = to_double(name, value);
   const auto result = static_cast<float>(x);
   if (std::isinf(result) && std::isfinite(x)) fail(name, value, "a number that float32 can hold");
   return result;
@@ -43,13 +50,13 @@ float to_float(const char* name, nb::handle value) {
 // dropout_p just below 1 must not round up to it.
 float to_probability(const char* name, nb::handle value) {
   const float p = to_float(name, value);
-  return p == 1.f && PyFloat_AsDouble(value.ptr()) < 1. ? std::nextafter(1.f, 0.f) : p;
+  return p == 1.f && to_double(name, value) < 1. ? std::nextafter(1.f, 0.f) : p;
 }
 
 // A softcap too small for float32 must not become 0, which turns it off.
 float to_softcap(const char* name, nb::handle value) {
   const float cap = to_float(name, value);
-  if (cap == 0.f && PyFloat_AsDouble(value.ptr()) != 0.) fail(name, value, "0, or a number that float32 can hold");
+  if (cap == 0.f && to_double(name, value) != 0.) fail(name, value, "0, or a number that float32 can hold");
   return cap;
 }
 

@@ -61,10 +61,11 @@ def integer(
 
 
 def real(name: str, value: Any, *, allowed: str = "a number") -> float:
-    """``value`` as a float. NumPy's too, and arrays of one number; no text."""
-    if not isinstance(value, str | bytes | bytearray):
+    """``value`` as a float. NumPy's too, and arrays of one number; no text, no bool."""
+    if not isinstance(value, bool | str | bytes | bytearray):
         try:
-            return float(value)
+            if getattr(value, "dtype", None) != np.bool_:
+                return float(value)
         except Exception:
             pass
     raise Error(f"{name}: {shown(value)}; {allowed}")

@@ -66,7 +66,7 @@ def number(name: str, value: Any) -> Any:
     """``value`` if it is a number, of the compiler's too; that of a tensor that holds one."""
     # A tuple, here and below: the compiler of PyTorch 2.6 cannot trace A | B.
     if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
-        return value
+        return real(name, value) if isinstance(value, bool) else value
     if isinstance(value, Tensor):
         check_constant(name, value)
     return real(name, value)

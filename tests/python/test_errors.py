@@ -327,17 +327,33 @@ def test_seeds(name, bad):
     refused("mha_fwd", batched() | {name: bad, "dropout_p": 0.1}, name, str(bad))
 
 
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap", "dropout_p"])
+@pytest.mark.parametrize("bad", [True, False, np.True_, np.array(False), "1", b"1"], ids=repr)
+def test_numbers(name, bad):
+    """A bool is a flag that slipped into another argument, not a factor of 1."""
+    line = refused("mha_fwd", batched() | {name: bad}, name)
+    assert line == f"{name}: {bad!r}; a number"
+
+
+@pytest.mark.parametrize("scale", [2, np.int64(2), np.float32(2), np.array(2.0)], ids=repr)
+def test_numbers_of_other_types(scale):
+    a = batched()
+    out, _ = fs.mha_fwd(a["q"], a["k"], a["v"], softmax_scale=scale, softcap=scale)
+    want, _ = fs.mha_fwd(a["q"], a["k"], a["v"], softmax_scale=2.0, softcap=2.0)
+    assert (out == want).all()
+
+
 MATRIX = np.zeros((40, 40))  # whose repr has many lines
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"softmax_scale": MATRIX}, {"softcap": "a"}, {"softcap": None}, {"dropout_p": MATRIX},
-        {"seed": MATRIX}, {"offset": None}, {"deterministic": "no"}, {"deterministic": MATRIX},
-        {"deterministic": None}, {"stream": MATRIX}, {"backend": "x\ny"}, {"backend": "x" * 200},
-        {"backend": MATRIX}, {"backend": "\ud800"}, {"backend": ""}, {"mask": MATRIX},
-        {"mask": "causal\n"},
+        {"softmax_scale": MATRIX}, {"softmax_scale": 10**400}, {"softcap": "a"}, {"softcap": None},
+        {"dropout_p": MATRIX}, {"seed": MATRIX}, {"offset": None}, {"deterministic": "no"},
+        {"deterministic": MATRIX}, {"deterministic": None}, {"stream": MATRIX},
+        {"backend": "x\ny"}, {"backend": "x" * 200}, {"backend": MATRIX}, {"backend": "\ud800"},
+        {"backend": ""}, {"mask": MATRIX}, {"mask": "causal\n"},
     ],
     ids=str,
 )  # fmt: skip
