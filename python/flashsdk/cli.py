@@ -79,7 +79,7 @@ def parser() -> Parser:
 
     for command in (info, demo, verify, bench):
         command.add_argument(
-            "--isa", metavar="NAME", help="CPU instruction set (default: the best)"
+            "--isa", type=isa, metavar="NAME", help="CPU instruction set (default: the best)"
         )
         command.add_argument("--threads", type=threads, metavar="N", help="CPU threads")
     return top
@@ -95,7 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(args)
     except Error as e:
-        print(f"flashsdk {args.command}: {e}", file=sys.stderr)
+        message = str(e)
+        if args.isa is not None and message.startswith("FLASHSDK_CPU_ISA: "):
+            message = "--isa" + message.removeprefix("FLASHSDK_CPU_ISA")  # what the user wrote
+        print(f"flashsdk {args.command}: {message}", file=sys.stderr)
         return USAGE_ERROR
     except BrokenPipeError:
         # Whoever read the output has seen enough; what is still buffered would complain at exit.
@@ -153,6 +156,12 @@ def positive_int(text: str) -> int:
 
 def threads(text: str) -> int:
     return _number(int, text, 1, "1 to 4096", most=4096)
+
+
+def isa(text: str) -> str:
+    if not text:  # the library takes an empty variable for none; which others there are, it tells
+        raise argparse.ArgumentTypeError("''; a name that info lists")
+    return text
 
 
 def natural(text: str) -> int:

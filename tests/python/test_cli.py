@@ -107,7 +107,8 @@ def test_threads_and_isa_are_taken():
     ("args", "says"),
     [
         (["nonsense"], "nonsense"),
-        (["info", "--isa", "mmx"], "mmx"),
+        (["info", "--isa", "mmx"], "flashsdk info: --isa: mmx; portable, "),
+        (["info", "--isa", ""], "info: --isa: ''; a name"),
         (["info", "--threads", "0"], "--threads: '0'"),
         (["verify", "--seconds", "-1"], "--seconds"),
         (["verify", "--seed", "1.5"], "--seed: '1.5'"),
