@@ -358,6 +358,7 @@ NB_MODULE(_bindings, m) {
   namespace py = flashsdk::python;
   nanobind::register_exception_translator(py::translate);
   m.attr("__version__") = FLASHSDK_VERSION;
+  m.attr("MAX_THREADS") = flashsdk::kMaxThreads;
   m.def("forward", py::forward);
   m.def("backward", py::backward);
   m.def("explain", py::explain_call);

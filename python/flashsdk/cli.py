@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
+from flashsdk._bindings import MAX_THREADS
 from flashsdk._commands import INTERRUPTED
 from flashsdk._errors import Error
 
@@ -155,7 +156,7 @@ def positive_int(text: str) -> int:
 
 
 def threads(text: str) -> int:
-    return _number(int, text, 1, "1 to 4096", most=4096)
+    return _number(int, text, 1, f"1 to {MAX_THREADS}", most=MAX_THREADS)
 
 
 def isa(text: str) -> str:

@@ -11,7 +11,7 @@ import time
 import flashsdk as fs
 import numpy as np
 import pytest
-from flashsdk import _reference
+from flashsdk import _bindings, _reference, cli
 from flashsdk._commands import (
     bench_cpu,
     bench_cpu_tables,
@@ -98,6 +98,16 @@ def test_threads_and_isa_are_taken():
     info = json.loads(run("info", "--json", "--threads", "3", "--isa", slowest))
     assert info["threads"] == 3
     assert info["build"]["cpu_isa"] == slowest
+
+
+def test_as_many_threads_as_the_library_takes():
+    with pytest.raises(fs.Error) as caught:
+        fs.set_num_threads(_bindings.MAX_THREADS + 1)
+    allowed = f"1 to {_bindings.MAX_THREADS}"
+    assert str(caught.value).endswith(f"; {allowed}")
+    assert f"; {allowed}; " in run("info", "--threads", str(_bindings.MAX_THREADS + 1), code=2)
+    fs.set_num_threads(_bindings.MAX_THREADS)
+    assert cli.threads(str(_bindings.MAX_THREADS)) == fs.get_num_threads()
 
 
 # ---- errors: one line that names the argument, exit code 2
