@@ -290,9 +290,6 @@ def scaled_dot_product_attention(
     """
     heads = _heads(query, key, value, gqa=flag("enable_gqa", enable_gqa))
     batch = _batch(query, key, value)
-    if heads == (0, 0, 0):  # of 3-d tensors the batch, of which torch takes an empty one
-        rows = query[..., :1].expand(*batch, *query.shape[-3:-1], 1)
-        return rows.expand(*rows.shape[:-1], value.shape[-1])
     scores = (heads[0], query.shape[-2], key.shape[-2])
     mask, bias = None, None
     if attn_mask is not None:
@@ -306,11 +303,18 @@ def scaled_dot_product_attention(
     elif flag("is_causal", is_causal):
         mask = Causal("top_left")
     q, k, v = (_rows_first(x, batch, n) for x, n in zip((query, key, value), heads, strict=True))
+    # Of 3-d tensors heads are torch's batch, of which it takes an empty one; kernels no heads. As a
+    # batch of none of one head the other arguments are looked at like any.
+    if heads == (0, 0, 0):
+        q, k, v = (x.reshape(0, x.shape[1], 1, x.shape[3]) for x in (q, k, v))
+        bias = None if bias is None else bias[:0].reshape(0, 1, *bias.shape[2:])
     try:
         out, _ = attend(q, k, v, mask=mask, bias=bias, softmax_scale=scale, dropout_p=dropout_p)
     except Error as e:
         raise renamed(e, _NAMES) from None
     out = out.transpose(1, 2)  # (prod(batch), num_heads, seqlen_q, head_dim_v)
+    if heads[0] == 0:
+        out = out.reshape(math.prod(batch), 0, *out.shape[2:])
     if len(batch) == 1:
         return out
     headless = max(query.dim(), key.dim(), value.dim()) == 2

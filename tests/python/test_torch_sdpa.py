@@ -255,3 +255,24 @@ def test_nothing_to_attend(shape):
     assert out.shape == functional.scaled_dot_product_attention(x, x, x).shape
     out.sum().backward()
     assert x.grad.shape == shape
+    for mask in (torch.ones(5, 5, dtype=torch.bool), torch.zeros(*shape[:-2], 5, 5)):
+        options = {"attn_mask": mask, "dropout_p": 0.5, "scale": 0.3}
+        assert scaled_dot_product_attention(x, x, x, **options).shape == out.shape
+    assert scaled_dot_product_attention(x, x, x, is_causal=True).shape == out.shape
+    wide = x.detach()[..., None].expand(*shape, 3).flatten(-2)  # value's head_dim is out's
+    assert scaled_dot_product_attention(x, x, wide).shape == (*shape[:-1], 24)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 5, 8), (0, 3, 5, 8)], ids=str)
+def test_refusals_where_there_is_nothing_to_attend(shape):
+    """As anywhere else: the size of a batch is no reason to take what the next one would not."""
+    x = torch.empty(shape)
+    refused("^scale: 'a'; a number", x, x, x, scale="a")
+    refused("^scale: nan; a finite number", x, x, x, scale=float("nan"))
+    refused("^dropout_p: 2; 0 <= dropout_p < 1", x, x, x, dropout_p=2)
+    refused("^is_causal: 'no'; True or False", x, x, x, is_causal="no")
+    refused("^attn_mask: 'a'; a tensor", x, x, x, attn_mask="a")
+    refused(r"^attn_mask: shape \(4, 4\); one that broadcasts", x, x, x, torch.zeros(4, 4))
+    refused("^attn_mask: dtype int32", x, x, x, torch.zeros(5, 5, dtype=torch.int32))
+    refused("^is_causal: True with an attn_mask", x, x, x, torch.zeros(5, 5), is_causal=True)
+    refused("^query: dtype float64", x.double(), x.double(), x.double())
