@@ -219,21 +219,25 @@ void KernelRegistry::check_isa(Device device) const {
 
 const KernelEntry& KernelRegistry::select(Op op, const ForwardParams& p, std::optional<Backend> forced) const {
   check_isa(p.device);
-  // The last to refuse is the most general one: its reason is what a caller can change. Of the backend that was asked
-  // for, where one was: the others only say that it was not them.
-  const Row* last = nullptr;
-  const char* reason = "";
-  const Row* taken = search(op, p, forced, [&](const Row& refused, const char* why) {
-    if (forced && *forced != refused.entry.key.backend) return;
-    last = &refused;
-    reason = why;
-  });
+  const Row* taken = search(op, p, forced, [](const Row&, const char*) {});
   if (taken != nullptr) return taken->entry;
   std::string problem = std::string(to_string(p.dtype)) + ", head_dim " +
                         std::to_string(std::max(p.head_dim, p.head_dim_v)) + ", " + name_of(p.mask.kind) + " mask" +
                         (p.score.any_feature() ? ", score features" : "") + " on " + to_string(p.device);
-  std::string allowed = "what flashsdk.kernels() lists";
-  if (last != nullptr) allowed += " (" + last->name + ": " + reason + ")";
+  // Each reason once, as any may be the one that a caller can change: where a kernel has no bias compiled in, the next
+  // may have one and refuse its type. Of the backend that was asked for, else of the last one, which takes the most.
+  // Kernels that split keys are passed over: their reason says that it would not pay.
+  std::vector<std::pair<const Row*, std::string>> refused;
+  search(op, p, forced, [&](const Row& row, const char* reason) {
+    const KernelKey& key = row.entry.key;
+    if (key.splits_keys || (forced && *forced != key.backend)) return;
+    if (!refused.empty() && refused.back().first->entry.key.backend != key.backend) refused.clear();
+    const auto same = [&](const auto& said) { return said.second == reason; };
+    if (std::none_of(refused.begin(), refused.end(), same)) refused.emplace_back(&row, reason);
+  });
+  std::string allowed;
+  for (const auto& [row, reason] : refused) allowed += (allowed.empty() ? "" : "; ") + row->name + ": " + reason;
+  allowed = "what flashsdk.kernels() lists" + (allowed.empty() ? "" : " (" + allowed + ")");
   const std::string none = forced ? std::string("no ") + name_of(*forced) + " kernel for " : "no kernel for ";
   fail(op == Op::kForward ? "mha_fwd" : "mha_bwd", none + problem, allowed, ErrorCode::kUnsupported);
 }

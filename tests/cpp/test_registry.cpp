@@ -161,6 +161,37 @@ TEST(KernelRegistry, ABackendThatWasAskedForSaysWhyItRefuses) {
             "flashsdk.kernels() lists");
 }
 
+TEST(KernelRegistry, EveryReasonOfABackendIsToldOnce) {
+  auto gpu_entry = [](Backend backend, int head_dim, const char* (*can_implement)(const ForwardParams&)) {
+    KernelEntry e = entry(backend == Backend::kSm90 ? "sm_90a" : "sm_80", head_dim, true, DType::kBFloat16);
+    e.key.backend = backend;
+    e.can_implement = can_implement;
+    return e;
+  };
+  auto no_bias = [](const ForwardParams&) { return "a bias is not compiled in"; };
+  auto other_type = [](const ForwardParams&) { return "a bias is of another type"; };
+  auto unaligned = [](const ForwardParams&) { return "unaligned"; };
+  KernelEntry split = gpu_entry(Backend::kSm80, 64, [](const ForwardParams&) { return "too few keys"; });
+  split.key.splits_keys = true;
+  const KernelRegistry registry(
+      {gpu_entry(Backend::kSm90, 64, no_bias), gpu_entry(Backend::kSm90, 64, other_type),
+       gpu_entry(Backend::kSm90, 128, no_bias), split, gpu_entry(Backend::kSm80, 64, unaligned)},
+      "");
+  ForwardParams p = problem(64, 64, DType::kBFloat16);
+  p.device = {DeviceType::kCUDA, 0};
+  p.score.softcap = 1;
+  const std::string lists = "dense mask, score features on cuda:0; what flashsdk.kernels() lists ";
+  EXPECT_EQ(message_of(registry, p, Backend::kSm90),
+            "unsupported: mha_fwd: no sm90 kernel for bfloat16, head_dim 64, " + lists +
+                "(sm90_bf16_d64_dense_features_fwd: a bias is not compiled in; "
+                "sm90_bf16_d64_dense_features_fwd: a bias is of another type)");
+  // Splitting is for speed, and where no backend is asked for the last one takes the most.
+  const std::string by_sm80 = lists + "(sm80_bf16_d64_dense_features_fwd: unaligned)";
+  EXPECT_EQ(message_of(registry, p, Backend::kSm80),
+            "unsupported: mha_fwd: no sm80 kernel for bfloat16, head_dim 64, " + by_sm80);
+  EXPECT_EQ(message_of(registry, p), "unsupported: mha_fwd: no kernel for bfloat16, head_dim 64, " + by_sm80);
+}
+
 // ---- what this build has
 
 TEST(Registry, ListsEveryKernelOnceUnderItsName) {
