@@ -246,24 +246,23 @@ class DqAdder {
   }
 
   // The same when a key tile's turn has come (turn_order.h). To see a turn, to add and to pass the turn on takes longer
-  // than a step. So the warps alternate, and each adds all pieces of every second step. Not so where the warpgroups'
-  // dQ of a step comes at different times: a turn would be held longer.
+  // than a step. So the warps alternate, and each adds all pieces of every second step.
   __device__ void add_in_turn(int tile, unsigned step, int mine) {
-    if (kAlternate && step % Traits::kWarpgroups != static_cast<unsigned>(warp_)) return;
-    const int begin = kAlternate ? 0 : warp_, end = kAlternate ? Traits::kWarpgroups : warp_ + 1;
-    int* const turn = ws_.turn + piece_of(tile, begin, 0);
+    if (step % Traits::kWarpgroups != static_cast<unsigned>(warp_)) return;
+    int* const turn = ws_.turn + piece_of(tile, 0, 0);
     const auto use = use_of(step, 0);
     bool come = load_acquire(turn) == mine;
-    if (!come || !smem_.full_dq[begin].full[use.stage].test_wait(use.phase)) pass_turn<0>();  // nothing else to do
+    if (!come || !smem_.full_dq[kEarlier].full[use.stage].test_wait(use.phase)) pass_turn<0>();  // nothing else to do
     while (!come) come = load_acquire(turn) == mine;
     after_acquire();
-    for (int warpgroup = begin; warpgroup < end; ++warpgroup) {
+    for (int n = 0; n < Traits::kWarpgroups; ++n) {
+      const int warpgroup = (kEarlier + n) % Traits::kWarpgroups;
       for (int i = 0; i < kPieces; ++i) {
         smem_.full_dq[warpgroup].wait_full(use_of(step, i));
         write(tile, warpgroup, step, i, true);
       }
     }
-    pass_turn<kAlternate ? Traits::kDqPieces : kPieces>();
+    pass_turn<Traits::kDqPieces>();
     held_ = turn;
     next_ = mine + 1;
   }
@@ -271,9 +270,8 @@ class DqAdder {
   __device__ void finish_turns() { pass_turn<0>(); }
 
  private:
-  static constexpr bool kAlternate = !Traits::kWide;
   static constexpr int kPieces = Traits::kDqPieces / Traits::kWarpgroups;  // of a step, for each warpgroup
-  static_assert(!kAlternate || kPieces == 1);
+  static constexpr int kEarlier = Traits::kWide ? 1 : 0;  // the warpgroup whose dQ of a step does not come later
 
   __device__ static std::int64_t piece_of(int tile, int warpgroup, int i) {
     return std::int64_t{tile} * Traits::kDqPieces + warpgroup * kPieces + i;
