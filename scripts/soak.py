@@ -54,13 +54,12 @@ def soaked(seed: int, largest_head_dim: int, dtypes: list[str]) -> Problem:
             for d in (p.head_dim, p.head_dim_v))  # fmt: skip
     head_dim, head_dim_v = (-(-d // 8) * 8 for d in dims)
     deterministic = bool(p.options) or seed % REPEATED == 0  # whose bits can be compared
-    # ALiBi and a bias have fast kernels of their own; a backward with a bias up to head_dim 128.
-    alone = not (p.softcap or p.dropout_p)
+    # ALiBi has fast kernels of its own, and a bias, alone or beside dropout, up to head_dim 128.
     dtype = p.dtype if p.dtype in dtypes else dtypes[0]
     bias = p.bias and ("bool" if p.bias[0] == "bool" else dtype, p.bias[1])
     p = replace(
-        p, bias=bias if alone and not p.alibi and max(head_dim, head_dim_v) <= 128 else None,
-        alibi=p.alibi if alone else None, aligned=True,
+        p, bias=None if p.softcap or p.alibi or max(head_dim, head_dim_v) > 128 else bias,
+        alibi=None if p.softcap or p.dropout_p else p.alibi, aligned=True,
         head_dim=head_dim, head_dim_v=head_dim_v,
         dtype=dtype,
         options={"deterministic": True} if deterministic else {},

@@ -152,11 +152,15 @@ def assert_within_bounds(p, x, got, names=("out", "lse", "dq", "dk", "dv")):
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("kind", ["of q's type", "bool"])
-def test_bias_alone(backend, kind, dim):
+def test_bias_without_softcap(backend, kind, dropout_p, dim):
     """By tiles in shared memory: -inf for rows, columns and all first keys, values beside which
     scores vanish, and NaN where the vectors of a row reach behind its end."""
     need_head_dim(backend, dim)
+    if dropout_p and backend == "sm90" and dim > 128:
+        pytest.skip("sm90 has no bias beside dropout above head_dim 128")
+    dropout = {"dropout_p": dropout_p, "seed": 5, "offset": 7}
     q, k, v, dout = qkv(1100, heads=2, dim=dim)
     values = torch.randn(2, 2, 1100, 1104, device="cuda", dtype=BF16)
     values[0, 1, ::7] *= 200
@@ -164,16 +168,17 @@ def test_bias_alone(backend, kind, dim):
     values[..., 300:400] = values[:, 0, 150] = values[1, :, 200:, :600] = -math.inf
     values[..., 1100:] = math.nan  # of the next row, as it were
     wide = values > 0 if kind == "bool" else values
-    for p, x in over_many_tiles(q, k, v, dout):
+    of_problem = {f"dropout_{name.removeprefix('dropout_')}": x for name, x in dropout.items()}
+    for p, x in over_many_tiles(q, k, v, dout, **of_problem):
         nq, nk = p.max_seqlen
         bias = wide[:, :, :nq, :nk]
-        options = {"mask": mask_of(p), "bias": bias, "backend": backend}
+        options = {"mask": mask_of(p), "bias": bias, "backend": backend, **dropout}
         if backend == "sm90" and dim > 128:  # whose backward is sm80's
             got = fs.mha_fwd(*(x[name] for name in "qkv"), **options)
             assert_within_bounds(p, x | {"bias": bias}, got, ("out", "lse"))
         else:
             assert_within_bounds(p, x | {"bias": bias}, both(x.values(), **options))
-    options = {"bias": wide[..., :1100], "backend": backend}
+    options = {"bias": wide[..., :1100], "backend": backend, **dropout}
     want = fs.mha_fwd(q, k, v, **options)
     k[:, 300:400] = math.nan  # what -inf hides, whatever its scores are
     for a, b in zip(fs.mha_fwd(q, k, v, **options), want, strict=True):
@@ -204,6 +209,7 @@ def test_alibi_and_a_bias_have_kernels_of_their_own(backend):
         options = {"op": op, "backend": backend}
         assert backend in kernel_of(q, k, v, alibi_slopes=slopes, **options)
         assert backend in kernel_of(q, k, v, bias=bias, **options)
+        assert backend in kernel_of(q, k, v, bias=bias, dropout_p=0.1, **options)
         # Divided by such a scale slopes would be infinite: all features together do not divide.
         tiny = {"alibi_slopes": slopes, "softmax_scale": 1e-30}
         if backend == "sm80":

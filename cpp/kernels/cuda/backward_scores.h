@@ -47,12 +47,12 @@ class BackwardScores {
   // is asked for, it takes no registers in between.
   using TopOfTile = const float* const&;
 
-  // Scores become probabilities, kept ones or not. addend: of a kernel whose only feature that is, alibi() or a tile of
-  // the bias.
+  // Scores become probabilities, kept ones or not. addend: of a kernel in which nothing else changes scores, alibi() or
+  // a tile of the bias.
   template <class Scores, class Coordinates, class Rows, class Addend = Alibi>
   __device__ void probabilities(Scores&& s, const Coordinates& at, int head, TileRef tile, const Rows& lse_log2,
                                 TopOfTile top, const Addend& addend = {}) const {
-    if constexpr (kFeatures == Features::kBias)
+    if constexpr (has_bias_alone(kFeatures))
       addend.add(s, in_sequence(at, tile), p_.score.softmax_scale);
     else if constexpr (kFeatures == Features::kAlibi)
       addend.add(s, in_sequence(at, tile));
@@ -107,8 +107,9 @@ class BackwardScores {
     }
   }
 
-  // The same for kernels whose only feature is dropout, with its factors m (DropFactors), which drawn.for_each_pair(f)
-  // tells for all (i, j): dS = P∘(m∘dP·dropout_scale_ − δ). Then P, which weighs dO, loses what is dropped.
+  // The same for kernels with dropout and without softcap, with its factors m (DropFactors), which
+  // drawn.for_each_pair(f) tells for all (i, j): dS = P∘(m∘dP·dropout_scale_ − δ). Then P, which weighs dO, loses what
+  // is dropped.
   template <class Probabilities, class Gradients, class Rows, class Drawn>
   __device__ void gradients(Probabilities&& p, Gradients&& dp, const Rows& minus_delta, const Drawn& drawn) const {
     drawn.for_each_pair([&](int i, int j, std::uint32_t factors) {
@@ -158,7 +159,7 @@ class BackwardScores {
   // is their maximum times sign().
   template <class Scores, class Coordinates>
   __device__ void finish_scores(Scores& s, const Coordinates& at, int head, TileRef tile) const {
-    if constexpr (kFeatures == Features::kBias) {
+    if constexpr (has_bias_alone(kFeatures)) {
       ScoreFeatures(p_.score, seq_, batch_, head).add_bias(s, in_sequence(at, tile), p_.score.softmax_scale);
     } else {
       auto unused = cute::make_tensor_like(s);

@@ -21,13 +21,54 @@ namespace flashsdk::cuda {
 template <class Element>
 FLASHSDK_HD const char* refuse_bias(const BiasParam& bias) {
   constexpr int kVectorBytes = 16;
+  if (bias.ptr == nullptr) return "there is no bias";
   const bool is_bool = bias.dtype == DType::kBool;
   const std::int64_t size = is_bool ? 1 : sizeof(Element), strides = bias.batch | bias.head | bias.row;
-  const bool comes = bias.ptr != nullptr && (is_bool || bias.dtype == kDType<Element>) && bias.col == 1 &&
-                     reinterpret_cast<std::uintptr_t>(bias.ptr) % kVectorBytes == 0 &&
+  if (!is_bool && bias.dtype != kDType<Element>) return "a bias is of another type than q";
+  const bool whole = bias.col == 1 && reinterpret_cast<std::uintptr_t>(bias.ptr) % kVectorBytes == 0 &&
                      strides * size % kVectorBytes == 0;
-  return comes ? nullptr : "a bias is of another type than q, or its rows are not whole vectors of 16 bytes";
+  return whole ? nullptr : "a bias's rows are not whole vectors of 16 bytes";
 }
+
+// The bias of one head, of bool or of the 16-bit type of q, in device memory. Rows are queries.
+template <class Element>
+class BiasRows {
+ public:
+  __device__ BiasRows(const ScoreParam& score, const SeqlenInfo& seq, int batch, int head)
+      : bias_(score.bias), seq_(seq), offset_(batch * bias_.batch + head * bias_.head) {}
+
+  __device__ bool is_bool() const { return bias_.dtype == DType::kBool; }
+  // f(size of an element), known at compile time.
+  template <class F>
+  __device__ void with_size(F&& f) const {
+    if (is_bool()) {
+      f(cute::Int<1>{});
+    } else {
+      f(cute::Int<sizeof(Element)>{});
+    }
+  }
+  template <int kSize>
+  __device__ const char* at(int query, int key) const {
+    return static_cast<const char*>(bias_.ptr) + (offset_ + query * bias_.row + key) * kSize;
+  }
+  template <int kSize>
+  __device__ std::int64_t row_bytes() const {
+    return bias_.row * kSize;
+  }
+  // Of a vector of kVectorBytes, which are of keys that exist.
+  template <int kSize, int kVectorBytes>
+  __device__ int bytes_from(int key) const {
+    return clamp_index(seq_.seqlen_k - key, kVectorBytes / kSize) * kSize;
+  }
+  __device__ bool has(int query) const {  // before the first: beyond the last
+    return static_cast<unsigned>(query) < static_cast<unsigned>(seq_.seqlen_q);
+  }
+
+ private:
+  const BiasParam& bias_;
+  const SeqlenInfo& seq_;
+  std::int64_t offset_;
+};
 
 // 16 bytes to shared memory, asynchronously; those from `valid` on are zero.
 __device__ __forceinline__ void copy_vector_async(std::uint32_t to, const void* from, int valid) {
@@ -45,8 +86,8 @@ __device__ __forceinline__ void add_pairs(const std::uint32_t (&words)[4], F&& f
   }
 }
 
-// Of bool, or of the 16-bit type of q. Rows are queries. kSharers groups of threads share the rows: each copies and
-// adds its own, so that it need not wait for another. kAlways: the kernel refuses calls without one.
+// kSharers groups of threads share the rows: each copies and adds its own, so that it need not wait for another.
+// kAlways: the kernel refuses calls without one.
 template <class Element, int kBlockM, int kBlockN, int kThreads, int kSharers, bool kAlways>
 class BiasTile {
   static constexpr int kVectorBytes = 16;
@@ -62,22 +103,14 @@ class BiasTile {
 
   // Of one head, in kBytes of shared memory, of which there need be none where takes() is false.
   __device__ BiasTile(const ScoreParam& score, const SeqlenInfo& seq, int batch, int head, void* smem)
-      : bias_(score.bias),
-        seq_(seq),
-        offset_(batch * bias_.batch + head * bias_.head),
-        smem_(static_cast<char*>(smem)) {}
+      : bias_(score.bias), rows_(score, seq, batch, head), smem_(static_cast<char*>(smem)) {}
 
   // Asked anew each time: kept, the answer takes a register, which backward kernels lack.
   __device__ bool holds() const { return kAlways || takes(bias_); }
 
   // Starts the copy of the tile whose first query and key these are. What lies beyond the last ones is zero.
   __device__ void load(int m0, int n0) const {
-    if (!holds()) return;
-    if (is_bool()) {
-      copy<1>(m0, n0);
-    } else {
-      copy<sizeof(Element)>(m0, n0);
-    }
+    if (holds()) rows_.with_size([&](auto size) { copy<size.value>(m0, n0); });
   }
 
   // Adds the tile, which has arrived for all threads, to the scores times a scale; false hides. kTried: by a maximum
@@ -85,7 +118,7 @@ class BiasTile {
   // should, and a NaN that a bias of −inf should have hidden makes the try fail: nothing is asked of either.
   template <bool kTried = false, bool kTransposed, class Scores, class Coordinates>
   __device__ void add(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at, float scale) const {
-    if (is_bool()) {
+    if (rows_.is_bool()) {
       scale_and_hide(scores, at, scale);
     } else if constexpr (kTried) {
       add_words(scores, at, [&](float s, float bias) { return fmaf(s, scale, bias); });
@@ -95,8 +128,6 @@ class BiasTile {
   }
 
  private:
-  __device__ bool is_bool() const { return bias_.dtype == DType::kBool; }
-
   template <int kSize>
   __device__ void copy(int m0, int n0) const {
     constexpr int kVectors = kBlockN * kSize / kVectorBytes, kRowsAtOnce = kOwners / kVectors;  // of a row
@@ -104,15 +135,13 @@ class BiasTile {
     const int thread = kSharers == 1 ? threadIdx.x : threadIdx.x % kThreads;
     const int row = thread / kOwners * kOwnRows + thread % kOwners / kVectors;
     const int column = thread % kVectors * kVectorBytes;
-    const int bytes = clamp_index(seq_.seqlen_k - n0 - column / kSize, kVectorBytes / kSize) * kSize;
-    const char* from = static_cast<const char*>(bias_.ptr) + column + (offset_ + (m0 + row) * bias_.row + n0) * kSize;
+    const int key = n0 + column / kSize, bytes = rows_.template bytes_from<kSize, kVectorBytes>(key);
+    const char* from = rows_.template at<kSize>(m0 + row, key);
     const std::uint32_t to = cute::cast_smem_ptr_to_uint(smem_ + row * kPitch + column);
     CUTE_UNROLL
     for (int pass = 0; pass < kOwnRows / kRowsAtOnce; ++pass) {
-      const auto query = static_cast<unsigned>(m0 + row + pass * kRowsAtOnce);  // before the first: beyond the last
-      const int valid = query < static_cast<unsigned>(seq_.seqlen_q) ? bytes : 0;
-      copy_vector_async(to + pass * kRowsAtOnce * kPitch, from, valid);
-      from += kRowsAtOnce * bias_.row * kSize;
+      copy_vector_async(to + pass * kRowsAtOnce * kPitch, from, rows_.has(m0 + row + pass * kRowsAtOnce) ? bytes : 0);
+      from += kRowsAtOnce * rows_.template row_bytes<kSize>();
     }
   }
 
@@ -187,8 +216,7 @@ class BiasTile {
   }
 
   const BiasParam& bias_;
-  const SeqlenInfo& seq_;
-  std::int64_t offset_;
+  BiasRows<Element> rows_;
   char* smem_;
 };
 

@@ -22,6 +22,7 @@ enum class Features : unsigned {
   kBias = 4,
   kAlibi = 8,
   kCapped = kDropout | kSoftcap,
+  kBiasDropout = kBias | kDropout,
   kAll = kDropout | kSoftcap | kBias | kAlibi
 };
 constexpr bool has(Features f, Features bit) { return (static_cast<unsigned>(f) & static_cast<unsigned>(bit)) != 0; }
@@ -29,6 +30,8 @@ constexpr bool has_dropout(Features f) { return has(f, Features::kDropout); }
 constexpr bool has_bias(Features f) { return has(f, Features::kBias); }
 constexpr bool has_alibi(Features f) { return has(f, Features::kAlibi); }
 constexpr bool caps_scores(Features f) { return has(f, Features::kSoftcap); }  // their derivative is needed too
+// Whether nothing else changes scores: a bias is then added as they are scaled.
+constexpr bool has_bias_alone(Features f) { return has_bias(f) && !caps_scores(f) && !has_alibi(f); }
 // Whether scores are multiplied by the softmax scale, and more. ALiBi alone is added to the products.
 constexpr bool modifies_scores(Features f) { return caps_scores(f) || has_bias(f); }
 
@@ -132,7 +135,8 @@ class AlibiAlone<Features::kAlibi> : public AlibiBias {
 template <Features kFeatures>
 const char* refuse_features(const ScoreParam& score) {
   static_assert(kFeatures == Features::kNone || kFeatures == Features::kDropout || kFeatures == Features::kCapped ||
-                    kFeatures == Features::kAlibi || kFeatures == Features::kBias || kFeatures == Features::kAll,
+                    kFeatures == Features::kAlibi || kFeatures == Features::kBias ||
+                    kFeatures == Features::kBiasDropout || kFeatures == Features::kAll,
                 "other sets have no code of their own: what is alone is added in another place than what is not");
   if (score.softcap > 0.f && !has(kFeatures, Features::kSoftcap)) return "softcap is not compiled in";
   if (score.dropout.threshold > 0 && !has_dropout(kFeatures)) return "dropout is not compiled in";

@@ -38,7 +38,7 @@ inline const char* refuse_alignment(const ForwardParams& p, bool backward) {
 }
 
 // Null, or why kernels of this tile and size do not take the problem.
-template <class Traits, cuda::Features kFeatures, class Bias = cuda::NoBiasTile>
+template <class Traits, cuda::Features kFeatures>
 const char* refuse(const ForwardParams& p, bool backward, int shared_bytes) {
   if (const char* reason = cuda::refuse_features<kFeatures>(p.score)) return reason;
   if constexpr (kFeatures == cuda::Features::kBias)
@@ -115,8 +115,7 @@ template <class Traits, class Policy, cuda::Features kFeatures>
 KernelEntry forward_entry() {
   return {key_of<Traits, Policy, kFeatures>(Op::kForward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           [](const ForwardParams& p) {
-            return refuse<Traits, kFeatures, ForwardBias<Traits, kFeatures, AllKeys>>(
-                p, false, forward_smem_bytes<Traits, kFeatures, AllKeys>(p));
+            return refuse<Traits, kFeatures>(p, false, forward_smem_bytes<Traits, kFeatures, AllKeys>(p));
           },
           [](const ForwardParams&, int) { return std::size_t{0}; }, launch_forward<Traits, Policy, kFeatures>};
 }
@@ -201,15 +200,13 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 KernelEntry backward_entry() {
-  return {key_of<Traits, Policy, kFeatures>(Op::kBackward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
-          [](const ForwardParams& p) {
-            return refuse<Traits, kFeatures, BackwardBias<Traits, kFeatures>>(p, true,
-                                                                              kBackwardSmemBytes<Traits, kFeatures>);
-          },
-          [](const ForwardParams& p, int) {
-            return cuda::BackwardWorkspace(p, Traits::kBlockM, Traits::kHeadDim, nullptr).size;
-          },
-          launch_backward<Traits, Policy, kFeatures>};
+  return {
+      key_of<Traits, Policy, kFeatures>(Op::kBackward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+      [](const ForwardParams& p) { return refuse<Traits, kFeatures>(p, true, kBackwardSmemBytes<Traits, kFeatures>); },
+      [](const ForwardParams& p, int) {
+        return cuda::BackwardWorkspace(p, Traits::kBlockM, Traits::kHeadDim, nullptr).size;
+      },
+      launch_backward<Traits, Policy, kFeatures>};
 }
 
 }  // namespace flashsdk::sm80

@@ -20,9 +20,7 @@ class BackwardBias {
   // slab: of the dS of a warpgroup, whose first key is n0. thread: of the warpgroup.
   __device__ BackwardBias(const ScoreParam& score, const SeqlenInfo& seq, int batch, int head, int n0, void* slab,
                           int thread)
-      : bias_(score.bias),
-        seq_(seq),
-        offset_(batch * bias_.batch + head * bias_.head),
+      : rows_(score, seq, batch, head),
         n0_(n0 + thread / 32 * kKeys),
         slab_(cute::cast_smem_ptr_to_uint(slab)),
         warp_(thread / 32),
@@ -30,17 +28,13 @@ class BackwardBias {
 
   // Starts the copy of the rows from query m0 on. What lies beyond the last query and key is zero.
   __device__ void load(int m0) const {
-    if (is_bool()) {
-      copy<1>(m0);
-    } else {
-      copy<sizeof(Element)>(m0);
-    }
+    rows_.with_size([&](auto size) { copy<size.value>(m0); });
   }
 
   // Adds the tile, which has arrived for the warp, to the scores (keys, queries) times a scale; false hides.
   template <class Scores, class Coordinates>
   __device__ void add(Scores& scores, const Coordinates&, float scale) const {
-    if (is_bool()) {
+    if (rows_.is_bool()) {
       scale_and_hide(scores, scale);
     } else {
       add_words(scores, scale);
@@ -48,7 +42,6 @@ class BackwardBias {
   }
 
  private:
-  __device__ bool is_bool() const { return bias_.dtype == DType::kBool; }
   // Of a vector of 16 bytes in shared memory, as SmemTile swizzles slabs.
   __device__ std::uint32_t address(int row, int vector) const {
     return slab_ + row * kPitch + ((2 * warp_ + vector) ^ (row % 8)) * kVectorBytes;
@@ -59,14 +52,14 @@ class BackwardBias {
     constexpr int kVectors = kKeys * kSize / kVectorBytes, kRowsAtOnce = 32 / kVectors;  // of a warp's row
     static_assert(kBlockM % kRowsAtOnce == 0 && kRowsAtOnce % 8 == 0);
     const int row = lane_ / kVectors, vector = lane_ % kVectors, key = n0_ + vector * (kVectorBytes / kSize);
-    const int bytes = clamp_index(seq_.seqlen_k - key, kVectorBytes / kSize) * kSize;
-    const char* from = static_cast<const char*>(bias_.ptr) + (offset_ + (m0 + row) * bias_.row + key) * kSize;
+    const int bytes = rows_.template bytes_from<kSize, kVectorBytes>(key);
+    const char* from = rows_.template at<kSize>(m0 + row, key);
     const std::uint32_t to = address(row, vector);
     CUTE_UNROLL
     for (int pass = 0; pass < kBlockM / kRowsAtOnce; ++pass) {
       cuda::copy_vector_async(to + pass * kRowsAtOnce * kPitch, from,
-                              m0 + row + pass * kRowsAtOnce < seq_.seqlen_q ? bytes : 0);
-      from += kRowsAtOnce * bias_.row * kSize;
+                              rows_.has(m0 + row + pass * kRowsAtOnce) ? bytes : 0);
+      from += kRowsAtOnce * rows_.template row_bytes<kSize>();
     }
   }
 
@@ -105,9 +98,7 @@ class BackwardBias {
     }
   }
 
-  const BiasParam& bias_;
-  const SeqlenInfo& seq_;
-  std::int64_t offset_;
+  cuda::BiasRows<Element> rows_;
   int n0_;
   std::uint32_t slab_;
   int warp_, lane_;

@@ -34,7 +34,7 @@ struct BackwardWork {
 };
 
 // For head dimensions up to 128. kStages: buffers of dO, and of Q; kKeyBuffers: of K (a second V gains nothing, and its
-// place is needed where kDraws); kStaggered: see cuda::QueryStream; kDraws: dropout is the only feature, and drawn for
+// place is needed where kDraws); kStaggered: see cuda::QueryStream; kDraws: dropout without softcap, drawn for
 // a warpgroup at once (dropout_bytes.h).
 template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_,
           bool kStaggered_, bool kDraws_>

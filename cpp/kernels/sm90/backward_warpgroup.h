@@ -24,10 +24,10 @@ class BackwardWarpgroup {
   using MmaDq = typename Traits::MmaDq;
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
   using ScoreUse = RingState<Traits::kScoreBuffers>;
-  // Dropout alone is drawn under the products; beside softcap, where it is applied. A bias is added alone, before dP.
-  static constexpr bool kDraws = Traits::kDraws, kModifies = cuda::caps_scores(kFeatures);
-  static constexpr bool kBias = kFeatures == cuda::Features::kBias;
-  static_assert(kDraws == (kFeatures == cuda::Features::kDropout));
+  // Dropout is drawn under the products; beside softcap, where it is applied. A bias is added before dP.
+  static constexpr bool kCaps = cuda::caps_scores(kFeatures), kBias = cuda::has_bias_alone(kFeatures);
+  static constexpr bool kDraws = Traits::kDraws;
+  static_assert(kDraws == (cuda::has_dropout(kFeatures) && !kCaps));
   // Where K comes ahead, V is what a key tile waits for: only before its first dP, and it is released after the last.
   // Packed calls wait at once, as they clear its tail.
   static constexpr bool kLateV = Traits::kKeysAhead && !kPacked;
@@ -128,24 +128,24 @@ class BackwardWarpgroup {
     finished(acc_s);
     if constexpr (kBias)
       scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top, bias);
-    else if constexpr (!kModifies)
+    else if constexpr (!kCaps)
       scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top, alibi);
     cute::warpgroup_wait<0>();
     finished(acc_dp);
     if (Traits::kKeysAhead && step.last) release_v();
     if constexpr (kDraws)
       scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta, drawn());
-    else if constexpr (!kModifies)
+    else if constexpr (!kCaps)
       scores.gradients(as_matrix(acc_s), as_matrix(acc_dp), minus_delta);
     const auto kept = [&] {
-      if constexpr (kModifies)
+      if constexpr (kCaps)
         return scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, step.head, tile, lse_log2, minus_delta, top,
                                cuda::NoBiasTile());
       else
         return 0;
     }();
     auto probabilities = convert<Element>(acc_s);
-    if constexpr (kModifies) {
+    if constexpr (kCaps) {
       auto atoms = as_atoms(probabilities);
       cuda::branch_if(p_.score.dropout.threshold > 0, [&] { cuda::drop_pairs(atoms, kept); });
     }
@@ -206,14 +206,14 @@ class BackwardWarpgroup {
       cute::cp_async_fence();
       return bias;
     } else {
-      return 0;
+      return cuda::NoBiasTile();
     }
   }
 
   // dS of this warpgroup's keys, for all warpgroups.
   template <class Fragment>
   __device__ __forceinline__ void store_ds(const Fragment& ds, const ScoreUse& use) {
-    smem_.full_ds.wait_empty(use);
+    smem_.full_ds.wait_empty(use);  // also where load_bias() has: without it ptxas orders the step to be 16 % slower
     store_transposed(ds, ds_slab(use), thread_);
   }
 

@@ -40,8 +40,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
     if (warp == 0) {
-      KeyLoader<Traits, Policy, cuda::has_alibi(kFeatures) && Traits::kTries>(p, maps, smem)
-          .run(WorkStream(p, schedule, Traits::kBlockM));
+      KeyLoader<Traits, Policy, kFeatures>(p, maps, smem).run(WorkStream(p, schedule, Traits::kBlockM));
     } else if (warp == 1) {
       ValueLoader<Traits>(p, maps, smem).run();
     }

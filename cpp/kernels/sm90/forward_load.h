@@ -6,6 +6,7 @@
 #include "common/kernel_entry.h"
 #include "cuda/builtin_policy.h"
 #include "cuda/math.h"
+#include "cuda/score_features.h"
 #include "sm90/forward_schedule.h"
 #include "sm90/forward_traits.h"
 #include "sm90/tma.h"
@@ -20,12 +21,15 @@ struct ForwardMaps {
 // the mask policy visits, announces them and loads Q and K; the second follows its announcements and loads V. One warp
 // alone would need longer for a tile than the tensor cores do.
 //
-// kAlibi, for tiles that are tried: keys at the diagonal come first, then those further and further away, whose scores
-// are lower: a try by the maximum so far then fails no more often than without ALiBi. Tiles with keys on both sides of
-// the diagonal are told like those that a mask cuts.
-template <class Traits, class Policy, bool kAlibi>
+// With ALiBi, and a bias, which may be the same as a tensor, tiles that are tried come from the diagonal outwards:
+// scores then fall with the distance, and a try by the maximum so far fails no more often than without.
+template <class Traits, class Policy, cuda::Features kFeatures>
 class KeyLoader {
   using Smem = typename Traits::Smem;
+  // ALiBi's tiles with keys on both sides of the diagonal are told like those that a mask cuts.
+  static constexpr bool kTellsDiagonal = Traits::kTries && cuda::has_alibi(kFeatures);
+  static constexpr bool kBiasAlone = cuda::has_bias_alone(kFeatures);
+  static constexpr bool kOutward = kTellsDiagonal || (Traits::kTries && kBiasAlone);
 
  public:
   __device__ KeyLoader(const ForwardParams& p, const ForwardMaps& maps, Smem& smem)
@@ -37,9 +41,8 @@ class KeyLoader {
       const Policy policy(p_.mask, seq, work.batch, work.head);
       QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, policy.diagonals()};
       const auto load = [&](TileWalk walk) {
-        if constexpr (kAlibi) {
-          const int diagonal = of.m0 + Traits::kBlockM / 2 + seq.seqlen_k - seq.seqlen_q;  // of the middle query
-          OutwardWalk outward(walk, diagonal / Traits::kBlockN);
+        if constexpr (kOutward) {
+          OutwardWalk outward(walk, scores_fall() ? diagonal_of(of, seq) / Traits::kBlockN : walk.begin());
           load_work(of, seq, outward, stream);
         } else {
           load_work(of, seq, walk, stream);
@@ -72,7 +75,7 @@ class KeyLoader {
       const int n0 = tile.index * Traits::kBlockN, rows = of.key_end - n0;
       int flags = outside;
       // Cut is the last tile, else all is seen.
-      cuda::branch_if(first || !more || tile.partial || (kAlibi && is_special(of, seq, n0)), [&] {
+      cuda::branch_if(first || !more || tile.partial || (kOutward && is_special(of, seq, n0)), [&] {
         flags = (first ? KeyTile::kFirst : 0) | (more ? 0 : KeyTile::kLast) | (tile.partial ? KeyTile::kPartial : 0) |
                 what_is_seen(of, seq, n0, tile.partial, first);
       });
@@ -100,7 +103,7 @@ class KeyLoader {
     const bool cut = of.key_end < n1;
     const int first_row = first_of(of), last_row = first_row + kWarpgroupRows - 1;
     const bool outside = is_outside(of, seq.seqlen_q);
-    bool hidden = outside, masked = cut || (kAlibi && has_diagonal(seq, first_row, last_row, n0)),
+    bool hidden = outside, masked = cut || (kTellsDiagonal && has_diagonal(seq, first_row, last_row, n0)),
          shows_first = n0 < of.key_end;
     if (partial) {
       const KeyRange d = of.diagonals;
@@ -111,9 +114,17 @@ class KeyLoader {
     return of_each(masked && !outside) * KeyTile::kMasked | of_each(shows_first) * KeyTile::kShowsFirst |
            of_each(Traits::kSkips && hidden && !first) * KeyTile::kHidden;
   }
+  // Whether scores may fall with the distance from the diagonal.
+  __device__ bool scores_fall() const { return !kBiasAlone || p_.score.bias.dtype != DType::kBool; }
+  // The key there of the middle query; under a mask of the first, as all warpgroups then see something of its tile.
+  __device__ int diagonal_of(const QueryTile& of, const SeqlenInfo& seq) const {
+    const int query = p_.mask.kind == MaskKind::kDense ? of.m0 + Traits::kBlockM / 2 : max_of(of.m0, 0);
+    return query + seq.seqlen_k - seq.seqlen_q;
+  }
   // Where tiles come in another order: cut, or with keys on both sides of the diagonal.
   __device__ static bool is_special(const QueryTile& of, const SeqlenInfo& seq, int n0) {
-    return of.key_end < n0 + Traits::kBlockN || has_diagonal(seq, of.m0, of.m0 + Traits::kBlockM - 1, n0);
+    return of.key_end < n0 + Traits::kBlockN ||
+           (kTellsDiagonal && has_diagonal(seq, of.m0, of.m0 + Traits::kBlockM - 1, n0));
   }
   __device__ static bool has_diagonal(const SeqlenInfo& seq, int first_row, int last_row, int n0) {
     const int shift = seq.seqlen_k - seq.seqlen_q;

@@ -16,7 +16,7 @@ namespace flashsdk::sm90 {
 // Of a warpgroup's queries, each warp its own 16: no warp waits for another.
 template <class Traits, cuda::Features kFeatures>
 using ForwardBias = std::conditional_t<
-    kFeatures == cuda::Features::kBias,
+    cuda::has_bias_alone(kFeatures),
     cuda::BiasTile<typename Traits::Element, kWarpgroupRows, Traits::kBlockN, kWarpgroup, kWarpgroup / 32, true>,
     cuda::NoBiasTile>;
 // Of all warpgroups, behind Traits::Smem.
@@ -218,17 +218,18 @@ class ForwardScores {
   __device__ void modify(Scores& scores, const KeyTile& tile, const QueryTile& of) const {
     if constexpr (kBiasAlone) {
       const SeqlenInfo seq(p_, of.batch);
-      return Bias(p_.score, seq, of.batch, of.head, bias_)
+      Bias(p_.score, seq, of.batch, of.head, bias_)
           .template add<kTried>(scores, coordinates_of(tile, of), p_.score.softmax_scale);
+    } else {
+      cuda::branch_if(scale_first_, [&] {
+        if constexpr (cuda::modifies_scores(kFeatures)) {
+          const SeqlenInfo seq(p_, of.batch);
+          cuda::ScoreFeatures(p_.score, seq, of.batch, of.head).cap(scores);
+        } else {
+          cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
+        }
+      });
     }
-    cuda::branch_if(scale_first_, [&] {
-      if constexpr (cuda::modifies_scores(kFeatures)) {
-        const SeqlenInfo seq(p_, of.batch);
-        cuda::ScoreFeatures(p_.score, seq, of.batch, of.head).cap(scores);
-      } else {
-        cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
-      }
-    });
   }
   // Of the warpgroup's scores.
   __device__ auto coordinates_of(const KeyTile& tile, const QueryTile& of) const {
@@ -247,7 +248,7 @@ class ForwardScores {
   // A scale that the exponents cannot take is rare: not worth its branch in every try.
   __device__ bool may_try() const { return cuda::modifies_scores(kFeatures) || !scale_first_; }
 
-  static constexpr bool kBiasAlone = kFeatures == cuda::Features::kBias;
+  static constexpr bool kBiasAlone = cuda::has_bias_alone(kFeatures);
   const ForwardParams& p_;
   char* bias_;  // of this warpgroup, in shared memory
   bool can_try_ = false;

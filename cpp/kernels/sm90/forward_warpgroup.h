@@ -210,7 +210,7 @@ class ForwardWarpgroup {
     next_ = after;
     index_ = index;
     work_ = work;
-    if constexpr (cuda::has_bias(kFeatures))
+    if constexpr (cuda::has_bias_alone(kFeatures))
       if (!next_.has(KeyTile::kEnd)) scores_.load_bias(next_, of(work + next_.has(KeyTile::kFirst)));
   }
 

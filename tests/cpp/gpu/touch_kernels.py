@@ -32,8 +32,8 @@ from harness import DTYPES, Harness, Mask, Problem
 FORWARD, BACKWARD = 0, 1
 KINDS = ("dense", "band", "block_sparse")
 FEATURES = (
-    ("softcap", "bias", "alibi", "dropout"), ("softcap", "dropout"), ("dropout",), ("alibi",),
-    ("bias",), (),
+    ("softcap", "bias", "alibi", "dropout"), ("softcap", "dropout"), ("bias", "dropout"),
+    ("dropout",), ("alibi",), ("bias",), (),
 )  # fmt: skip
 MULTIPROCESSORS = 2
 
