@@ -56,12 +56,13 @@ def test_problems_are_larger_and_valid(script):
     for p in problems:
         assert p.dtype == "bfloat16" and p.head_dim % 8 == p.head_dim_v % 8 == 0
         assert 0 < p.head_dim <= 128 and not (p.alibi and p.bias)
-        assert not ((p.alibi or p.bias) and (p.softcap or p.dropout_p))
+        assert not (p.softcap and (p.alibi or p.bias)) and not (p.alibi and p.dropout_p)
         longest = p.max_seqlen
         assert all(n <= longest[0] for n in p.lengths_q) and max(p.lengths_k) <= longest[1]
         if isinstance(p.mask, Blocks):
             assert all(block % 128 == 0 for block in p.mask.block_size)
             mask_of(p)  # the grid is that of these lengths
+    assert any(p.bias and p.dropout_p for p in problems)
     kinds = {type(p.mask).__name__ for p in problems}
     assert kinds == {"NoneType", "BandSpec", "Blocks"}
     for feature in ("packed", "alibi", "bias", "softcap", "dropout_p", "dlse", "options"):
