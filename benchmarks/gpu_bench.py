@@ -342,21 +342,23 @@ def gpt2_medium() -> list[Row]:
 
 
 def bias(seqlen: int) -> list[Row]:
-    """A bias of q's type, and one of bool, that all heads share, beside peers that take one."""
+    """A bias of q's type, and one of bool, also beside dropout, that all heads share."""
     rows = []
     for dim in (64, 128):
         x = tensors(TOKENS // seqlen, seqlen, WIDTH // dim, dim, torch.bfloat16)
         values = torch.randn(1, 1, seqlen, seqlen, device="cuda")
-        for kind, mask in {"bfloat16": values.bfloat16(), "bool": values > 0}.items():
+        of = {"bfloat16": values.bfloat16(), "bool": values > 0}
+        for kind, dropout in (("bfloat16", 0.0), ("bool", 0.0), ("bool", 0.1)):
             runs: Runs = {}
             for backend in backends():
-                runs |= ours(x, backend, bias=mask)
+                runs |= ours(x, backend, bias=of[kind], dropout_p=dropout, seed=1)
             for name in WITH_BIAS:
-                runs |= peer(x, name, False, bias=mask)
+                runs |= peer(x, name, False, dropout, of[kind])
             for (op, name), ms in median_ms(runs).items():
                 row = {"name": name, "op": op, "head_dim": dim, "seqlen": seqlen, "bias": kind}
-                rows.append({**row, "ms": ms})
-                print(f"bias, {kind}, {name} {op} d{dim}: {ms:.3f} ms", flush=True)
+                rows.append({**row, "dropout": dropout, "ms": ms})
+                what = f"{kind}, dropout {dropout}"
+                print(f"bias, {what}, {name} {op} d{dim}: {ms:.3f} ms", flush=True)
     return rows
 
 

@@ -232,21 +232,21 @@ def bias_table(rows: list[Record]) -> str:
     ours = sorted({r["name"] for r in rows} - set(WITH_BIAS))
     columns = [*WITH_BIAS, *ours]
     table = []
-    for (kind, op, dim, seqlen), ms in by_name(
-        rows, ("bias", "op", "head_dim", "seqlen"), "ms"
-    ).items():
-        line = [kind, op, str(dim), length(seqlen)]
+    cells = by_name(rows, ("bias", "dropout", "op", "head_dim", "seqlen"), "ms")
+    for (kind, dropout, op, dim, seqlen), ms in cells.items():
+        line = [kind, str(dropout), op, str(dim), length(seqlen)]
         line += [f"{ms[name]:.2f} ms" if name in ms else "–" for name in columns]
         for name in ours:
             line += [f"{ms[peer] / ms[name]:.2f}" if peer in ms else "–" for peer in WITH_BIAS]
         table.append(line)
-    header = ["bias", "op", "head_dim", "seqlen", *(NAMES[name] for name in columns)]
+    header = ["bias", "dropout", "op", "head_dim", "seqlen"]
+    header += [NAMES[name] for name in columns]
     header += [f"{NAMES[peer]} / {name}" for name in ours for peer in WITH_BIAS]
     text = (
         "(1, 1, seqlen, seqlen), batch × seqlen = 16384. efficient is the memory-efficient "
         "attention of PyTorch; its FlashAttention-2 takes none.\n\n"
     )
-    return text + markdown_table(header, table, 4)
+    return text + markdown_table(header, table, 5)
 
 
 def alibi_table(rows: list[Record]) -> str:
