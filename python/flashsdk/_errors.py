@@ -64,7 +64,7 @@ def real(name: str, value: Any, *, allowed: str = "a number") -> float:
     """``value`` as a float. NumPy's too, and arrays of one number; no text, no bool."""
     if not isinstance(value, bool | str | bytes | bytearray):
         try:
-            if getattr(value, "dtype", None) != np.bool_:
+            if str(getattr(value, "dtype", "")).rpartition(".")[2] != "bool":  # or torch.bool
                 return float(value)
         except Exception:
             pass

@@ -21,7 +21,10 @@ OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
 # Of what an argument may not be, by its kind.
 LONG = np.zeros((40, 40))  # whose repr has many lines
 NO_TENSORS = [3, "a", [1.0], np.zeros(3, np.float32), LONG, torch.tensor(1.0), object()]
-NO_NUMBERS = ["a", True, np.False_, b"1", [1.0, 2.0], torch.ones(40, 2), LONG, object(), 1j]
+NO_NUMBERS = [
+    *["a", True, np.False_, torch.tensor(True), b"1", [1.0, 2.0]],
+    *[torch.ones(40, 2), LONG, object(), 1j],
+]
 NO_INTEGERS = [6.0, "a", 2**63, torch.ones(40, 40)]
 NO_FLAGS = ["no", "x\ny", [True], LONG]
 WRONG = {
