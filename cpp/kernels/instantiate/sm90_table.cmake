@@ -1,9 +1,9 @@
 # The table of SM90 kernels. A problem's tile is chosen in cpp/kernels/sm90/forward_tiles.h among those listed here.
 #
 # Head dimensions are head_dim or head_dim x head_dim_v. Features: Capped is softcap and dropout; calls with dropout alone
-# take it where there is no Dropout. Alibi and Bias are these alone, BiasDropout is both up to head_dim 128, other sets are
-# left to sm80: ALiBi with the tiles of None, a bias with what its tile in shared memory leaves of them, backward up to
-# head_dim 128.
+# take it where there is no Dropout. Alibi and Bias are these alone, BiasDropout is a bias beside dropout (up to head_dim
+# 128), other sets are left to sm80: ALiBi with the tiles of None, a bias with what its tile in shared memory leaves of
+# them, backward up to head_dim 128.
 # forward: block_m x block_n _ buffers of K _ of V _ of Q _ tries the maximum so far.
 # Measurements: docs/sm90-forward.md.
 set(FLASHSDK_SM90_HEAD_DIMS 64 96 128 192x128 192 256)
