@@ -56,10 +56,11 @@ def soaked(seed: int, largest_head_dim: int, dtypes: list[str]) -> Problem:
     deterministic = bool(p.options) or seed % REPEATED == 0  # whose bits can be compared
     # ALiBi has fast kernels of its own, and a bias, alone or beside dropout, up to head_dim 128.
     dtype = p.dtype if p.dtype in dtypes else dtypes[0]
+    alibi = None if p.softcap or p.dropout_p else p.alibi
     bias = p.bias and ("bool" if p.bias[0] == "bool" else dtype, p.bias[1])
     p = replace(
-        p, bias=None if p.softcap or p.alibi or max(head_dim, head_dim_v) > 128 else bias,
-        alibi=None if p.softcap or p.dropout_p else p.alibi, aligned=True,
+        p, bias=None if p.softcap or alibi or max(head_dim, head_dim_v) > 128 else bias,
+        alibi=alibi, aligned=True,
         head_dim=head_dim, head_dim_v=head_dim_v,
         dtype=dtype,
         options={"deterministic": True} if deterministic else {},
