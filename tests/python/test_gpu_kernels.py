@@ -4,10 +4,12 @@ import itertools
 import math
 
 import flashsdk as fs
+import numpy as np
 import pytest
-from cases import problem
+from cases import packed, problem
 from flashsdk import _dense
 from flashsdk._problems import BandSpec, mask_of
+from flashsdk._reference import Blocks
 from gpu_cases import BF16, assert_same, both, qkv
 
 torch = pytest.importorskip("torch")
@@ -138,15 +140,41 @@ def over_many_tiles(q, k, v, dout, **features):
     """Problems, and their tensors, whose diagonal is that of the tiles and is not, with and without
     a band on one side and on both."""
     masks = None, BandSpec(None, 0, "bottom_right"), BandSpec(300, 200, "top_left")
-    for (nq, nk), mask in itertools.product(((1100, 1100), (700, 1100), (1100, 700)), masks):
+    shapes = (1100, 1100), (700, 1100), (1100, 700), (300, 1100)
+    for (nq, nk), mask in itertools.product(shapes, masks):
         heads, dim = q.shape[2:]
         p = problem((nq, nk), heads, dim, batch=2, dtype="bfloat16", mask=mask, **features)
         yield p, {"q": q[:, :nq], "k": k[:, :nk], "v": v[:, :nk], "dout": dout[:, :nq]}
 
 
-def assert_within_bounds(p, x, got, names=("out", "lse", "dq", "dk", "dv")):
+def by_blocks_and_packed(q, k, v, dout, **features):
+    """The same of a layout, and of two packed sequences."""
+    heads, dim = q.shape[2:]
+    listed = np.random.default_rng(3).random((2, 2, heads, 9, 9)) < 0.4
+    mask = Blocks(listed[0], listed[1], (128, 128), BandSpec(None, 0, "bottom_right"))
+    p = problem((1100, 1100), heads, dim, batch=2, dtype="bfloat16", mask=mask, **features)
+    yield p, {"q": q, "k": k, "v": v, "dout": dout}
+    p = packed(((300, 750), (800, 350)), heads, dim, dtype="bfloat16", **features)
+    yield p, {"q": q[0], "k": k[0], "v": v[0], "dout": dout[0]}
+
+
+def forward_and_backward(p, x, backward=True, **options):
+    """out, lse and, if asked for, the gradients."""
+    lengths = ()
+    if p.packed:
+        ends = (np.cumsum([0, *of]).astype(np.int32) for of in (p.lengths_q, p.lengths_k))
+        lengths = (*(torch.from_numpy(of).cuda() for of in ends), *p.max_seqlen)
+    fwd, bwd = (fs.mha_varlen_fwd, fs.mha_varlen_bwd) if p.packed else (fs.mha_fwd, fs.mha_bwd)
+    q, k, v, dout = (x[name] for name in ("q", "k", "v", "dout"))
+    out, lse = fwd(q, k, v, *lengths, **options)
+    if not backward:
+        return out, lse
+    return out, lse, *bwd(dout, q, k, v, out, lse, *lengths, **options)
+
+
+def assert_within_bounds(p, x, got):
     exact, bound = _dense.definition(p, x)
-    for name, a in zip(names, got, strict=True):
+    for name, a in zip(("out", "lse", "dq", "dk", "dv"), got):
         share = _dense.share(a.double(), exact[name], bound[name])
         assert (share <= 1).all(), f"{name} of {p.max_seqlen} under {p.mask}: {share.max()}"
 
@@ -169,15 +197,14 @@ def test_bias_without_softcap(backend, kind, dropout_p, dim):
     values[..., 1100:] = math.nan  # of the next row, as it were
     wide = values > 0 if kind == "bool" else values
     of_problem = {f"dropout_{name.removeprefix('dropout_')}": x for name, x in dropout.items()}
-    for p, x in over_many_tiles(q, k, v, dout, **of_problem):
+    many = over_many_tiles(q, k, v, dout, **of_problem)
+    for p, x in itertools.chain(many, by_blocks_and_packed(q, k, v, dout, **of_problem)):
         nq, nk = p.max_seqlen
         bias = wide[:, :, :nq, :nk]
         options = {"mask": mask_of(p), "bias": bias, "backend": backend, **dropout}
-        if backend == "sm90" and dim > 128:  # whose backward is sm80's
-            got = fs.mha_fwd(*(x[name] for name in "qkv"), **options)
-            assert_within_bounds(p, x | {"bias": bias}, got, ("out", "lse"))
-        else:
-            assert_within_bounds(p, x | {"bias": bias}, both(x.values(), **options))
+        backward = backend == "sm80" or dim <= 128  # else it is sm80's
+        got = forward_and_backward(p, x, backward, **options)
+        assert_within_bounds(p, x | {"bias": bias}, got)
     options = {"bias": wide[..., :1100], "backend": backend, **dropout}
     want = fs.mha_fwd(q, k, v, **options)
     k[:, 300:400] = math.nan  # what -inf hides, whatever its scores are

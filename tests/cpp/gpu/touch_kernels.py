@@ -208,14 +208,13 @@ def main():
             packed, deterministic = turn % 2 == 1, turn % 3 == 0
             done = touch(harness, index, packed=packed, deterministic=deterministic)
             touch(harness, index, aligned=False)  # of those that take any alignment
-            if "_featured_" in name:
-                for bias in (None, torch.bool):
-                    done |= touch(
-                        harness, index, packed=packed, deterministic=deterministic, bias=bias
-                    )
+            vectors = (None, torch.bool) if "_featured_" in name else ()
+            for bias in vectors:
+                done |= touch(harness, index, packed=packed, deterministic=deterministic, bias=bias)
             touched += done
             if name.startswith("sm90_forward") and KINDS[harness.entries[index][3]] == "dense":
-                touch(harness, index, growing=True)
+                for bias in (torch.float32, *vectors):
+                    touch(harness, index, growing=True, bias=bias)
                 touch(harness, index, scale=-0.1)  # which no tile tries
         if touched == before:
             print(f"{name}: takes no problem of this list")
