@@ -17,17 +17,26 @@
 
 namespace flashsdk::cuda {
 
-// Null, or why a bias does not come in vectors of 16 bytes, as bool or as the 16-bit type of q.
 template <class Element>
-FLASHSDK_HD const char* refuse_bias(const BiasParam& bias) {
+FLASHSDK_HD bool has_type(const BiasParam& bias) {
+  return bias.dtype == DType::kBool || bias.dtype == kDType<Element>;
+}
+// Whether there is one that comes in vectors of 16 bytes, as bool or as the 16-bit type of q.
+template <class Element>
+FLASHSDK_HD bool has_vectors(const BiasParam& bias) {
   constexpr int kVectorBytes = 16;
+  const std::int64_t size = bias.dtype == DType::kBool ? 1 : sizeof(Element);
+  const std::int64_t strides = bias.batch | bias.head | bias.row;
+  return bias.ptr != nullptr && has_type<Element>(bias) && bias.col == 1 &&
+         reinterpret_cast<std::uintptr_t>(bias.ptr) % kVectorBytes == 0 && strides * size % kVectorBytes == 0;
+}
+// Null, or why has_vectors() is false.
+template <class Element>
+const char* refuse_bias(const BiasParam& bias) {
+  if (has_vectors<Element>(bias)) return nullptr;
   if (bias.ptr == nullptr) return "there is no bias";
-  const bool is_bool = bias.dtype == DType::kBool;
-  const std::int64_t size = is_bool ? 1 : sizeof(Element), strides = bias.batch | bias.head | bias.row;
-  if (!is_bool && bias.dtype != kDType<Element>) return "a bias is of another type than q";
-  const bool whole = bias.col == 1 && reinterpret_cast<std::uintptr_t>(bias.ptr) % kVectorBytes == 0 &&
-                     strides * size % kVectorBytes == 0;
-  return whole ? nullptr : "a bias's rows are not whole vectors of 16 bytes";
+  return has_type<Element>(bias) ? "a bias's rows are not whole vectors of 16 bytes"
+                                 : "a bias is of another type than q";
 }
 
 // The bias of one head, of bool or of the 16-bit type of q, in device memory. Rows are queries.
@@ -37,6 +46,7 @@ class BiasRows {
   __device__ BiasRows(const ScoreParam& score, const SeqlenInfo& seq, int batch, int head)
       : bias_(score.bias), seq_(seq), offset_(batch * bias_.batch + head * bias_.head) {}
 
+  __device__ const BiasParam& bias() const { return bias_; }
   __device__ bool is_bool() const { return bias_.dtype == DType::kBool; }
   // f(size of an element), known at compile time.
   template <class F>
@@ -99,14 +109,14 @@ class BiasTile {
   static constexpr int kBytes = kBlockM * kPitch;
 
   // Whether a call's bias comes this way.
-  static FLASHSDK_HD bool takes(const BiasParam& bias) { return refuse_bias<Element>(bias) == nullptr; }
+  static FLASHSDK_HD bool takes(const BiasParam& bias) { return has_vectors<Element>(bias); }
 
   // Of one head, in kBytes of shared memory, of which there need be none where takes() is false.
   __device__ BiasTile(const ScoreParam& score, const SeqlenInfo& seq, int batch, int head, void* smem)
-      : bias_(score.bias), rows_(score, seq, batch, head), smem_(static_cast<char*>(smem)) {}
+      : rows_(score, seq, batch, head), smem_(static_cast<char*>(smem)) {}
 
   // Asked anew each time: kept, the answer takes a register, which backward kernels lack.
-  __device__ bool holds() const { return kAlways || takes(bias_); }
+  __device__ bool holds() const { return kAlways || takes(rows_.bias()); }
 
   // Starts the copy of the tile whose first query and key these are. What lies beyond the last ones is zero.
   __device__ void load(int m0, int n0) const {
@@ -161,7 +171,7 @@ class BiasTile {
         }
       };
       if constexpr (kPieces)
-        branch_if(bias_.ptr != nullptr, piece);
+        branch_if(rows_.bias().ptr != nullptr, piece);
       else
         piece();
     }
@@ -215,7 +225,6 @@ class BiasTile {
     });
   }
 
-  const BiasParam& bias_;
   BiasRows<Element> rows_;
   char* smem_;
 };

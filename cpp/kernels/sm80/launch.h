@@ -40,9 +40,8 @@ inline const char* refuse_alignment(const ForwardParams& p, bool backward) {
 // Null, or why kernels of this tile and size do not take the problem.
 template <class Traits, cuda::Features kFeatures>
 const char* refuse(const ForwardParams& p, bool backward, int shared_bytes) {
+  static_assert(kFeatures != cuda::Features::kBiasDropout, "kernels with all features take these");
   if (const char* reason = cuda::refuse_features<kFeatures>(p.score)) return reason;
-  if constexpr (kFeatures == cuda::Features::kBias)
-    if (const char* reason = cuda::refuse_bias<typename Traits::Element>(p.score.bias)) return reason;
   if (max_of(p.head_dim, p.head_dim_v) > Traits::kHeadDim) return "head_dim is larger than the kernel's";
   if (p.mask.kind == MaskKind::kBlockSparse &&
       (p.mask.block_q % Traits::kBlockM != 0 || p.mask.block_k % Traits::kBlockN != 0)) {
@@ -57,6 +56,7 @@ const char* refuse(const ForwardParams& p, bool backward, int shared_bytes) {
   const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
   if (device.capability < 80) return "the device is older than compute capability 8.0";
   if (device.shared_memory_per_block < shared_bytes) return "the device has too little shared memory";
+  if constexpr (kFeatures == cuda::Features::kBias) return cuda::refuse_bias<typename Traits::Element>(p.score.bias);
   return nullptr;
 }
 

@@ -16,8 +16,6 @@ constexpr const char* kArch = "sm_90a";
 template <class Traits, cuda::Features kFeatures>
 const char* refuse(const ForwardParams& p) {
   if (const char* reason = cuda::refuse_features<kFeatures>(p.score)) return reason;
-  if constexpr (cuda::has_bias(kFeatures))
-    if (const char* reason = cuda::refuse_bias<typename Traits::Element>(p.score.bias)) return reason;
   if (p.head_dim > Traits::kHeadDim || p.head_dim_v > Traits::kHeadDimV) return "head_dim is larger than the kernel's";
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return "head_dim is not a multiple of 8";
   if (p.mask.kind == MaskKind::kBlockSparse &&
@@ -30,6 +28,7 @@ const char* refuse(const ForwardParams& p) {
     if (const char* reason = tensor_map_refusal(*t, key_extent(p, p.head_dim))) return reason;
   const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
   if (device.capability != 90) return "the device is not of compute capability 9.0";
+  if constexpr (cuda::has_bias(kFeatures)) return cuda::refuse_bias<typename Traits::Element>(p.score.bias);
   return nullptr;
 }
 
