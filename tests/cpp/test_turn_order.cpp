@@ -82,9 +82,12 @@ struct Problem {
   }
 };
 
+enum class Turns { kNone, kPassedAtOnce, kPassedAtTheEnd };
+
 // Steps until all is done by so many thread blocks, each of which takes the next work when it is free, and in each step
-// adds once if the turn has come; -1 if nothing moves any more.
-int steps_to_end(const Problem& problem, int blocks, bool take_turns) {
+// adds once if the turn has come; -1 if nothing moves any more. A turn is passed on with the addition, or as late as
+// may be: after the last step of the work. Kernels are in between.
+int steps_to_end(const Problem& problem, int blocks, Turns how) {
   struct Block {
     const Work* work = nullptr;
     std::size_t step = 0;
@@ -94,21 +97,26 @@ int steps_to_end(const Problem& problem, int blocks, bool take_turns) {
   std::vector<int> turns(problem.p.batch * problem.p.num_heads * problem.tiles_per_head(), 0);
   std::size_t taken = 0;
   for (int time = 0;; ++time) {
-    std::vector<int> added;
-    bool busy = false;
+    std::vector<int> passed;
+    bool busy = false, moved = false;
     for (Block& block : running) {
       while ((block.work == nullptr || block.step == block.work->size()) && taken < works.size())
         block = {&works[taken++], 0};
       if (block.work == nullptr || block.step == block.work->size()) continue;
       busy = true;
       const Step& step = (*block.work)[block.step];
-      if (take_turns && turns[step.tile] != step.turn) continue;
-      added.push_back(step.tile);
+      if (how != Turns::kNone && turns[step.tile] != step.turn) continue;
+      moved = true;
       ++block.step;
+      if (how != Turns::kPassedAtTheEnd) {
+        passed.push_back(step.tile);
+      } else if (block.step == block.work->size()) {
+        for (const Step& done : *block.work) passed.push_back(done.tile);
+      }
     }
     if (!busy) return time;
-    if (added.empty()) return -1;
-    for (int tile : added) ++turns[tile];  // others see it in their next step
+    if (!moved) return -1;
+    for (int tile : passed) ++turns[tile];  // others see it in their next step
   }
 }
 
@@ -172,7 +180,10 @@ void check(Rng& rng, Problem& problem, const std::string& name) {
     std::iota(problem.order.begin(), problem.order.end(), 0);
     std::shuffle(problem.order.begin(), problem.order.end(), rng);
     expect_turns_in_order(problem, name);
-    for (int blocks : {1, 2, 7, 132}) EXPECT_GE(steps_to_end(problem, blocks, true), 0) << name << " blocks " << blocks;
+    for (int blocks : {1, 2, 7, 132}) {
+      for (Turns how : {Turns::kPassedAtOnce, Turns::kPassedAtTheEnd})
+        EXPECT_GE(steps_to_end(problem, blocks, how), 0) << name << " blocks " << blocks;
+    }
   }
 }
 
@@ -223,7 +234,8 @@ TEST(TurnOrder, WaitingCostsLittle) {
           p.mask.band.right = window;
           if (window > 0) p.mask.band.left = window;
         }
-        const int with = steps_to_end(problem, 132, true), without = steps_to_end(problem, 132, false);
+        const int with = steps_to_end(problem, 132, Turns::kPassedAtOnce);
+        const int without = steps_to_end(problem, 132, Turns::kNone);
         EXPECT_LT(with, 1.15 * without) << "head_dim " << p.head_dim << " seqlen " << seqlen << " window " << window;
       }
     }

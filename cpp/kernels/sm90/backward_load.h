@@ -261,8 +261,8 @@ class DqAdder {
         smem_.full_dq[warpgroup].wait_full(use_of(step, i));
         write(tile, warpgroup, step, i, true);
       }
+      if (n == 0) pass_turn<kPieces>();  // of the step before; above head_dim 128 the other pieces come a step later
     }
-    pass_turn<Traits::kDqPieces>();
     held_ = turn;
     next_ = mine + 1;
   }
