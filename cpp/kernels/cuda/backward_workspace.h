@@ -33,8 +33,8 @@ struct BackwardWorkspace {
   float* lse_log2 = nullptr;     // (num_heads, tiles_per_head, tile_rows + kMarkWords): lse in units of log2, mark
   float* minus_delta = nullptr;  // (num_heads, tiles_per_head, tile_rows): dlse − rowsum(dout∘out)
   float* top = nullptr;          // (num_heads, tiles_per_head, tile_rows): of marked tiles
-  int* turn = nullptr;           // (num_heads, tiles_per_head, parts): deterministic: turns taken (turn_order.h);
-                                 // else sm90 alone, see DqTurn
+  int* turn = nullptr;           // (num_heads, tiles_per_head, parts): deterministic: turns taken (turn_order.h), on
+                                 // sm90 all in a tile's first; else sm90 alone, see DqTurn
   int* next_work = nullptr;      // key tiles that thread blocks have taken off the schedule, beside their first
 
   // base may be null to learn the size alone. A tile of dq_accum is added to in `parts`.

@@ -93,7 +93,7 @@ struct NarrowBackwardTraits {
     Ring<kKeyBuffers> full_k;
     Ring<1> full_v;
     Ring<kScoreBuffers> full_ds;           // from and to the computing warps
-    Ring<kDqPieces> full_dq[kWarpgroups];  // of one buffer, but two steps' barriers: see DqAdder
+    Ring<kDqPieces> full_dq[kWarpgroups];  // of one buffer, but two steps' barriers: add_in_turn() leaves out a step
     Ring<2> full_work;
     Ring<kPlannedSteps> full_plan;
 
@@ -172,7 +172,7 @@ struct WideBackwardTraits {
     Ring<1> full_v;
     Ring<kScoreBuffers> full_ds;           // from the one warpgroup to both
     EmptyRing<kScoreBuffers> empty_p;      // a named barrier says that P is there
-    Ring<kDqPieces> full_dq[kWarpgroups];  // of one buffer, but two steps' barriers: see DqAdder
+    Ring<kDqPieces> full_dq[kWarpgroups];  // of one buffer, but two steps' barriers: add_in_turn() leaves out a step
     Ring<2> full_work;
     Ring<kPlannedSteps> full_plan;
 

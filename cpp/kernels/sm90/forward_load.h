@@ -21,8 +21,9 @@ struct ForwardMaps {
 // the mask policy visits, announces them and loads Q and K; the second follows its announcements and loads V. One warp
 // alone would need longer for a tile than the tensor cores do.
 //
-// With ALiBi, and a bias, which may be the same as a tensor, tiles that are tried come from the diagonal outwards:
-// scores then fall with the distance, and a try by the maximum so far fails no more often than without.
+// With ALiBi, and with a bias of numbers, which may be the same as a tensor, tiles that are tried and not listed come
+// from the diagonal outwards: scores then fall with the distance, and a try by the maximum so far fails no more often
+// than without.
 template <class Traits, class Policy, cuda::Features kFeatures>
 class KeyLoader {
   using Smem = typename Traits::Smem;
@@ -116,7 +117,8 @@ class KeyLoader {
   }
   // Whether scores may fall with the distance from the diagonal.
   __device__ bool scores_fall() const { return !kBiasAlone || p_.score.bias.dtype != DType::kBool; }
-  // The key there of the middle query; under a mask of the first, as all warpgroups then see something of its tile.
+  // Of lengths that end together, as ALiBi is: the key there of the middle query; under a mask of the first, as all
+  // warpgroups then see something of its tile where the band is of that diagonal, too. Else the walk has a tile nearby.
   __device__ int diagonal_of(const QueryTile& of, const SeqlenInfo& seq) const {
     const int query = p_.mask.kind == MaskKind::kDense ? of.m0 + Traits::kBlockM / 2 : max_of(of.m0, 0);
     return query + seq.seqlen_k - seq.seqlen_q;
