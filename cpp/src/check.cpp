@@ -32,7 +32,7 @@ std::string tuple_of(const std::int64_t* values, int count) {
   return text + (count == 1 ? ",)" : ")");
 }
 
-std::string strides_of(const TensorView& t) { return "strides " + tuple_of(t.stride.data(), t.rank); }
+std::string strides_of(const TensorView& t) { return "strides of elements " + tuple_of(t.stride.data(), t.rank); }
 
 // "head_dim 64", "batch + 1 = 3"
 std::string extent_of(const std::string& dim, std::int64_t extent) {
@@ -84,7 +84,7 @@ void check_shape(const char* name, const TensorView& t, std::initializer_list<Di
 
 void check_last_dim_contiguous(const char* name, const TensorView& t) {
   if (t.shape[t.rank - 1] > 1 && t.stride[t.rank - 1] != 1 && !is_empty(t))
-    fail(name, strides_of(t), "the last dimension contiguous (stride 1)");
+    fail(name, strides_of(t), "the last dimension contiguous (stride 1), as a copy has it");
 }
 
 void check_row_major(const char* name, const TensorView& t) {

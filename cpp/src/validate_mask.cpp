@@ -137,6 +137,16 @@ void check_length(const char* name, std::int64_t made_for, const char* what, int
 // A layout per batch, and no batch: there are no offsets to read.
 bool empty(const BlockLists& a, const BlockLists& b) { return a.offsets.shape[0] == 0 || b.offsets.shape[0] == 0; }
 
+// A layout for other problems is told as a whole, before one of its lists is. Their shapes are check_lists()'s.
+void check_shared(const TensorView& offsets, const ForwardParams& p) {
+  if (offsets.rank != 3) return;
+  for (auto [what, extent, expected] :
+       {std::tuple{"batch ", offsets.shape[0], p.batch}, std::tuple{"num_heads ", offsets.shape[1], p.num_heads}})
+    if (extent != 1 && extent != expected)
+      fail("mask", std::string("a layout of ") + what + std::to_string(extent),
+           std::string(what) + "1 or " + std::to_string(expected));
+}
+
 void validate_layout(const BlockMask& mask, bool columns, ForwardParams& p, MemoryMap& memory) {
   MaskParam& m = p.mask;
   m.kind = MaskKind::kBlockSparse;
@@ -149,6 +159,7 @@ void validate_layout(const BlockMask& mask, bool columns, ForwardParams& p, Memo
   const int rows = ceil_div(p.seqlen_q, m.block_q), cols = ceil_div(p.seqlen_k, m.block_k);
   const bool readable = p.device.type == DeviceType::kCPU;
 
+  check_shared(mask.row_partial.offsets, p);
   m.row_partial = check_lists(kRowPartial, mask.row_partial, rows, p, memory);
   m.row_full = check_lists(kRowFull, mask.row_full, rows, p, memory);
   if (readable && !empty(mask.row_partial, mask.row_full))

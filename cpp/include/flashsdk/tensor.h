@@ -34,10 +34,10 @@ FLASHSDK_API Device device_from_dlpack(int device_type, int device_id);
 inline constexpr int kMaxTensorRank = 5;
 
 struct TensorView {
-  void* data = nullptr;  // address of element (0, …, 0); null means "not given"
+  void* data = nullptr;  // address of element (0, …, 0); what is only read may be const_cast
   DType dtype = DType::kFloat32;
   Device device;
-  int rank = 0;
+  int rank = 0;  // 0, and no data: not given
   std::array<std::int64_t, kMaxTensorRank> shape{};
   std::array<std::int64_t, kMaxTensorRank> stride{};  // in elements; zero and negative strides are fine
 
@@ -68,7 +68,7 @@ struct TensorView {
   template <class DLTensorLike, class = decltype(DLTensorLike::byte_offset)>
   explicit TensorView(const DLTensorLike* t) : TensorView(*t) {}
 
-  bool given() const noexcept { return rank != 0; }
+  bool given() const noexcept { return rank != 0 || data != nullptr; }
   std::int64_t numel() const noexcept {
     std::int64_t n = 1;
     for (int d = 0; d < rank; ++d) n = wrapping_product(n, shape[d]);
