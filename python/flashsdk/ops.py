@@ -1,7 +1,7 @@
 """Exact attention on arrays of NumPy, PyTorch, JAX, CuPy and other frameworks, without copies.
 
 Forward and backward of FlashAttention (arXiv 2205.14135), for batches and for packed sequences.
-The meaning of every argument is fixed in docs/semantics.md; this is the short form.
+The meaning of every argument is fixed in docs/semantics.md of the sources; this is the short form.
 
 Shapes, batched and packed (varlen)::
 
@@ -28,7 +28,7 @@ Keywords of all four functions::
                    -slope * |i + seqlen_k - seqlen_q - j| is added to the scores
     softcap        > 0: scores s become softcap * tanh(s / softcap), before bias; 0 is off
     dropout_p      probability to drop an element of softmax's result, 0 <= dropout_p < 1, rounded
-                   to the nearest 1/256
+                   to the nearest 1/256, at most 255/256
     seed, offset   what the dropout pattern is a function of; 0 to 2^64 - 1
     deterministic  the same bits from run to run, or an Error; CPU kernels always are
     stream         address of a CUDA stream; None is the current one. None on a CPU
@@ -270,19 +270,22 @@ def explain(
     alibi_slopes: Any = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Explanation:
     """The kernel that mha_fwd (mha_varlen_fwd with cu_seqlens) or, for "bwd", its gradient takes.
 
-    Arguments are those of the call; nothing is computed. Raises Error like the call.
+    Arguments are those of the call, without its outputs, dout and stream; nothing is computed.
+    Raises Error like the call.
     """
     if not isinstance(op, str) or op not in ("fwd", "bwd"):
         raise Error(f'op: {shown(op)}; "fwd" or "bwd"')
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     packed: Any = () if all(x is None for x in lengths) else lengths  # as a whole or not at all
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               0, 0, deterministic, None, backend)  # fmt: skip
+               seed, offset, deterministic, None, backend)  # fmt: skip
     return Explanation(*_bindings.explain(op == "bwd", (q, k, v), packed, options))
 
 

@@ -3,7 +3,8 @@
 ``attention`` and ``varlen_attention`` give all that the library does. ``flash_attn_*_func`` take
 the arguments of flash-attn 2.8 (github.com/Dao-AILab/flash-attention), and
 ``scaled_dot_product_attention`` those of torch.nn.functional, so that either can be swapped by
-changing an import. Semantics are those of docs/semantics.md unless a docstring says otherwise.
+changing an import. Semantics are those of docs/semantics.md of the sources, unless a docstring says
+otherwise.
 
 What all share:
 
