@@ -21,10 +21,11 @@ struct AttentionArgs {
   Mask mask = Dense{};
   std::optional<float> softmax_scale;  // head_dim^-1/2 when absent
   float softcap = 0.f;                 // > 0: s becomes softcap·tanh(s / softcap)
-  TensorView bias;  // float dtype or bool (true = attend), (batch, num_heads, seqlen_q, seqlen_k); stride 0 broadcasts
+  TensorView bias;  // float dtype or bool (true = attend), (batch, num_heads, seqlen_q, seqlen_k), each of them or 1;
+                    // packed: (…, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence
   TensorView alibi_slopes;  // float32 (num_heads) or (batch, num_heads)
 
-  float dropout_p = 0.f;  // in [0, 1), rounded to the nearest multiple of 1/256
+  float dropout_p = 0.f;  // in [0, 1), rounded to the nearest multiple of 1/256, at most 255/256
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
 
@@ -60,12 +61,13 @@ struct LaunchOptions {
   void* stream = nullptr;  // cudaStream_t; unused on a CPU
 };
 
-// Bytes of workspace the call needs. Validates like the call itself; outputs, and what a backward gets from the
-// forward, may still be missing.
+// Bytes of workspace the call needs, on a CPU for the number of threads that is set now. Validates like the call itself;
+// outputs, and what a backward gets from the forward, may still be missing.
 FLASHSDK_API std::size_t workspace_size(const ForwardArgs& args);
 FLASHSDK_API std::size_t workspace_size(const BackwardArgs& args);
 
-// Writes args.out and args.lse. Never allocates, never synchronises.
+// Writes args.out and args.lse. On a GPU it is launched on the stream, and nothing is allocated or waited for; on a CPU
+// it is done on return, and threads that are missing are started.
 FLASHSDK_API void mha_fwd(const ForwardArgs& args, const LaunchOptions& options = {});
 
 // Writes args.dq, args.dk and args.dv; recomputes the probabilities from q, k and lse.
@@ -77,7 +79,7 @@ FLASHSDK_API void mha_varlen_fwd(const ForwardArgs& args, const LaunchOptions& o
 FLASHSDK_API void mha_varlen_bwd(const BackwardArgs& args, const LaunchOptions& options = {});
 
 // Threads a CPU call may use, the caller's included. Default: FLASHSDK_NUM_THREADS, else OMP_NUM_THREADS, else the
-// processors this process may run on.
+// processors this process may run on, at most its container's quota of them. Workspaces grow with it.
 FLASHSDK_API void set_num_threads(int n);
 FLASHSDK_API int get_num_threads();
 

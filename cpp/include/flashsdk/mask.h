@@ -50,7 +50,7 @@ struct BlockMask {
   int block_k = 0;
   BlockLists row_partial, row_full;  // lines are block rows, indices block columns
   BlockLists col_partial, col_full;  // lines are block columns, indices block rows
-  std::optional<Band> band;          // applied inside partial blocks
+  std::optional<Band> band;          // applied inside partial blocks; without one they are visible throughout
 
   // The lengths the layout was made for, which tell full blocks from partial ones. Those of the call, max_seqlen for
   // packed sequences, must be the same; 0 means any with as many blocks.
