@@ -153,7 +153,8 @@ TEST_F(Validation, Sizes) {
   constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
   forward("unsupported: q: batch 9223372036854775807; 0 to 1073741824", [](ForwardArgs& a) { a.q.shape[0] = kHuge; });
   forward(
-      "invalid_argument: q: shape (2, 5, 4, 8), strides of elements (9223372036854775807, 32, 8, 1); a tensor that fits in memory",
+      "invalid_argument: q: shape (2, 5, 4, 8), strides of elements (9223372036854775807, 32, 8, 1); a tensor that "
+      "fits in memory",
       [](ForwardArgs& a) { a.q.stride[0] = kHuge; });
 }
 
@@ -188,12 +189,17 @@ TEST_F(Validation, DataWithoutDimensions) {
 }
 
 TEST_F(Validation, Strides) {
-  forward("invalid_argument: v: strides of elements (224, 32, 16, 2); the last dimension contiguous (stride 1), as a copy has it",
-          [](ForwardArgs& a) { a.v.stride[3] = 2; });
-  forward("invalid_argument: q: strides of elements (160, 32, 8, 0); the last dimension contiguous (stride 1), as a copy has it",
-          [](ForwardArgs& a) { a.q.stride[3] = 0; });
   forward(
-      "invalid_argument: out: shape (2, 5, 4, 16), strides of elements (320, 0, 16, 1); an output whose elements do not share "
+      "invalid_argument: v: strides of elements (224, 32, 16, 2); the last dimension contiguous (stride 1), as a copy "
+      "has it",
+      [](ForwardArgs& a) { a.v.stride[3] = 2; });
+  forward(
+      "invalid_argument: q: strides of elements (160, 32, 8, 0); the last dimension contiguous (stride 1), as a copy "
+      "has it",
+      [](ForwardArgs& a) { a.q.stride[3] = 0; });
+  forward(
+      "invalid_argument: out: shape (2, 5, 4, 16), strides of elements (320, 0, 16, 1); an output whose elements do "
+      "not share "
       "memory",
       [](ForwardArgs& a) { a.out.stride[1] = 0; });
   forward("invalid_argument: q: its address is not a multiple of 4; aligned float32",
@@ -246,11 +252,13 @@ TEST_F(Validation, BiasAndSlopes) {
       [&](ForwardArgs& a) { a.bias = wrong.view(); });
   forward("invalid_argument: bias: dtype int32; float32, float16, bfloat16 or bool",
           [&](ForwardArgs& a) { a.bias = ints.view(); });
-  forward("invalid_argument: bias: strides of elements (140, 35, 7, 3); the last dimension contiguous (stride 1), as a copy has it",
-          [&](ForwardArgs& a) {
-            a.bias = bias.view();
-            a.bias.stride[3] = 3;
-          });
+  forward(
+      "invalid_argument: bias: strides of elements (140, 35, 7, 3); the last dimension contiguous (stride 1), as a "
+      "copy has it",
+      [&](ForwardArgs& a) {
+        a.bias = bias.view();
+        a.bias.stride[3] = 3;
+      });
   HostTensor slopes(DType::kFloat32, {4}), five(DType::kFloat32, {5}), halves(DType::kFloat16, {4});
   forward("invalid_argument: alibi_slopes: shape (5,); (num_heads 4)",
           [&](ForwardArgs& a) { a.alibi_slopes = five.view(); });
@@ -307,9 +315,8 @@ TEST_F(Validation, Layouts) {
   forward(
       "invalid_argument: mask.row_partial.offsets: shape (1, 1, 3); (1 or batch 2, 1 or num_heads 4, blocks + 1 = 2)",
       [&](ForwardArgs& a) { a.mask = rows.view(); });
-  forward(
-      "invalid_argument: mask: a layout of batch 3; batch 1 or 2",
-      [&](ForwardArgs& a) { a.mask = batches.view(); });
+  forward("invalid_argument: mask: a layout of batch 3; batch 1 or 2",
+          [&](ForwardArgs& a) { a.mask = batches.view(); });
   forward("invalid_argument: mask.block_q: 24; a positive multiple of 16, at most 16777216",
           spoilt([](BlockMask& m) { m.block_q = 24; }));
   forward("invalid_argument: mask.block_k: 0; a positive multiple of 16, at most 16777216",

@@ -426,10 +426,11 @@ def test_the_first_bad_argument_is_named():
 
 def test_a_layout_for_other_problems_is_told_as_a_whole():
     q, k, v = (np.zeros((2, 32, 4, 8), np.float32) for _ in range(3))
-    for shape, what in (((1, 3), "num_heads 3; num_heads 1 or 4"), ((3, 1), "batch 3; batch 1 or 2")):
+    wrong = {(1, 3): "num_heads 3; num_heads 1 or 4", (3, 1): "batch 3; batch 1 or 2"}
+    for shape, what in wrong.items():
         blocks = np.ones((*shape, 2, 2), bool)
         mask = fs.BlockMask.from_dense(blocks, (16, 16), seqlen_q=32, seqlen_k=32)
-        with pytest.raises(fs.Error, match=f"^mask: a layout of {what}$"):
+        with pytest.raises(fs.Error, match=rf"^mask: a layout of {what}$"):
             fs.mha_fwd(q, k, v, mask=mask)
 
 
@@ -437,5 +438,5 @@ def test_explain_takes_the_calls_of_dropout():
     q = np.zeros((1, 8, 2, 16), np.float32)
     call = {"dropout_p": 0.5, "seed": 3, "offset": 2**40}
     assert "features" in fs.explain(q, q, q, **call).kernel
-    with pytest.raises(fs.Error, match="^seed: -1; "):
+    with pytest.raises(fs.Error, match=r"^seed: -1; "):
         fs.explain(q, q, q, seed=-1)
