@@ -61,8 +61,8 @@ struct LaunchOptions {
   void* stream = nullptr;  // cudaStream_t; unused on a CPU
 };
 
-// Bytes of workspace the call needs, on a CPU for the number of threads that is set now. Validates like the call itself;
-// outputs, and what a backward gets from the forward, may still be missing.
+// Bytes of workspace the call needs, on a CPU for the number of threads that is set now. Validates like the call
+// itself; outputs, and what a backward gets from the forward, may still be missing.
 FLASHSDK_API std::size_t workspace_size(const ForwardArgs& args);
 FLASHSDK_API std::size_t workspace_size(const BackwardArgs& args);
 
