@@ -65,7 +65,9 @@ def run(*, backend: str, quick: bool, words: list[str], out: str) -> int:
     every = suite.cases(quick)
     cases = [c for c in every if set(words) <= set(c.name.split())]
     if not cases:
-        raise Error(f"--filter: {shown(' '.join(words))}; words of names like {every[0].name!r}")
+        known = " ".join(sorted({word for c in every for word in c.name.split()}))
+        of = "with --quick words" if quick else "words"
+        raise Error(f"--filter: {shown(' '.join(words))}; {of} of one case, among these: {known}")
     skipped = {c.name: why for c in cases if (why := suite.runnable(c)) is not None}
     cases = [c for c in cases if c.name not in skipped]
     folder = writable_folder("--out", Path(out))
