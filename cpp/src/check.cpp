@@ -84,14 +84,14 @@ void check_shape(const char* name, const TensorView& t, std::initializer_list<Di
 
 void check_last_dim_contiguous(const char* name, const TensorView& t) {
   if (t.shape[t.rank - 1] > 1 && t.stride[t.rank - 1] != 1 && !is_empty(t))
-    fail(name, strides_of(t), "the last dimension contiguous (stride 1), as a copy has it");
+    fail(name, strides_of(t), "the last dimension contiguous (stride 1), as in a contiguous copy");
 }
 
 void check_row_major(const char* name, const TensorView& t) {
   if (is_empty(t)) return;
   std::int64_t step = 1;
   for (int d = t.rank - 1; d >= 0; --d) {
-    if (t.shape[d] > 1 && t.stride[d] != step) fail(name, strides_of(t), "contiguous");
+    if (t.shape[d] > 1 && t.stride[d] != step) fail(name, strides_of(t), "contiguous, as a contiguous copy is");
     if (__builtin_mul_overflow(step, t.shape[d], &step)) step = 0;
   }
 }

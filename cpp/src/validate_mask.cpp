@@ -137,14 +137,15 @@ void check_length(const char* name, std::int64_t made_for, const char* what, int
 // A layout per batch, and no batch: there are no offsets to read.
 bool empty(const BlockLists& a, const BlockLists& b) { return a.offsets.shape[0] == 0 || b.offsets.shape[0] == 0; }
 
-// A layout for other problems is told as a whole, before one of its lists is. Their shapes are check_lists()'s.
+// A layout for other problems is told as a whole, by the first of its lists, before one of them is. That each has the
+// right shape is for check_lists() to see.
 void check_shared(const TensorView& offsets, const ForwardParams& p) {
   if (offsets.rank != 3) return;
   for (auto [what, extent, expected] :
        {std::tuple{"batch ", offsets.shape[0], p.batch}, std::tuple{"num_heads ", offsets.shape[1], p.num_heads}})
     if (extent != 1 && extent != expected)
       fail("mask", std::string("a layout of ") + what + std::to_string(extent),
-           std::string(what) + "1 or " + std::to_string(expected));
+           std::string(what) + (expected > 1 ? "1 or " + std::to_string(expected) : "1"));
 }
 
 void validate_layout(const BlockMask& mask, bool columns, ForwardParams& p, MemoryMap& memory) {

@@ -29,7 +29,7 @@ using Access = ArrayImporter::Access;
   throw Error(ErrorCode::kInvalidArgument, name + ": " + nb::cast<std::string>(text) + "; " + allowed);
 }
 
-// Of other types than Python's own, and of bools, which are integers to it, flashsdk._errors.real decides.
+// Of other types than Python's own, and of bools, which are integers to it, flashsdk._errors decides.
 double to_double(const char* name, nb::handle value) {
   if (PyFloat_Check(value.ptr())) return PyFloat_AsDouble(value.ptr());
   if (PyLong_CheckExact(value.ptr())) {
@@ -62,15 +62,14 @@ float to_softcap(const char* name, nb::handle value) {
 
 template <class T>
 T to_integer(const char* name, nb::handle value, const std::string& allowed) {
-  if (PyBool_Check(value.ptr())) fail(name, value, allowed);
-  nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+  nb::object index = nb::borrow(value);
+  if (!PyLong_CheckExact(value.ptr()))
+    index = nb::module_::import_("flashsdk._errors").attr("integer")(name, value, nb::arg("allowed") = allowed);
   T result{};
-  if (index.is_valid()) {
-    if constexpr (std::is_unsigned_v<T>) {
-      result = PyLong_AsUnsignedLongLong(index.ptr());
-    } else {
-      result = PyLong_AsLongLong(index.ptr());
-    }
+  if constexpr (std::is_unsigned_v<T>) {
+    result = PyLong_AsUnsignedLongLong(index.ptr());
+  } else {
+    result = PyLong_AsLongLong(index.ptr());
   }
   if (PyErr_Occurred() != nullptr) {
     PyErr_Clear();

@@ -48,7 +48,7 @@ def integer(
     if not allowed:
         allowed = "an integer" if minimum is None else f"an integer >= {minimum}"
         allowed += "" if maximum is None else f", at most {maximum}"
-    if not isinstance(value, bool):
+    if not _is_bool(value):
         try:
             number = operator.index(value)  # type: ignore[arg-type]
         except Exception:
@@ -62,13 +62,22 @@ def integer(
 
 def real(name: str, value: Any, *, allowed: str = "a number") -> float:
     """``value`` as a float. NumPy's too, and arrays of one number; no text, no bool."""
-    if not isinstance(value, bool | str | bytes | bytearray):
-        try:
-            if str(getattr(value, "dtype", "")).rpartition(".")[2] != "bool":  # or torch.bool
-                return float(value)
-        except Exception:
-            pass
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+        # Without either of the two, float() reads text, and buffers as such.
+        reads = hasattr(plain, "__float__") or hasattr(plain, "__index__")
+        if reads and not _is_bool(plain) and value is not np.ma.masked:
+            return float(plain)
+    except Exception:
+        pass
     raise Error(f"{name}: {shown(value)}; {allowed}")
+
+
+def _is_bool(value: object) -> bool:
+    """Also an array of bools: to ``operator.index``, PyTorch's are integers."""
+    if isinstance(value, int):  # of torch.compile's own, too, which have no attributes
+        return isinstance(value, bool)
+    return str(getattr(value, "dtype", "")).rpartition(".")[2] == "bool"  # or torch.bool
 
 
 def truth(name: str, value: object) -> bool:

@@ -75,7 +75,8 @@ def number(name: str, value: Any) -> Any:
 def whole(name: str, value: Any) -> Any:
     """``value`` if it is an integer of 64 bits, of the compiler's too."""
     if torch.compiler.is_compiling() and isinstance(value, (int, torch.SymInt)):
-        return value  # to compare it would fix it
+        if not isinstance(value, bool):
+            return value  # to compare it would fix it
     return integer(name, value, -(2**63), 2**63 - 1, allowed="an integer of 64 bits")
 
 

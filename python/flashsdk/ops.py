@@ -277,7 +277,8 @@ def explain(
 ) -> Explanation:
     """The kernel that mha_fwd (mha_varlen_fwd with cu_seqlens) or, for "bwd", its gradient takes.
 
-    Arguments are those of the call, without its outputs, dout and stream; nothing is computed.
+    Arguments are those of the forward call, also for "bwd", and none of its outputs or stream;
+    nothing is computed.
     Raises Error like the call.
     """
     if not isinstance(op, str) or op not in ("fwd", "bwd"):

@@ -125,7 +125,8 @@ def attention(
     softcap
         Above 0, a score s becomes softcap * tanh(s / softcap).
     dropout_p
-        Probability in [0, 1) to drop an element of P, rounded to the nearest 1/256.
+        Probability in [0, 1) to drop an element of P, rounded to the nearest 1/256, at most
+        255/256.
     seed
         Of dropout, 0 to 2^64 - 1. None draws one from torch's CPU generator.
     return_lse
@@ -276,7 +277,8 @@ def scaled_dot_product_attention(
         attend. torch.nn.attention.bias.causal_lower_right and causal_upper_left are recognised.
         A gradient with respect to it is not supported: an Error if it requires one.
     dropout_p
-        Probability in [0, 1), rounded to the nearest 1/256, drawn from torch's CPU generator.
+        Probability in [0, 1), rounded to the nearest 1/256, at most 255/256; drawn from torch's
+        CPU generator.
         As in torch it applies in evaluation as well: pass 0 there.
     is_causal
         Query i sees the keys up to i (top-left aligned). An Error together with attn_mask.

@@ -86,7 +86,8 @@ enum class Turns { kNone, kPassedAtOnce, kPassedAtTheEnd };
 
 // Steps until all is done by so many thread blocks, each of which takes the next work when it is free, and in each step
 // adds once if the turn has come; -1 if nothing moves any more. A turn is passed on with the addition, or as late as
-// may be: after the last step of the work. Kernels are in between.
+// may be: after the last step of the work. Kernels are in between; that two of their warps add in turns is not played,
+// as a turn that is passed on sooner stops nobody.
 int steps_to_end(const Problem& problem, int blocks, Turns how) {
   struct Block {
     const Work* work = nullptr;

@@ -190,12 +190,12 @@ TEST_F(Validation, DataWithoutDimensions) {
 
 TEST_F(Validation, Strides) {
   forward(
-      "invalid_argument: v: strides of elements (224, 32, 16, 2); the last dimension contiguous (stride 1), as a copy "
-      "has it",
+      "invalid_argument: v: strides of elements (224, 32, 16, 2); the last dimension contiguous (stride 1), as in a "
+      "contiguous copy",
       [](ForwardArgs& a) { a.v.stride[3] = 2; });
   forward(
-      "invalid_argument: q: strides of elements (160, 32, 8, 0); the last dimension contiguous (stride 1), as a copy "
-      "has it",
+      "invalid_argument: q: strides of elements (160, 32, 8, 0); the last dimension contiguous (stride 1), as in a "
+      "contiguous copy",
       [](ForwardArgs& a) { a.q.stride[3] = 0; });
   forward(
       "invalid_argument: out: shape (2, 5, 4, 16), strides of elements (320, 0, 16, 1); an output whose elements do "
@@ -253,8 +253,8 @@ TEST_F(Validation, BiasAndSlopes) {
   forward("invalid_argument: bias: dtype int32; float32, float16, bfloat16 or bool",
           [&](ForwardArgs& a) { a.bias = ints.view(); });
   forward(
-      "invalid_argument: bias: strides of elements (140, 35, 7, 3); the last dimension contiguous (stride 1), as a "
-      "copy has it",
+      "invalid_argument: bias: strides of elements (140, 35, 7, 3); the last dimension contiguous (stride 1), as in a "
+      "contiguous copy",
       [&](ForwardArgs& a) {
         a.bias = bias.view();
         a.bias.stride[3] = 3;

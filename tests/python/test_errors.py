@@ -424,14 +424,20 @@ def test_the_first_bad_argument_is_named():
     assert "softcap" not in line
 
 
-def test_a_layout_for_other_problems_is_told_as_a_whole():
-    q, k, v = (np.zeros((2, 32, 4, 8), np.float32) for _ in range(3))
-    wrong = {(1, 3): "num_heads 3; num_heads 1 or 4", (3, 1): "batch 3; batch 1 or 2"}
-    for shape, what in wrong.items():
-        blocks = np.ones((*shape, 2, 2), bool)
-        mask = fs.BlockMask.from_dense(blocks, (16, 16), seqlen_q=32, seqlen_k=32)
-        with pytest.raises(fs.Error, match=rf"^mask: a layout of {what}$"):
-            fs.mha_fwd(q, k, v, mask=mask)
+@pytest.mark.parametrize(
+    "batch, shape, what",
+    [
+        (2, (1, 3), "num_heads 3; num_heads 1 or 4"),
+        (2, (3, 1), "batch 3; batch 1 or 2"),
+        (1, (3, 1), "batch 3; batch 1"),
+    ],
+)
+def test_a_layout_for_other_problems_is_told_as_a_whole(batch, shape, what):
+    q, k, v = (np.zeros((batch, 32, 4, 8), np.float32) for _ in range(3))
+    blocks = np.ones((*shape, 2, 2), bool)
+    mask = fs.BlockMask.from_dense(blocks, (16, 16), seqlen_q=32, seqlen_k=32)
+    with pytest.raises(fs.Error, match=rf"^mask: a layout of {what}$"):
+        fs.mha_fwd(q, k, v, mask=mask)
 
 
 def test_explain_takes_the_calls_of_dropout():

@@ -174,7 +174,8 @@ def forward_and_backward(p, x, backward=True, **options):
 
 def assert_within_bounds(p, x, got):
     exact, bound = _dense.definition(p, x)
-    for name, a in zip(("out", "lse", "dq", "dk", "dv"), got):
+    names = ("out", "lse", "dq", "dk", "dv")
+    for name, a in zip(names[: len(got)], got, strict=True):
         share = _dense.share(a.double(), exact[name], bound[name])
         assert (share <= 1).all(), f"{name} of {p.max_seqlen} under {p.mask}: {share.max()}"
 
@@ -184,7 +185,7 @@ def assert_within_bounds(p, x, got):
 @pytest.mark.parametrize("kind", ["of q's type", "bool"])
 def test_bias_without_softcap(backend, kind, dropout_p, dim):
     """By tiles in shared memory: -inf for rows, columns and all first keys, values beside which
-    scores vanish, and NaN where the vectors of a row reach behind its end."""
+    scores vanish, and NaN (bool: True) behind the ends of sequences, where vectors reach."""
     need_head_dim(backend, dim)
     if dropout_p and backend == "sm90" and dim > 128:
         pytest.skip("sm90 has no bias beside dropout above head_dim 128")
@@ -196,14 +197,18 @@ def test_bias_without_softcap(backend, kind, dropout_p, dim):
     values[..., 300:400] = values[:, 0, 150] = values[1, :, 200:, :600] = -math.inf
     values[..., 1100:] = math.nan  # of the next row, as it were
     wide = values > 0 if kind == "bool" else values
+    behind = True if kind == "bool" else math.nan  # what must not count
     of_problem = {f"dropout_{name.removeprefix('dropout_')}": x for name, x in dropout.items()}
     many = over_many_tiles(q, k, v, dout, **of_problem)
     for p, x in itertools.chain(many, by_blocks_and_packed(q, k, v, dout, **of_problem)):
         nq, nk = p.max_seqlen
-        bias = wide[:, :, :nq, :nk]
+        bias = torch.full_like(wide, behind)[:, :, :nq, :nk]
+        for b, (n, m) in enumerate(zip(p.lengths_q, p.lengths_k, strict=True)):
+            bias[b, :, :n, :m] = wide[b, :, :n, :m]
         options = {"mask": mask_of(p), "bias": bias, "backend": backend, **dropout}
         backward = backend == "sm80" or dim <= 128  # else it is sm80's
         got = forward_and_backward(p, x, backward, **options)
+        assert len(got) == (5 if backward else 2)
         assert_within_bounds(p, x | {"bias": bias}, got)
     options = {"bias": wide[..., :1100], "backend": backend, **dropout}
     want = fs.mha_fwd(q, k, v, **options)

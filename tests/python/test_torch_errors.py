@@ -23,9 +23,10 @@ LONG = np.zeros((40, 40))  # whose repr has many lines
 NO_TENSORS = [3, "a", [1.0], np.zeros(3, np.float32), LONG, torch.tensor(1.0), object()]
 NO_NUMBERS = [
     *["a", True, np.False_, torch.tensor(True), b"1", [1.0, 2.0]],
-    *[torch.ones(40, 2), LONG, object(), 1j],
+    *[np.array("1.5"), np.array(True, dtype=object), np.void(b"1"), memoryview(b"1")],
+    *[np.ma.masked, np.complex64(1j), torch.ones(40, 2), LONG, object(), 1j],
 ]
-NO_INTEGERS = [6.0, "a", 2**63, torch.ones(40, 40)]
+NO_INTEGERS = [6.0, "a", 2**63, True, torch.tensor(True), torch.ones(40, 40)]
 NO_FLAGS = ["no", "x\ny", [True], LONG]
 WRONG = {
     argument: wrong
@@ -37,10 +38,13 @@ WRONG = {
         "softmax_scale scale": NO_NUMBERS,
         "softcap dropout_p": [None, *NO_NUMBERS],
         "max_seqlen_q max_seqlen_k max_seqlen": [None, *NO_INTEGERS],
-        "seed": ["a", 1.5, -1, 2**64, LONG],
+        "seed": ["a", 1.5, -1, 2**64, True, torch.tensor(True), LONG],
         "causal is_causal enable_gqa return_lse return_attn_probs": [None, *NO_FLAGS],
         "deterministic": NO_FLAGS,
-        "window_size": [None, (None, 3), "ab", 5, (1,), (1, 2, 3), (1.5, 2), LONG],
+        "window_size": [
+            *[None, (None, 3), "ab", 5, (1,), (1, 2, 3), (1.5, 2), (True, 2), LONG],
+            *[(torch.tensor(True), 2), (1, True)],
+        ],
         "backend": [3, b"cpu", "tpu", "x\ny", "x" * 200, LONG],
         "mask": ["causal", 3, LONG, torch.ones(40, 40)],
     }.items()
@@ -257,3 +261,20 @@ def test_vmap_over_no_sample():
         lambda q: adapter.varlen_attention(q, q, q, *lengths, return_lse=True)
     )(flat)
     assert out.shape == flat.shape and lse.shape == (0, HEADS, SEQLEN)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda true: fs.mha_fwd(*[torch.randn(1, 4, 1, 8)] * 3, seed=true),
+        lambda true: fs.mha_fwd(*[torch.randn(1, 4, 1, 8)] * 3, offset=true),
+        lambda true: fs.Band(left=true),
+        lambda true: fs.layouts.dense(true, 4, 16),
+        fs.set_num_threads,
+    ],
+    ids=["seed", "offset", "left", "seqlen_q", "n"],
+)
+def test_tensors_of_a_bool_are_no_integers(call, request):
+    """Though to Python, PyTorch's are."""
+    with pytest.raises(fs.Error, match=rf"^{request.node.callspec.id}: tensor\(True\); "):
+        call(torch.tensor(True))

@@ -56,6 +56,7 @@ const char* refuse(const ForwardParams& p, bool backward, int shared_bytes) {
   const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
   if (device.capability < 80) return "the device is older than compute capability 8.0";
   if (device.shared_memory_per_block < shared_bytes) return "the device has too little shared memory";
+  // Last: of a call without a bias any other reason says more.
   if constexpr (kFeatures == cuda::Features::kBias) return cuda::refuse_bias<typename Traits::Element>(p.score.bias);
   return nullptr;
 }

@@ -261,7 +261,7 @@ class DqAdder {
         smem_.full_dq[warpgroup].wait_full(use_of(step, i));
         write(tile, warpgroup, step, i, true);
       }
-      if (n == 0) pass_turn<kPieces>();  // of the step before; above head_dim 128 the other pieces come a step later
+      if (n == 0) pass_turn<kPieces>();  // of its last step; above head_dim 128 the other pieces come a step later
     }
     held_ = turn;
     next_ = mine + 1;

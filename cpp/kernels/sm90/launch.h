@@ -28,6 +28,7 @@ const char* refuse(const ForwardParams& p) {
     if (const char* reason = tensor_map_refusal(*t, key_extent(p, p.head_dim))) return reason;
   const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
   if (device.capability != 90) return "the device is not of compute capability 9.0";
+  // Last of these: of a call without a bias any other reason says more.
   if constexpr (cuda::has_bias(kFeatures)) return cuda::refuse_bias<typename Traits::Element>(p.score.bias);
   return nullptr;
 }

@@ -196,7 +196,7 @@ def main():
     if args.list:
         print("\n".join(of_name))
         return 0
-    touched = 0
+    touched = grown = 0
     for name in sorted(filter(re.compile(args.only).search, of_name), key=cost, reverse=True):
         if not claimed(args.claims, name):
             continue
@@ -214,13 +214,13 @@ def main():
             touched += done
             if name.startswith("sm90_forward") and KINDS[harness.entries[index][3]] == "dense":
                 for bias in (torch.float32, *vectors):
-                    touch(harness, index, growing=True, bias=bias)
+                    grown += touch(harness, index, growing=True, bias=bias)
                 touch(harness, index, scale=-0.1)  # which no tile tries
         if touched == before:
             print(f"{name}: takes no problem of this list")
             return 1
         print(f"done {name}: {time.monotonic() - start:.1f} s", flush=True)
-    print(f"touched {touched} kernels")
+    print(f"touched {touched} kernels; {grown} times with scores that grow")
     return 0
 
 
