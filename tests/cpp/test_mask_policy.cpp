@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -91,22 +92,33 @@ TEST(BandPolicy, WalksFromAnyQuery) {
                              std::to_string(tile.n) + " first=" + std::to_string(first);
     const int tiles = ceil_div(seqlen_k, tile.n);
     std::vector<bool> visited(tiles), partial(tiles);
-    for (TileRef t : collect(policy.row_walk_from(tile, first), 1, tiles, name)) {
+    const TileWalk walk = policy.row_walk_from(tile, first);
+    for (TileRef t : collect(walk, 1, tiles, name)) {
       visited[t.index] = true;
       partial[t.index] = t.partial;
     }
+    int first_full = -1;
+    std::vector<bool> shows_first_key(tiles);  // to all queries
     for (int n = 0; n < tiles; ++n) {
-      bool any = false, all = true;
+      bool any = false, all = true, first_key = true;
       for (int i = max_of(first, 0); i < min_of(first + tile.m, seqlen_q); ++i) {
         for (int j = n * tile.n; j < min_of((n + 1) * tile.n, seqlen_k); ++j) {
           const bool sees = band_sees(mask.band, seqlen_q, seqlen_k, i, j);
           any |= sees;
           all &= sees;
+          first_key &= sees || j > n * tile.n;
         }
       }
+      if (all && first_full < 0) first_full = n;
+      shows_first_key[n] = first_key;
       EXPECT_EQ(bool{visited[n]}, any) << name << " tile " << n;
       EXPECT_EQ(visited[n] && partial[n], any && !all) << name << " tile " << n;
     }
+    TileRef origin{};
+    if (!OutwardWalk(walk, walk.full_begin()).next(origin)) continue;
+    if (first_full >= 0) EXPECT_EQ(origin.index, first_full) << name;
+    const bool any_shows = std::find(shows_first_key.begin(), shows_first_key.end(), true) != shows_first_key.end();
+    EXPECT_EQ(bool{shows_first_key[origin.index]}, any_shows) << name;
   }
 }
 

@@ -76,6 +76,8 @@ class TileWalk {
   FLASHSDK_HD bool has_runs() const { return split_ == 0; }
   FLASHSDK_HD int begin() const { return position_; }
   FLASHSDK_HD int end() const { return end_; }
+  // The first full one. Where none is: the first, if there is one, whose first line all that see the tile see.
+  FLASHSDK_HD int full_begin() const { return full_begin_; }
   FLASHSDK_HD bool is_partial(int index) const { return index < full_begin_ || index >= full_end_; }
 
   // Upper bound of the tiles still to come: exact but for a last layout block cut by the sequence end.
@@ -126,25 +128,29 @@ class TileWalk {
   bool block_partial_ = false;
 };
 
-// The tiles of a walk from tile `origin` (if it has that) down to the first and then up to the last. Of lists: as they
-// are.
+// The tiles of a walk from tile `origin`, or the one next to it, down to the first and then up to the last. Of lists: as
+// they are.
 class OutwardWalk {
  public:
   FLASHSDK_HD OutwardWalk(const TileWalk& walk, int origin)
-      : walk_(walk), down_(min_of(max_of(origin, walk.begin()), walk.end() - 1)), up_(down_ + 1) {}
+      : walk_(walk),
+        origin_(min_of(max_of(origin, walk.begin()), walk.end() - 1)),
+        index_(max_of(origin_, walk.begin())) {}
 
   FLASHSDK_HD bool next(TileRef& tile) {
     if (!walk_.has_runs()) return walk_.next(tile);
-    const bool down = down_ >= walk_.begin();
-    if (!down && up_ >= walk_.end()) return false;
-    const int index = down ? down_-- : up_++;
-    tile = {index, walk_.is_partial(index)};
+    if (index_ >= walk_.end()) return false;
+    tile = {index_, walk_.is_partial(index_)};
+    if (index_ > origin_)
+      ++index_;
+    else
+      index_ = index_ > walk_.begin() ? index_ - 1 : origin_ + 1;
     return true;
   }
 
  private:
   TileWalk walk_;
-  int down_, up_;
+  int origin_, index_;
 };
 
 }  // namespace flashsdk

@@ -21,6 +21,9 @@ struct ForwardMaps {
 // the mask policy visits, announces them and loads Q and K; the second follows its announcements and loads V. One warp
 // alone would need longer for a tile than the tensor cores do.
 //
+// Under a band, tiles that are tried come from the first full one outwards: tried by a few keys' maximum, a first tile
+// must not hide its first key, and rows of which it hides all have no maximum to try the next one by.
+//
 // With ALiBi, and with a bias of numbers, which may be the same as a tensor, tiles that are tried and not listed come
 // from the diagonal outwards: scores then fall with the distance, and a try by the maximum so far fails no more often
 // than without.
@@ -41,9 +44,13 @@ class KeyLoader {
       const SeqlenInfo seq(p_, work.batch);
       const Policy policy(p_.mask, seq, work.batch, work.head);
       QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, policy.diagonals()};
-      const auto load = [&](TileWalk walk) {
+      const auto load = [&](TileWalk walk, auto is_band) {
         if constexpr (kOutward) {
-          OutwardWalk outward(walk, scores_fall() ? diagonal_of(of, seq) / Traits::kBlockN : walk.begin());
+          const int diagonal = diagonal_of(of, seq) / Traits::kBlockN;
+          OutwardWalk outward(walk, scores_fall() ? diagonal : walk.full_begin());
+          load_work(of, seq, outward, stream);
+        } else if constexpr (Traits::kTries && is_band) {
+          OutwardWalk outward(walk, walk.full_begin());
           load_work(of, seq, outward, stream);
         } else {
           load_work(of, seq, walk, stream);
@@ -75,7 +82,7 @@ class KeyLoader {
       if (!more) stream.draw();
       const int n0 = tile.index * Traits::kBlockN, rows = of.key_end - n0;
       int flags = outside;
-      // Cut is the last tile, else all is seen.
+      // Cut is the last tile, which may come first, else all is seen.
       cuda::branch_if(first || !more || tile.partial || (kOutward && is_special(of, seq, n0)), [&] {
         flags = (first ? KeyTile::kFirst : 0) | (more ? 0 : KeyTile::kLast) | (tile.partial ? KeyTile::kPartial : 0) |
                 what_is_seen(of, seq, n0, tile.partial, first);
