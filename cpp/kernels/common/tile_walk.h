@@ -128,8 +128,8 @@ class TileWalk {
   bool block_partial_ = false;
 };
 
-// The tiles of a walk from tile `origin`, or the one next to it, down to the first and then up to the last. Of lists: as
-// they are.
+// The tiles of a walk from tile `origin`, or the one next to it, down to the first and then up to the last. Lists are
+// walked as they are.
 class OutwardWalk {
  public:
   FLASHSDK_HD OutwardWalk(const TileWalk& walk, int origin)

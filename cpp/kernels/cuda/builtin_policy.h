@@ -16,10 +16,10 @@ class BuiltinPolicy {
   __device__ BuiltinPolicy(const MaskParam& mask, const SeqlenInfo& s, int batch, int head)
       : mask_(mask), seq_(s), batch_(batch), head_(head) {}
 
-  // visit(walk, is_band) with the walk of a row of tiles. m0: its first query, which is m_block · tile.m unless kFromEnd,
-  // where tiles are counted from the end of a sequence: layouts have no walk from there, as a tile may lie in several
-  // blocks, and refuse_forward() keeps them away. Each kind apart, and known to the compiler: it then keeps in registers
-  // what the one or the other needs, not both.
+  // visit(walk, is_band) with the walk of a row of tiles. m0: its first query, which is m_block · tile.m unless
+  // kFromEnd, where tiles are counted from the end of a sequence: layouts have no walk from there, as a tile may lie in
+  // several blocks, and refuse_forward() keeps them away. Each kind by itself, as the compiler knows it: it then keeps
+  // in registers what the one or the other needs, not both.
   template <bool kFromEnd, class Visit>
   __device__ void visit_row_walk(flashsdk::Tile tile, int m_block, int m0, Visit&& visit) const {
     if (!kFromEnd && mask_.kind == MaskKind::kBlockSparse) {
