@@ -156,6 +156,14 @@ KernelEntry split_forward_entry() {
           launch_split_forward<Traits, Policy, kFeatures>};
 }
 
+// What the backward walks. With all features a call without a mask takes the kernel of bands, of one that hides nothing:
+// ptxas spills less there (head_dim 64 for sm_90a: 464 bytes without a mask, 0 with a band). Not where key tiles begin
+// in different places (QueryStream).
+template <class Traits, class Policy, cuda::Features kFeatures>
+using BackwardPolicy = std::conditional_t<kFeatures == cuda::Features::kAll && !Traits::kAnyAlignment &&
+                                              !Traits::kStaggered && std::is_same_v<Policy, DensePolicy>,
+                                          BandPolicy, Policy>;
+
 template <class Traits, class Policy, cuda::Features kFeatures>
 void launch_backward(const ForwardParams& params, const LaunchContext& context) {
   if constexpr (kTakesPlainCalls<Traits, Policy, kFeatures>) {  // as launch_forward()
@@ -168,7 +176,7 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
   const auto& p = static_cast<const BackwardParams&>(params);
   cuda::DeviceGuard guard(p.device.index);
   auto stream = static_cast<cudaStream_t>(context.stream);
-  auto kernel = backward_kernel<Traits, Policy, kFeatures>;
+  auto kernel = backward_kernel<Traits, BackwardPolicy<Traits, Policy, kFeatures>, kFeatures>;
   constexpr int kSmemBytes = kBackwardSmemBytes<Traits, kFeatures>;
   allow_shared_memory(kernel, kSmemBytes, p.device.index, prepared);
   const cuda::BackwardWorkspace ws(p, Traits::kBlockM, Traits::kHeadDim, context.workspace);
