@@ -46,6 +46,7 @@ set(FLASHSDK_SM80_FORWARD_ALL_64 64x64_4_1_false_3)
 set(FLASHSDK_SM80_FORWARD_ALL_64_Dense 128x64_4_1_false_2)
 set(FLASHSDK_SM80_FORWARD_ALL_128 64x64_4_1_false_2)
 set(FLASHSDK_SM80_BACKWARD_ALL_64 64x128_8_8_8_4_1_false)
+set(FLASHSDK_SM80_BACKWARD_ALL_96 64x128_8_4_4_4_1_false)
 set(FLASHSDK_SM80_BACKWARD_ALL_128 32x128_8_4_4_2_1_false)
 
 # Few queries: thread blocks of four warps, two a multiprocessor, each with a part of the keys. Smaller head dimensions
