@@ -231,6 +231,30 @@ def test_alibi_over_many_tiles(backend, dim):
         assert_within_bounds(p, x | {"alibi_slopes": slopes}, got)
 
 
+BANDS = [
+    *[(1024, 0), (500, 500), (256, 0), (250, 3), (99, 0), (0, 0), (63, 63), (None, -300)],
+    *[(500, -300), (-200, 450), (-900, None)],
+]
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("left, right", BANDS)
+def test_bands_over_many_tiles(backend, left, right, dim):
+    """From those of which many tiles of keys are seen as a whole to those of which a tile of queries
+    sees none, with keys beside which all before them vanish."""
+    need_head_dim(backend, dim)
+    q, k, v, dout = qkv(1300, heads=2, dim=dim)
+    k[:, ::119] *= 20
+    for (nq, nk), alignment in itertools.product(
+        ((1300, 1300), (700, 1300), (1300, 700)), ("bottom_right", "top_left")
+    ):
+        mask = BandSpec(left, right, alignment)
+        p = problem((nq, nk), 2, dim, batch=2, dtype="bfloat16", mask=mask)
+        x = {"q": q[:, :nq], "k": k[:, :nk], "v": v[:, :nk], "dout": dout[:, :nq]}
+        got = forward_and_backward(p, x, mask=mask_of(p), backend=backend)
+        assert_within_bounds(p, x, got)
+
+
 def test_alibi_and_a_bias_have_kernels_of_their_own(backend):
     q, k, v, _ = qkv(2048)
     slopes, bias = (
