@@ -240,8 +240,8 @@ BANDS = [
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("left, right", BANDS)
 def test_bands_over_many_tiles(backend, left, right, dim):
-    """From those of which many tiles of keys are seen as a whole to those of which a tile of queries
-    sees none, with keys beside which all before them vanish."""
+    """From those that show many tiles of keys as a whole to those that hide all from some queries,
+    with keys beside which those before them vanish."""
     need_head_dim(backend, dim)
     q, k, v, dout = qkv(1300, heads=2, dim=dim)
     k[:, ::119] *= 20
