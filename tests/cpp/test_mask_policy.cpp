@@ -116,7 +116,9 @@ TEST(BandPolicy, WalksFromAnyQuery) {
     }
     TileRef origin{};
     if (!OutwardWalk(walk, walk.full_begin()).next(origin)) continue;
-    if (first_full >= 0) EXPECT_EQ(origin.index, first_full) << name;
+    if (first_full >= 0) {
+      EXPECT_EQ(origin.index, first_full) << name;
+    }
     const bool any_shows = std::find(shows_first_key.begin(), shows_first_key.end(), true) != shows_first_key.end();
     EXPECT_EQ(bool{shows_first_key[origin.index]}, any_shows) << name;
   }
