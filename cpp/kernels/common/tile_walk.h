@@ -76,7 +76,8 @@ class TileWalk {
   FLASHSDK_HD bool has_runs() const { return split_ == 0; }
   FLASHSDK_HD int begin() const { return position_; }
   FLASHSDK_HD int end() const { return end_; }
-  // The first full one. Where none is: the first, if there is one, whose first line all that see the tile see.
+  // The first full one. Where none is: in a walk along keys, the first one whose first key all queries see, if there is
+  // such a one; along queries likewise.
   FLASHSDK_HD int full_begin() const { return full_begin_; }
   FLASHSDK_HD bool is_partial(int index) const { return index < full_begin_ || index >= full_end_; }
 
