@@ -4,7 +4,7 @@ set(FLASHSDK_CUDA_ENABLED OFF)
 set(FLASHSDK_OLDEST_NVCC 12.8)
 # What drivers make for a desktop or a server, Tegra and WSL. scripts/bootstrap.py reads this line.
 set(FLASHSDK_GPU_FILES /dev/nvidiactl /dev/nvhost-gpu /dev/dxg)
-# The nvcc to use: one that is named, that of a CUDA that is, CUDA's default place, or what the path has.
+# The nvcc to use: one that is named, CUDA_HOME's, that of CUDA's default place, or what the path has.
 if(CMAKE_CUDA_COMPILER)
   set(nvcc ${CMAKE_CUDA_COMPILER})
 elseif(NOT "$ENV{CUDACXX}" STREQUAL "")
