@@ -26,7 +26,7 @@ UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 UNDERFLOW = {"float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
 # P of the backward is exp(score - lse) up to this |lse|, and takes over its rounding; beyond, the
 # sum of the row is taken anew.
-TRUSTED_LSE = {"float32": 64.0, "float16": 1024.0, "bfloat16": 1024.0}
+TRUSTED_LSE = {"float32": 32.0, "float16": 1024.0, "bfloat16": 1024.0}
 FLOAT32_NORMAL = 2.0**-126
 # Whether forward and backward take the sum of a score in the same order, to the same last bit: the
 # CPU kernels do. Those for GPUs, which have no float32, need not.

@@ -139,6 +139,27 @@ def test_errors_are_at_most_twice_those_of_standard_attention(cpu, magnitude):
     assert np.abs(ours["lse"] / exact["lse"] - 1).max() < 1e-6
 
 
+@pytest.mark.parametrize("mean", [0, 12, 24, 31.5, 40, 63.5, -63.5])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_what_the_rounding_of_the_lse_does_to_p(mean, with_bias):
+    """One element in q, v and dout: scores without a rounding, and dv is P of the backward."""
+    rng = np.random.default_rng(3)
+    queries, keys = 256, 40
+    one = np.ones((queries, 1, 1, 1), np.float32)
+    k = rng.normal(4 * mean, 8, (queries, keys, 1, 1)).astype(np.float32)
+    bias = np.zeros((1, 1, 1, keys), np.float32) if with_bias else None
+    features = {"softmax_scale": 0.25, "bias": bias}
+    out, lse = fs.mha_fwd(one, k, np.ones_like(k), **features)
+    _, _, dv = fs.mha_bwd(one, one, k, np.ones_like(k), out, lse, **features)
+    p, score = dv[..., 0, 0].astype(float), k[..., 0, 0].astype(float) / 4
+    exact = np.exp(score - np.logaddexp.reduce(score, axis=1, keepdims=True))
+    # The lse's share is at most 9.5e-7 (docs/numerics.md). An exponent of x is rounded three times,
+    # as the difference, in log2(e) and as the product: x * 1.8e-7. 2.5e-7: exp2, P and sums.
+    beyond = np.abs(p / exact - 1) - 1.8e-7 * np.abs(np.log(exact))
+    assert beyond[exact > 1e-3].max() < 9.5e-7 + 2.5e-7
+    assert np.abs(p.sum(axis=1) - 1).max() < 9.5e-7 + 2.5e-7
+
+
 @pytest.mark.parametrize("low", [-1e4, -1e9, -2.4e38, -3e38, LOWEST])
 def test_a_finite_bias_does_not_hide(runner, low):
     """Where all keys of a row have it their average remains, with the gradients of an average."""

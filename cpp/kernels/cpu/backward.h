@@ -46,9 +46,10 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
     buffers.place(context.workspace);
     auto* scratch = reinterpret_cast<Scratch*>(static_cast<char*>(context.workspace) + buffers.bytes());
 
-    prepare_backward<T>(p, buffers, runner, Base::log2_unit(p), [&](int slot, int batch, int head, int m_block) {
-      Backward(p, tile, buffers, batch, head / p.heads_per_group(), scratch[slot]).sum_rows(head, m_block);
-    });
+    prepare_backward<T>(
+        p, buffers, runner, typename Base::RowOffset(p), [&](int slot, int batch, int head, int m_block) {
+          Backward(p, tile, buffers, batch, head / p.heads_per_group(), scratch[slot]).sum_rows(head, m_block);
+        });
     const int heads = p.batch * p.num_heads_kv, n_blocks = buffers.n_blocks();
     const int side_by_side = heads_side_by_side(p, runner.num_threads);
     for_each_job(runner, buffers.jobs(), [&](std::int64_t job, int slot) {

@@ -154,21 +154,21 @@ void row_dots(const T* a, std::int64_t stride_a, const T* b, std::int64_t stride
 }
 
 // P = exp(score - lse) inherits the rounding of the lse, half a unit of float32: up to this |lse| it adds no more than
-// 4.5e-6 to the relative error of P in fp32, and 1e-4 where outputs are rounded to 16 bits. Beyond it the row's sum is
-// taken anew: at 1e9 the lse no longer tells one key from twenty.
+// 9.5e-7 to the relative error of P in fp32, and 3.1e-5 where outputs are rounded to 16 bits. Beyond it the row's sum
+// is taken anew: at 1e9 the lse no longer tells one key from twenty.
 template <class T>
-inline constexpr float kMaxTrustedLse = sizeof(T) == 4 ? 64.f : 1024.f;
+inline constexpr float kMaxTrustedLse = sizeof(T) == 4 ? 32.f : 1024.f;
 
 template <class T>
 FLASHSDK_HD bool trusted(float lse) {
   return !(std::fabs(lse) > kMaxTrustedLse<T>) || lse == -INFINITY;
 }
 
-// The row values, with top = 0 and delta = rowsum(dO∘O) - dlse; progress and dQ accumulators zeroed. log2_unit turns
-// lse into log2_sum. Calls sum_rows(slot, batch, head, m_block) for tiles in which some lse is not trusted.
-template <class T, class SumRows>
+// The row values, with delta = rowsum(dO∘O) - dlse; progress and dQ accumulators zeroed. row_offset(lse, top, log2_sum)
+// splits an lse. Calls sum_rows(slot, batch, head, m_block) for tiles in which some lse is not trusted.
+template <class T, class RowOffset, class SumRows>
 void prepare_backward(const BackwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner,
-                      double log2_unit, SumRows sum_rows) {
+                      const RowOffset& row_offset, SumRows sum_rows) {
   std::memset(buffers.progress(0), 0, buffers.jobs() * sizeof(std::int32_t));
   auto prepare = [&](int slot, int batch, int head, int m_block, const SeqlenInfo& s, int i0, int n) {
     std::memset(buffers.dq_tile(s, batch, head, m_block), 0, buffers.dq_tile_bytes());
@@ -185,8 +185,8 @@ void prepare_backward(const BackwardParams& p, const BackwardBuffers& buffers, c
       const float x = lse[i * p.lse.row];
       const bool sees = x != -INFINITY;  // else out and dout may hold anything
       all_trusted &= trusted<T>(x);
-      row.top[i] = 0.f;
-      row.log2_sum[i] = !sees ? INFINITY : (trusted<T>(x) ? static_cast<float>(x * log2_unit) : 0.f);
+      row_offset(sees && trusted<T>(x) ? x : 0.f, row.top[i], row.log2_sum[i]);
+      if (!sees) row.log2_sum[i] = INFINITY;
       row.delta[i] = !sees ? 0.f : (dlse == nullptr ? row.delta[i] : row.delta[i] - dlse[i * p.dlse.row]);
     }
     if (!all_trusted) sum_rows(slot, batch, head, m_block);

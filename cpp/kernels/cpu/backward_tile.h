@@ -54,13 +54,21 @@ class BackwardTile {
     factor_ = static_cast<float>((kFeatures ? 1.0 : scale_.magnitude) * kLog2e);
   }
 
-  // From lse to log2_sum: in the units of s·factor_, whose rounding error then multiplies s - lse and not each of them.
-  // A subnormal factor is too coarse for that, and its scores are next to 0.
-  static double log2_unit(const BackwardParams& p) {
-    const double magnitude = ScaleSplit(p.score.softmax_scale).magnitude;
-    const auto factor = static_cast<float>(magnitude * kLog2e);
-    return kFeatures || factor < FLT_MIN ? kLog2e : factor / magnitude;
-  }
+  // exp(s·scale - lse) = exp2((s - top)·factor_ - log2_sum), top being the lse in the units of s: rounded, and
+  // log2_sum what that leaves out. Where top is no float32 every score is next to 0, and log2_sum has it all.
+  struct RowOffset {
+    double score_per_lse, factor;
+    explicit RowOffset(const BackwardParams& p) {
+      const double magnitude = kFeatures ? 1.0 : ScaleSplit(p.score.softmax_scale).magnitude;
+      score_per_lse = 1 / magnitude;
+      factor = magnitude * kLog2e;
+    }
+    void operator()(float lse, float& top, float& log2_sum) const {
+      const double exact = lse * score_per_lse;
+      top = std::fabs(exact) <= FLT_MAX ? static_cast<float>(exact) : 0.f;
+      log2_sum = static_cast<float>((exact - top) * factor);
+    }
+  };
 
   __attribute__((noinline)) void load_keys() {
     const T* k = seqlen_.template head_k<const T>(p_.k, batch_, head_kv_) + key0_ * p_.k.row;
