@@ -115,7 +115,7 @@ std::string isa_in_use(const std::vector<std::string>& built, const std::string&
     const auto best = std::find_if(usable.rbegin(), usable.rend(), cpu_prefers);
     return best == usable.rend() ? "" : *best;
   }
-  if (!contains(known_cpu_isas(), forced)) fail("FLASHSDK_CPU_ISA", shown(forced), joined(known_cpu_isas()));
+  if (!contains(known_cpu_isas(), forced)) fail("FLASHSDK_CPU_ISA", shown(forced), joined(usable));
   if (!contains(built, forced))
     fail("FLASHSDK_CPU_ISA", forced + " is not in this build", joined(usable), ErrorCode::kUnsupported);
   if (!contains(usable, forced))

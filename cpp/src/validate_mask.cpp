@@ -145,7 +145,7 @@ void check_shared(const TensorView& offsets, const ForwardParams& p) {
        {std::tuple{"batch ", offsets.shape[0], p.batch}, std::tuple{"num_heads ", offsets.shape[1], p.num_heads}})
     if (extent != 1 && extent != expected)
       fail("mask", std::string("a layout of ") + what + std::to_string(extent),
-           std::string(what) + (expected > 1 ? "1 or " + std::to_string(expected) : "1"));
+           std::string(what) + (expected == 1 ? "1" : "1 or " + std::to_string(expected)));
 }
 
 void validate_layout(const BlockMask& mask, bool columns, ForwardParams& p, MemoryMap& memory) {

@@ -16,6 +16,7 @@
 #include "peak.h"
 #include "plan.h"
 #include "processors.h"
+#include "validate.h"
 
 namespace flashsdk::python {
 namespace {
@@ -29,27 +30,31 @@ using Access = ArrayImporter::Access;
   throw Error(ErrorCode::kInvalidArgument, name + ": " + nb::cast<std::string>(text) + "; " + allowed);
 }
 
+constexpr const char* kNumber = "a number that float32 can hold";
+constexpr const char* kProbability = "0 <= dropout_p < 1";
+
 // Of other types than Python's own, and of bools, which are integers to it, flashsdk._errors decides.
-double to_double(const char* name, nb::handle value) {
+double to_double(const char* name, nb::handle value, const char* allowed = kNumber) {
   if (PyFloat_Check(value.ptr())) return PyFloat_AsDouble(value.ptr());
   if (PyLong_CheckExact(value.ptr())) {
     const double x = PyLong_AsDouble(value.ptr());
     if (x != -1.0 || PyErr_Occurred() == nullptr) return x;
     PyErr_Clear();
   }
-  return nb::cast<double>(nb::module_::import_("flashsdk._errors").attr("real")(name, value));
+  return nb::cast<double>(
+      nb::module_::import_("flashsdk._errors").attr("real")(name, value, nb::arg("allowed") = allowed));
 }
 
-float to_float(const char* name, nb::handle value) {
-  const double x = to_double(name, value);
+float to_float(const char* name, nb::handle value, const char* allowed = kNumber) {
+  const double x = to_double(name, value, allowed);
   const auto result = static_cast<float>(x);
-  if (std::isinf(result) && std::isfinite(x)) fail(name, value, "a number that float32 can hold");
+  if (std::isinf(result) && std::isfinite(x)) fail(name, value, allowed);
   return result;
 }
 
 // dropout_p just below 1 must not round up to it.
 float to_probability(const char* name, nb::handle value) {
-  const float p = to_float(name, value);
+  const float p = to_float(name, value, kProbability);
   return p == 1.f && to_double(name, value) < 1. ? std::nextafter(1.f, 0.f) : p;
 }
 
@@ -80,6 +85,7 @@ T to_integer(const char* name, nb::handle value, const std::string& allowed) {
 
 constexpr const char* kUint64 = "an integer from 0 to 2^64 - 1";
 constexpr const char* kInteger = "an integer of 64 bits";
+const std::string kLength = "0 to " + std::to_string(kMaxRows);
 
 bool to_bool(const char* name, nb::handle value) {
   if (PyBool_Check(value.ptr())) return value.ptr() == Py_True;
@@ -145,8 +151,8 @@ struct Call {
     if (packed) {
       args.cu_seqlens_q = required({"cu_seqlens_q", ArrayImporter::kInt32}, p[0]);
       args.cu_seqlens_k = required({"cu_seqlens_k", ArrayImporter::kInt32}, p[1]);
-      args.max_seqlen_q = to_integer<std::int64_t>("max_seqlen_q", p[2], kInteger);
-      args.max_seqlen_k = to_integer<std::int64_t>("max_seqlen_k", p[3], kInteger);
+      args.max_seqlen_q = to_integer<std::int64_t>("max_seqlen_q", p[2], kLength);
+      args.max_seqlen_k = to_integer<std::int64_t>("max_seqlen_k", p[3], kLength);
     }
     if (!o[0].is_none()) args.softmax_scale = to_float("softmax_scale", o[0]);
     args.mask = to_mask(o[1], arrays);

@@ -16,7 +16,7 @@ Int32s: TypeAlias = NDArray[np.int32]
 LISTS = ("row_partial", "row_full", "col_partial", "col_full")  # of a BlockMask, in their order
 INT32_MAX = 2**31 - 1  # longer than any sequence, so than any distance between a query and a key
 INT64_MAX = 2**63 - 1
-_MOST_ROWS = 2**30  # the library's limit of a length
+MOST_ROWS = 2**30  # the library's limit of a length
 _LARGEST_BLOCK = 2**24  # and of a block
 
 
@@ -33,7 +33,7 @@ class Csr(NamedTuple):
 
 def length(name: str, value: object, minimum: int = 1) -> int:
     """``value`` if it is a number of queries or keys that a call may have."""
-    return integer(name, value, minimum, _MOST_ROWS)
+    return integer(name, value, minimum, MOST_ROWS)
 
 
 def amount(name: str, value: object, minimum: int = 0) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 Code = Literal["invalid_argument", "unsupported", "runtime"]
+REAL = "a number that float32 can hold"
 
 
 class Error(ValueError):
@@ -48,42 +49,46 @@ def integer(
     if not allowed:
         allowed = "an integer" if minimum is None else f"an integer >= {minimum}"
         allowed += "" if maximum is None else f", at most {maximum}"
-    if not _is_bool(value):
-        try:
-            number = operator.index(value)  # type: ignore[arg-type]
-        except Exception:
-            pass
-        else:
-            least, most = (number if limit is None else limit for limit in (minimum, maximum))
-            if least <= number <= most:
-                return number
+    try:
+        number = None if _no_number(value) else operator.index(value)  # type: ignore[arg-type]
+    except Exception:  # of the caller's type
+        number = None
+    if number is not None:
+        least, most = (number if limit is None else limit for limit in (minimum, maximum))
+        if least <= number <= most:
+            return number
     raise Error(f"{name}: {shown(value)}; {allowed}")
 
 
-def real(name: str, value: Any, *, allowed: str = "a number") -> float:
-    """``value`` as a float. NumPy's too, and arrays of one number; no text, no bool."""
+def real(name: str, value: Any, *, allowed: str = REAL) -> float:
+    """``value`` as a float. NumPy's too, and arrays of one number; no text, no bool, no time."""
     try:
+        if isinstance(value, (np.timedelta64, np.datetime64)):
+            raise TypeError("a time is an integer, but no number without its unit")
         plain = value.item() if hasattr(value, "item") else value
         # Without either of the two, float() reads text, and buffers as such.
         reads = hasattr(plain, "__float__") or hasattr(plain, "__index__")
-        if reads and not _is_bool(plain) and value is not np.ma.masked:
+        if reads and not _no_number(plain) and not _no_number(value):
             return float(plain)
     except Exception:
         pass
     raise Error(f"{name}: {shown(value)}; {allowed}")
 
 
-def _is_bool(value: object) -> bool:
-    """Also an array of bools: to ``operator.index``, PyTorch's are integers."""
-    if isinstance(value, int):  # of torch.compile's own, too, which have no attributes
+def _no_number(value: object) -> bool:
+    """A bool, also a tensor of one, which is an integer to ``operator.index``, or a masked one."""
+    if isinstance(value, np.ma.MaskedArray):
+        return bool(np.ma.is_masked(value))
+    # NumPy's refuse bools themselves, and torch.compile cannot read their dtype.
+    if isinstance(value, (int, np.generic, np.ndarray)):
         return isinstance(value, bool)
-    return str(getattr(value, "dtype", "")).rpartition(".")[2] == "bool"  # or torch.bool
+    return str(getattr(value, "dtype", "")).rpartition(".")[2] == "bool"  # torch.bool
 
 
-def truth(name: str, value: object) -> bool:
+def truth(name: str, value: object, *, allowed: str = "True or False") -> bool:
     """``value`` as a bool. NumPy's too; nothing that is merely true or false, as "no" is."""
     if isinstance(value, bool):
         return value
     if isinstance(value, np.bool_):
         return bool(value)
-    raise Error(f"{name}: {shown(value)}; True or False")
+    raise Error(f"{name}: {shown(value)}; {allowed}")

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, overload
 from torch import Tensor
 
 from ._errors import Error, integer, shown
-from ._torch_checks import number, renamed, shape_of, switch, tensor
+from ._torch_checks import PROBABILITY, number, renamed, shape_of, switch, tensor
 from ._torch_ops import attend
 from .masks import Band, Causal
 
@@ -469,7 +469,7 @@ def _flash_attn(
     return_attn_probs: bool,
     names: Mapping[str, str] = _OWN,
 ) -> Outputs:
-    dropout_p = number("dropout_p", dropout_p)
+    dropout_p = number("dropout_p", dropout_p, allowed=PROBABILITY)
     if switch("return_attn_probs", return_attn_probs) and dropout_p > 0:
         raise Error(
             f"return_attn_probs: True with dropout_p = {dropout_p}; False, as P is never stored",

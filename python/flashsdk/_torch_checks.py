@@ -15,15 +15,19 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
-from ._errors import Error, integer, real, shown, truth
+from ._block_lists import MOST_ROWS
+from ._errors import REAL, Error, integer, real, shown, truth
 
 flag = truth
+PROBABILITY = "0 <= dropout_p < 1"
 ONCE_IN_REVERSE = "as attention has no second derivative, and no forward-mode one"
 
 
 def switch(name: str, value: object) -> bool:
     """``flag`` where the field takes 0 and 1 as well."""
-    return bool(value) if isinstance(value, int) and value in (0, 1) else truth(name, value)
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    return truth(name, value, allowed="True, False, 0 or 1")
 
 
 def renamed(error: Error, names: Mapping[str, str]) -> Error:
@@ -36,7 +40,8 @@ def renamed(error: Error, names: Mapping[str, str]) -> Error:
 def tensor(name: str, x: object) -> Tensor:
     """``x`` if it is a tensor with strides."""
     if not isinstance(x, Tensor):
-        raise Error(f"{name}: {shown(x)}; a tensor")
+        given = shown(x) if getattr(x, "shape", None) is None else f"a {type(x).__name__}"
+        raise Error(f"{name}: {given}; a tensor")
     if x.is_nested:
         raise Error(f"{name}: a nested tensor; a dense one, or varlen_attention", "unsupported")
     if x.layout is not torch.strided:
@@ -62,22 +67,22 @@ def shape_of(x: Any) -> str:
     return f"shape {tuple(x.shape)}"
 
 
-def number(name: str, value: Any) -> Any:
+def number(name: str, value: Any, *, allowed: str = REAL) -> Any:
     """``value`` if it is a number, of the compiler's too; that of a tensor that holds one."""
     # A tuple, here and below: the compiler of PyTorch 2.6 cannot trace A | B.
     if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
-        return real(name, value) if isinstance(value, bool) else value
+        return real(name, value, allowed=allowed) if isinstance(value, bool) else value
     if isinstance(value, Tensor):
         check_constant(name, value)
-    return real(name, value)
+    return real(name, value, allowed=allowed)
 
 
-def whole(name: str, value: Any) -> Any:
-    """``value`` if it is an integer of 64 bits, of the compiler's too."""
+def length(name: str, value: Any) -> Any:
+    """``value`` if it is an integer, of the compiler's too; how long is the library's to check."""
     if torch.compiler.is_compiling() and isinstance(value, (int, torch.SymInt)):
         if not isinstance(value, bool):
             return value  # to compare it would fix it
-    return integer(name, value, -(2**63), 2**63 - 1, allowed="an integer of 64 bits")
+    return integer(name, value, -(2**63), 2**63 - 1, allowed=f"0 to {MOST_ROWS}")
 
 
 def check_constant(name: str, x: Tensor) -> None:

@@ -22,13 +22,14 @@ from ._block_lists import INT32_MAX, LISTS, Csr
 from ._errors import Error, integer, shown
 from ._torch_checks import (
     ONCE_IN_REVERSE,
+    PROBABILITY,
     check_constant,
     check_rows,
     flag,
+    length,
     no_tangent,
     number,
     tensor,
-    whole,
 )
 from ._torch_eager import (
     Keywords,
@@ -341,8 +342,8 @@ def attend(
         lengths = (
             tensor("cu_seqlens_q", cu_seqlens_q),
             tensor("cu_seqlens_k", cu_seqlens_k),
-            whole("max_seqlen_q", max_seqlen_q),
-            whole("max_seqlen_k", max_seqlen_k),
+            length("max_seqlen_q", max_seqlen_q),
+            length("max_seqlen_k", max_seqlen_k),
         )
     keywords = _checked(
         mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed, deterministic, backend
@@ -383,7 +384,7 @@ def _checked(
         "alibi_slopes": alibi_slopes,
         "softmax_scale": None if softmax_scale is None else number("softmax_scale", softmax_scale),
         "softcap": number("softcap", softcap),
-        "dropout_p": number("dropout_p", dropout_p),
+        "dropout_p": number("dropout_p", dropout_p, allowed=PROBABILITY),
         "seed": seed,
         "deterministic": flag("deterministic", deterministic),
         "backend": backend,

@@ -115,7 +115,9 @@ TEST(BandPolicy, WalksFromAnyQuery) {
       EXPECT_EQ(visited[n] && partial[n], any && !all) << name << " tile " << n;
     }
     TileRef origin{};
-    if (!OutwardWalk(walk, walk.full_begin()).next(origin)) continue;
+    const bool visits = std::find(visited.begin(), visited.end(), true) != visited.end();
+    ASSERT_EQ((OutwardWalk(walk, walk.full_begin()).next(origin)), visits) << name;
+    if (!visits) continue;
     if (first_full >= 0) {
       EXPECT_EQ(origin.index, first_full) << name;
     }

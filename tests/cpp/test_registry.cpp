@@ -112,8 +112,7 @@ TEST(KernelRegistry, AForcedInstructionSetRefusesFasterOnes) {
 
 TEST(KernelRegistry, AnUnknownForcedInstructionSetIsAnErrorOfEveryCpuCall) {
   const KernelRegistry unknown({entry("portable", 64)}, "sse9"), missing({entry("portable", 64)}, "avx2");
-  EXPECT_EQ(message_of(unknown, problem(64, 64)),
-            "invalid_argument: FLASHSDK_CPU_ISA: sse9; portable, avx2, avx512, avx512_bf16, avx512_amx");
+  EXPECT_EQ(message_of(unknown, problem(64, 64)), "invalid_argument: FLASHSDK_CPU_ISA: sse9; portable");
   EXPECT_EQ(message_of(missing, problem(64, 64)), "unsupported: FLASHSDK_CPU_ISA: avx2 is not in this build; portable");
   EXPECT_THROW(unknown.cpu_isa(), Error);
 }
@@ -300,8 +299,7 @@ TEST(RegistryDeathTest, TheEnvironmentForcesAnInstructionSet) {
   const std::string slowest = kBuiltIsas[0];
   EXPECT_EXIT(print_isa_and_exit(kBuiltIsas[0]), ::testing::ExitedWithCode(0),
               "^" + slowest + " runs cpu_" + slowest + "_fp32_d");
-  EXPECT_EXIT(print_isa_and_exit("z80"), ::testing::ExitedWithCode(1),
-              "^FLASHSDK_CPU_ISA: z80; portable, avx2, avx512, avx512_bf16, avx512_amx");
+  EXPECT_EXIT(print_isa_and_exit("z80"), ::testing::ExitedWithCode(1), "^FLASHSDK_CPU_ISA: z80; " + slowest);
 }
 
 }  // namespace

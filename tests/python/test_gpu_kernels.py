@@ -172,10 +172,10 @@ def forward_and_backward(p, x, backward=True, **options):
     return out, lse, *bwd(dout, q, k, v, out, lse, *lengths, **options)
 
 
-def assert_within_bounds(p, x, got):
+def assert_within_bounds(p, x, got, backward=True):
     exact, bound = _dense.definition(p, x)
-    names = ("out", "lse", "dq", "dk", "dv")
-    for name, a in zip(names[: len(got)], got, strict=True):
+    names = ("out", "lse", "dq", "dk", "dv")[: 5 if backward else 2]
+    for name, a in zip(names, got, strict=True):
         share = _dense.share(a.double(), exact[name], bound[name])
         assert (share <= 1).all(), f"{name} of {p.max_seqlen} under {p.mask}: {share.max()}"
 
@@ -208,8 +208,7 @@ def test_bias_without_softcap(backend, kind, dropout_p, dim):
         options = {"mask": mask_of(p), "bias": bias, "backend": backend, **dropout}
         backward = backend == "sm80" or dim <= 128  # else it is sm80's
         got = forward_and_backward(p, x, backward, **options)
-        assert len(got) == (5 if backward else 2)
-        assert_within_bounds(p, x | {"bias": bias}, got)
+        assert_within_bounds(p, x | {"bias": bias}, got, backward)
     options = {"bias": wide[..., :1100], "backend": backend, **dropout}
     want = fs.mha_fwd(q, k, v, **options)
     k[:, 300:400] = math.nan  # what -inf hides, whatever its scores are
@@ -243,16 +242,29 @@ def test_bands_over_many_tiles(backend, left, right, dim):
     """From those that show many tiles of keys as a whole to those that hide all from some queries,
     with keys beside which those before them vanish."""
     need_head_dim(backend, dim)
-    q, k, v, dout = qkv(1300, heads=2, dim=dim)
+    shapes = [(1300, 1300, "bottom_right")]
+    shapes += [(*s, a) for s in ((700, 1300), (1300, 700)) for a in ("bottom_right", "top_left")]
+    if dim == 256:  # whose tiles of 80 keys, the only ones to try there, begin with 2048
+        shapes += [(300, 2100, "bottom_right"), (2100, 2100, "bottom_right")]
+    for nq, nk, alignment in shapes:
+        assert_band(backend, (nq, nk), 2, dim, BandSpec(left, right, alignment))
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("left, right", [(200, 0), (100, 100), (-200, 450)])
+def test_bands_over_more_tiles_than_multiprocessors(backend, left, right, dim):
+    """Where a block goes on from one tile of queries to the next."""
+    need_head_dim(backend, dim)
+    assert_band(backend, (1300, 1300), 16, dim, BandSpec(left, right, "bottom_right"))
+
+
+def assert_band(backend, lengths, heads, dim, mask):
+    nq, nk = lengths
+    q, k, v, dout = qkv(max(lengths), heads=heads, dim=dim)
     k[:, ::119] *= 20
-    for (nq, nk), alignment in itertools.product(
-        ((1300, 1300), (700, 1300), (1300, 700)), ("bottom_right", "top_left")
-    ):
-        mask = BandSpec(left, right, alignment)
-        p = problem((nq, nk), 2, dim, batch=2, dtype="bfloat16", mask=mask)
-        x = {"q": q[:, :nq], "k": k[:, :nk], "v": v[:, :nk], "dout": dout[:, :nq]}
-        got = forward_and_backward(p, x, mask=mask_of(p), backend=backend)
-        assert_within_bounds(p, x, got)
+    p = problem(lengths, heads, dim, batch=2, dtype="bfloat16", mask=mask)
+    x = {"q": q[:, :nq], "k": k[:, :nk], "v": v[:, :nk], "dout": dout[:, :nq]}
+    assert_within_bounds(p, x, forward_and_backward(p, x, mask=mask_of(p), backend=backend))
 
 
 def test_alibi_and_a_bias_have_kernels_of_their_own(backend):

@@ -70,7 +70,8 @@ def test_a_run_that_failed_or_was_cut(checkout):
 
 # ---- scripts/test_gpu.py
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "test_gpu.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "test_gpu.py"
 FAMILIES = "sm80_forward_d64\nsm90_backward_d128\n"
 WATCHED = """family sm80_forward_d64
 done sm80_forward_d64: 1.0 s
@@ -196,6 +197,12 @@ def test_soak_whose_process_died(died):
 def test_soak_that_launched_nothing():
     part = soak(*[(0, json.dumps({**FOUND, "launches": 0}))] * 2)
     assert not part["ok"] and "nothing" in part["why"]
+
+
+def test_the_page_counts_the_tests_of_the_record():
+    step = json.loads((ROOT / gpu_record.TESTS).read_text())["steps"]["pytest"]
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert f"({step['passed']} passed, {step['skipped']} skipped by name)" in page
 
 
 def test_every_row_of_a_table_has_a_cell_for_each_column():

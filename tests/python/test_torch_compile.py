@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch_cases import TORCH  # noqa: E402
 
 CAUSAL = fs.Causal()
+NUMPYS = (np.int64(8), np.int64(3))
 BLOCKS = fs.layouts.bigbird(48, 48, 16, window_blocks=1, global_blocks=0, random_blocks=1)
 
 
@@ -132,6 +133,8 @@ FUNCTIONS = {
     "flash_attn_func": lambda q, k, v: adapter.flash_attn_func(
         q, k, v, causal=True, window_size=(8, 8), return_attn_probs=True
     )[:2],
+    "numpy's integers": lambda q, k, v: adapter.flash_attn_func(q, k, v, window_size=NUMPYS),
+    "numpy's seed": lambda q, k, v: adapter.attention(q, k, v, dropout_p=0.2, seed=NUMPYS[0]),
     "flash_attn_qkvpacked_func": lambda q, k, v: adapter.flash_attn_qkvpacked_func(
         torch.stack((q, k, v), 2), causal=True
     ),

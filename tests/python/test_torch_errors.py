@@ -21,12 +21,26 @@ OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
 # Of what an argument may not be, by its kind.
 LONG = np.zeros((40, 40))  # whose repr has many lines
 NO_TENSORS = [3, "a", [1.0], np.zeros(3, np.float32), LONG, torch.tensor(1.0), object()]
+
+
+class Unreadable:
+    """What must not reach the caller as its own exception."""
+
+    @property
+    def dtype(self):
+        raise RuntimeError("of the caller's type")
+
+
+MASKED = np.ma.array(1, mask=True)
 NO_NUMBERS = [
     *["a", True, np.False_, torch.tensor(True), b"1", [1.0, 2.0]],
     *[np.array("1.5"), np.array(True, dtype=object), np.void(b"1"), memoryview(b"1")],
-    *[np.ma.masked, np.complex64(1j), torch.ones(40, 2), LONG, object(), 1j],
+    *[np.ma.masked, MASKED, Unreadable(), np.complex64(1j), torch.ones(40, 2), LONG, object(), 1j],
 ]
-NO_INTEGERS = [6.0, "a", 2**63, True, torch.tensor(True), torch.ones(40, 40)]
+NO_INTEGERS = [
+    *[6.0, "a", 2**63, True, np.True_, np.array(True), torch.tensor(True), torch.ones(40, 40)],
+    *[MASKED, Unreadable()],
+]
 NO_FLAGS = ["no", "x\ny", [True], LONG]
 WRONG = {
     argument: wrong

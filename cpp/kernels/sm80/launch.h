@@ -157,8 +157,9 @@ KernelEntry split_forward_entry() {
 }
 
 // What the backward walks. With all features, a call without a mask takes the kernel of bands, of one that hides
-// nothing. For sm_90a ptxas spills nothing there at head_dim 64 and 96; without a mask it spilled 464 and 400 bytes,
-// which took 18 and 9 % of the time (sm80_features.csv). Not where key tiles begin in different places (QueryStream).
+// nothing. For sm_90a ptxas spills nothing there at head_dim 64 and 96, but without a mask it did, which took 14 to
+// 15 % of the time at 64 and, with a staggered tile, 8 to 9 at 96 (sm80_features.csv, run 5, softcap). Not where key
+// tiles begin in different places (QueryStream).
 template <class Traits, class Policy, cuda::Features kFeatures>
 using BackwardPolicy = std::conditional_t<kFeatures == cuda::Features::kAll && !Traits::kAnyAlignment &&
                                               !Traits::kStaggered && std::is_same_v<Policy, DensePolicy>,

@@ -26,7 +26,7 @@ struct ForwardMaps {
 //
 // With ALiBi, and with a bias of numbers, which may be the same as a tensor, tiles that are tried and not listed come
 // from the diagonal outwards: scores then fall with the distance, and a try by the maximum so far fails no more often
-// than without.
+// than without. That goes before what a band asks for, whose tile of the diagonal is mostly a full one.
 template <class Traits, class Policy, cuda::Features kFeatures>
 class KeyLoader {
   using Smem = typename Traits::Smem;
