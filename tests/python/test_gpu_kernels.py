@@ -262,9 +262,14 @@ def assert_band(backend, lengths, heads, dim, mask):
     nq, nk = lengths
     q, k, v, dout = qkv(max(lengths), heads=heads, dim=dim)
     k[:, ::119] *= 20
-    p = problem(lengths, heads, dim, batch=2, dtype="bfloat16", mask=mask)
+    p = problem(lengths, 2, dim, batch=2, dtype="bfloat16", mask=mask)
     x = {"q": q[:, :nq], "k": k[:, :nk], "v": v[:, :nk], "dout": dout[:, :nq]}
-    assert_within_bounds(p, x, forward_and_backward(p, x, mask=mask_of(p), backend=backend))
+    got = forward_and_backward(p, x, mask=mask_of(p), backend=backend)
+    for i in range(0, heads, 2):  # what float64 needs of memory
+        of_two = slice(i, i + 2)
+        out, lse, *gradients = got
+        parts = out[:, :, of_two], lse[:, of_two], *(g[:, :, of_two] for g in gradients)
+        assert_within_bounds(p, {name: t[:, :, of_two] for name, t in x.items()}, parts)
 
 
 def test_alibi_and_a_bias_have_kernels_of_their_own(backend):
