@@ -206,7 +206,7 @@ def test_refusals_where_a_graph_may_not_break():
         except fs.Error:
             return adapter.attention(q, k, v)
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"softmax_scale: 'big'; a number that float32"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"softmax_scale: 'big'; a number "):
         torch.compile(function, backend="aot_eager", fullgraph=True)(*qkv())
     with pytest.raises(fs.Error, match=r"^softmax_scale: 'big'; a number that float32 can hold$"):
         torch.compile(function, backend="aot_eager")(*qkv())

@@ -1,5 +1,6 @@
 """scaled_dot_product_attention: what torch.nn.functional's gives, and what is refused."""
 
+import contextlib
 import inspect
 import itertools
 
@@ -28,13 +29,24 @@ def same_as_torch(inputs, *args, dtype=torch.float32, **options):
     def theirs(*x):
         rest = [_like(a, x[0]) for a in args]
         named = {name: _like(a, x[0]) for name, a in options.items()}
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), _in_its_own_dtype():
             return (functional.scaled_dot_product_attention(*x, *rest, **named),)
 
     def ours(*x):
         return (scaled_dot_product_attention(*x, *args, **options),)
 
     check(ours, [x.to(dtype) for x in inputs], theirs)
+
+
+@contextlib.contextmanager
+def _in_its_own_dtype():
+    """Torch else computes bfloat16 and float16 in float32, which is no yardstick for them."""
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # CPU's as well
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
 def _like(x, q):
