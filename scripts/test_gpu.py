@@ -118,9 +118,11 @@ def build(m: Machine) -> Part:
 def registers(m: Machine) -> Part:
     """Register use of all kernels; those that are to be fast and spill all the same."""
     script = ROOT / "tests" / "cpp" / "gpu" / "registers.py"
-    _, text, _ = m.run(
+    status, text, _ = m.run(
         "registers", [sys.executable, str(script), str(m.logs / "build.log")], limit=60
     )
+    if status != 0:
+        return {"ok": False, "why": text[-2000:]}
     lines = text.splitlines()
     spilling = [line for line in lines if not re.search(r"spill stores 0, loads 0", line)]
     return {

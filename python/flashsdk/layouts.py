@@ -6,7 +6,7 @@ number or (block_q, block_k), multiples of 16. Parameters that end in ``_blocks`
 (``Causal()``, ``SlidingWindow(...)``) and None shows them whole; blocks that it hides are dropped.
 ``strided`` and ``fixed`` are causal unless told otherwise, as in their paper; ``butterfly``,
 ``bigbird`` and ``random`` see the future unless given ``band=Causal()``. A layout takes the memory
-of its blocks, visited or not.
+of its blocks, visited or not, and is a MemoryError where there is not as much.
 
 The papers define their patterns for queries and keys of one sequence. Here a query stands at the
 key that the band's alignment gives it (bottom-right without a band, that is, the last query at the

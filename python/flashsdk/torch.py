@@ -18,7 +18,10 @@ What all share:
   device of the tensors: torch.manual_seed repeats it, and nothing is synchronised.
 - torch.utils.flop_counter counts them as it counts scaled_dot_product_attention: bands in full, of
   a ``BlockMask`` the share that is visited.
-- Bad input raises ``flashsdk.Error``, a ValueError, before anything runs.
+- Bad input raises ``flashsdk.Error``, a ValueError, before anything runs; what torch.compile meets
+  while it traces with ``fullgraph=True`` is torch's error with our line in it.
+- Masks and bands may be made inside a compiled function. ``flashsdk.layouts`` and ``BlockMask``
+  compute with NumPy: there they break the graph, which ``fullgraph=True`` refuses.
 """
 
 from __future__ import annotations

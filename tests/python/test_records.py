@@ -1,8 +1,12 @@
 """When the record of the GPU tests speaks for the sources, and what of the tools goes into it."""
 
+import functools
 import importlib.util
 import json
+import operator
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -197,6 +201,40 @@ def test_soak_whose_process_died(died):
 def test_soak_that_launched_nothing():
     part = soak(*[(0, json.dumps({**FOUND, "launches": 0}))] * 2)
     assert not part["ok"] and "nothing" in part["why"]
+
+
+def test_registers_of_every_set_of_features(tmp_path):
+    """A build's log of a kernel with each of them; a set without a name loses what follows it."""
+    source = (ROOT / "cpp" / "kernels" / "cuda" / "score_features.h").read_text()
+    body = re.search(r"enum class Features : unsigned \{(.*?)\};", source, re.S)[1]
+    bits: dict[str, int] = {}
+    for name, value in re.findall(r"(k\w+) = ([\w |]+)", body):
+        words = [bits[w] if w in bits else int(w) for w in value.split(" | ")]
+        bits[name] = functools.reduce(operator.or_, words)
+    compiled = {bits[name] for name in bits if name != "kSoftcap"}  # never alone
+    assert len(compiled) == 7
+    log = tmp_path / "build.log"
+    log.write_text(
+        "".join(
+            "ptxas info : Compiling entry function '_ZN4sm9014forward_kernelINS_13ForwardTraitsI"
+            f"bfloat16_tLi64ELi64ELi128ELi96EEENS_8FeaturesE{value}EEE' for 'sm_90a'\n"
+            "    8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\n"
+            f"ptxas info : Used {100 + value} registers, used 16 barriers\n"
+            for value in compiled
+        )
+    )
+    script = ROOT / "tests" / "cpp" / "gpu" / "registers.py"
+    text = subprocess.run(
+        [sys.executable, str(script), str(log)], capture_output=True, text=True, check=True
+    ).stdout
+    for value, line in zip(compiled, text.splitlines(), strict=True):
+        assert "sm90 forward for sm_90a, bf16 d64 all masks" in line
+        assert f"128x96: {100 + value} registers, spill stores 16, loads 24 bytes" in line
+
+
+def test_a_log_that_cannot_be_read_fails_the_build(tmp_path):
+    m = SimpleNamespace(logs=tmp_path, run=lambda *_, **__: (1, "KeyError: 5", 0.0))
+    assert gpu_script().registers(m) == {"ok": False, "why": "KeyError: 5"}
 
 
 def test_the_page_counts_the_tests_of_the_record():

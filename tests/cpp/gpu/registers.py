@@ -16,7 +16,10 @@ POLICY = {
     "10BandPolicy": "band",
     "17BlockSparsePolicy": "block_sparse",
 }
-FEATURES = {0: "none", 1: "dropout", 3: "capped", 4: "bias", 8: "alibi", 15: "all"}
+# Of Features in score_features.h; another set is a KeyError.
+FEATURES = {
+    0: "none", 1: "dropout", 3: "capped", 4: "bias", 5: "bias and dropout", 8: "alibi", 15: "all"
+}  # fmt: skip
 
 with open(sys.argv[1]) as log:
     text = log.read()
