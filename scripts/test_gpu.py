@@ -406,7 +406,8 @@ def header(m: Machine) -> Part:
 
 def nvcc_version(build: Path) -> str | None:
     """Of the compiler that CMake took, which need not be that of the path."""
-    for file in build.glob("CMakeFiles/*/CMakeCUDACompiler.cmake"):
+    files = build.glob("CMakeFiles/*/CMakeCUDACompiler.cmake")  # one of each CMake that was here
+    for file in sorted(files, key=lambda file: -file.stat().st_mtime):
         found = re.search(r'^set\(CMAKE_CUDA_COMPILER_VERSION "(\d+\.\d+)', file.read_text(), re.M)
         if found:
             return found[1]

@@ -31,7 +31,7 @@ using Access = ArrayImporter::Access;
 }
 
 constexpr const char* kNumber = "a number that float32 can hold";
-constexpr const char* kProbability = "0 <= dropout_p < 1";
+constexpr const char* kProbability = "a number, 0 <= dropout_p < 1";
 
 // Of other types than Python's own, and of bools, which are integers to it, flashsdk._errors decides.
 double to_double(const char* name, nb::handle value, const char* allowed = kNumber) {
@@ -45,23 +45,26 @@ double to_double(const char* name, nb::handle value, const char* allowed = kNumb
       nb::module_::import_("flashsdk._errors").attr("real")(name, value, nb::arg("allowed") = allowed));
 }
 
-float to_float(const char* name, nb::handle value, const char* allowed = kNumber) {
-  const double x = to_double(name, value, allowed);
+float narrowed(const char* name, nb::handle value, double x, const char* allowed = kNumber) {
   const auto result = static_cast<float>(x);
   if (std::isinf(result) && std::isfinite(x)) fail(name, value, allowed);
   return result;
 }
 
+float to_float(const char* name, nb::handle value) { return narrowed(name, value, to_double(name, value)); }
+
 // dropout_p just below 1 must not round up to it.
 float to_probability(const char* name, nb::handle value) {
-  const float p = to_float(name, value, kProbability);
-  return p == 1.f && to_double(name, value) < 1. ? std::nextafter(1.f, 0.f) : p;
+  const double x = to_double(name, value, kProbability);
+  const float p = narrowed(name, value, x, kProbability);
+  return p == 1.f && x < 1. ? std::nextafter(1.f, 0.f) : p;
 }
 
 // A softcap too small for float32 must not become 0, which turns it off.
 float to_softcap(const char* name, nb::handle value) {
-  const float cap = to_float(name, value);
-  if (cap == 0.f && to_double(name, value) != 0.) fail(name, value, "0, or a number that float32 can hold");
+  const double x = to_double(name, value);
+  const float cap = narrowed(name, value, x);
+  if (cap == 0.f && x != 0.) fail(name, value, "0, or a number that float32 can hold");
   return cap;
 }
 
@@ -85,7 +88,7 @@ T to_integer(const char* name, nb::handle value, const std::string& allowed) {
 
 constexpr const char* kUint64 = "an integer from 0 to 2^64 - 1";
 constexpr const char* kInteger = "an integer of 64 bits";
-const std::string kLength = "0 to " + std::to_string(kMaxRows);
+const std::string kLength = "an integer from 0 to " + std::to_string(kMaxRows);
 
 bool to_bool(const char* name, nb::handle value) {
   if (PyBool_Check(value.ptr())) return value.ptr() == Py_True;

@@ -103,7 +103,7 @@ def as_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
 
 def as_int32(name: str, values: ArrayLike) -> Int32s:
     """One of the arrays of a ``Csr``; what does not fit is an Error and not wrapped round."""
-    if isinstance(values, np.ndarray) and values.dtype == np.int32:
+    if type(values) is np.ndarray and values.dtype == np.int32:
         return values
     array = as_integers(name, values)
     if array.size and not 0 <= array.min() <= array.max() <= INT32_MAX:

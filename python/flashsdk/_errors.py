@@ -63,9 +63,10 @@ def integer(
 def real(name: str, value: Any, *, allowed: str = REAL) -> float:
     """``value`` as a float. NumPy's too, and arrays of one number; no text, no bool, no time."""
     try:
-        if isinstance(value, (np.timedelta64, np.datetime64)):
-            raise TypeError("a time is an integer, but no number without its unit")
         plain = value.item() if hasattr(value, "item") else value
+        kind = getattr(getattr(value, "dtype", None), "kind", None)
+        if kind in ("m", "M") or isinstance(plain, (np.timedelta64, np.datetime64)):
+            raise TypeError("a time is an integer, but no number without its unit")
         # Without either of the two, float() reads text, and buffers as such.
         reads = hasattr(plain, "__float__") or hasattr(plain, "__index__")
         if reads and not _no_number(plain) and not _no_number(value):

@@ -19,13 +19,13 @@ from ._block_lists import MOST_ROWS
 from ._errors import REAL, Error, integer, real, shown, truth
 
 flag = truth
-PROBABILITY = "0 <= dropout_p < 1"
+PROBABILITY = "a number, 0 <= dropout_p < 1"
 ONCE_IN_REVERSE = "as attention has no second derivative, and no forward-mode one"
 
 
 def switch(name: str, value: object) -> bool:
     """``flag`` where the field takes 0 and 1 as well."""
-    if isinstance(value, int) and value in (0, 1):
+    if type(value) is int and value in (0, 1):
         return bool(value)
     return truth(name, value, allowed="True, False, 0 or 1")
 
@@ -37,10 +37,18 @@ def renamed(error: Error, names: Mapping[str, str]) -> Error:
     return Error(f"{names.get(argument, argument)}: {rest}", error.code)
 
 
+def has_shape(x: object) -> bool:
+    """An array of another library, whose repr is its data."""
+    try:
+        return getattr(x, "shape", None) is not None
+    except Exception:  # of the caller's type
+        return False
+
+
 def tensor(name: str, x: object) -> Tensor:
     """``x`` if it is a tensor with strides."""
     if not isinstance(x, Tensor):
-        given = shown(x) if getattr(x, "shape", None) is None else f"a {type(x).__name__}"
+        given = f"a {type(x).__name__}" if has_shape(x) else shown(x)
         raise Error(f"{name}: {given}; a tensor")
     if x.is_nested:
         raise Error(f"{name}: a nested tensor; a dense one, or varlen_attention", "unsupported")
@@ -70,8 +78,8 @@ def shape_of(x: Any) -> str:
 def number(name: str, value: Any, *, allowed: str = REAL) -> Any:
     """``value`` if it is a number, of the compiler's too; that of a tensor that holds one."""
     # A tuple, here and below: the compiler of PyTorch 2.6 cannot trace A | B.
-    if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
-        return real(name, value, allowed=allowed) if isinstance(value, bool) else value
+    if type(value) in (float, int) or isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value
     if isinstance(value, Tensor):
         check_constant(name, value)
     return real(name, value, allowed=allowed)
@@ -82,7 +90,7 @@ def length(name: str, value: Any) -> Any:
     if torch.compiler.is_compiling() and isinstance(value, (int, torch.SymInt)):
         if not isinstance(value, bool):
             return value  # to compare it would fix it
-    return integer(name, value, -(2**63), 2**63 - 1, allowed=f"0 to {MOST_ROWS}")
+    return integer(name, value, -(2**63), 2**63 - 1, allowed=f"an integer from 0 to {MOST_ROWS}")
 
 
 def check_constant(name: str, x: Tensor) -> None:

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import operator
+import os
 import re
 import subprocess
 import sys
@@ -237,6 +238,16 @@ def test_a_log_that_cannot_be_read_fails_the_build(tmp_path):
     assert gpu_script().registers(m) == {"ok": False, "why": "KeyError: 5"}
 
 
+def test_nvcc_is_that_of_the_newest_configuration(tmp_path):
+    assert gpu_script().nvcc_version(tmp_path) is None
+    for age, version in ((0, "13.0.88"), (100, "12.8.61")):
+        file = tmp_path / "CMakeFiles" / f"4.{age}" / "CMakeCUDACompiler.cmake"
+        file.parent.mkdir(parents=True)
+        file.write_text(f'set(CMAKE_CUDA_COMPILER_VERSION "{version}")\n')
+        os.utime(file, (1e9 - age, 1e9 - age))
+    assert gpu_script().nvcc_version(tmp_path) == "13.0"
+
+
 def test_the_page_counts_the_tests_of_the_record():
     step = json.loads((ROOT / gpu_record.TESTS).read_text())["steps"]["pytest"]
     page = (ROOT / "docs" / "gpu.md").read_text()
@@ -245,7 +256,7 @@ def test_the_page_counts_the_tests_of_the_record():
 
 def test_every_row_of_a_table_has_a_cell_for_each_column():
     """What has no header is not shown."""
-    text = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
     assert len(tables) > 10
     for table in tables:

@@ -55,7 +55,7 @@ class BackwardTile {
   }
 
   // exp(s·scale - lse) = exp2((s - top)·factor_ - log2_sum), top being the lse in the units of s: rounded, and
-  // log2_sum what that leaves out. Where top is no float32 every score is next to 0, and log2_sum has it all.
+  // log2_sum what that leaves out. Where top is no float32, which takes a scale below 1e-37, log2_sum has it all.
   struct RowOffset {
     double score_per_lse, factor;
     explicit RowOffset(const BackwardParams& p) {
