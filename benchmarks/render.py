@@ -100,7 +100,7 @@ def readme(text: str, found: dict[str, Record]) -> str:
 
 
 def headline(record: Record) -> str:
-    """The rows of the longest sequence, without mask and causal."""
+    """The rows of the longest sequence and largest head dimension, without mask and causal."""
     suite = bench.SUITES[record["backend"]]
     table = suite.headline(record)
     return f"{figures.where(record)}:\n\n{markdown_table(table.header, table.rows, table.left)}"

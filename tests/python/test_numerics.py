@@ -202,7 +202,10 @@ def test_the_average_of_a_row_of_lowest_biases(runner):
 
 @pytest.mark.parametrize(
     "scale, magnitude",
-    [(1e-45, 1), (1e-42, 1e18), (1e-38, 1e18), (2.3e38, 1e-19), (3e38, 1e-19), (-3e38, 1e-19)],
+    [
+        *[(1e-45, 1), (1e-42, 1e18), (1e-38, 1e18), (2.3e38, 1e-19), (3e38, 1e-19), (-3e38, 1e-19)],
+        *[(1.2e30, 1e-15), (1.3e30, 1e-15), (-1.3e30, 1e-15)],
+    ],
 )
 def test_any_finite_softmax_scale(runner, scale, magnitude):
     for dtype in {"float32", "bfloat16"} & set(runner.dtypes):

@@ -93,14 +93,17 @@ void transpose_rows(const typename Dot::Word* src, int rows, int d_padded, typen
     std::memset(dst + c * kRowsOut + rows, 0, sizeof(*dst) * (kRowsOut - rows));
 }
 
-// Negates or zeroes a packed operand: the sign of the softmax scale (ScaleSplit in scores.h).
-FLASHSDK_HD float negate(float x) { return -x; }
-FLASHSDK_HD std::uint32_t negate(std::uint32_t bf16_pair) { return bf16_pair ^ 0x80008000u; }
+// Multiplies a packed operand by zero, 1 or a power of two, which is exact in bf16 too (ScaleSplit in scores.h).
+FLASHSDK_HD float scaled(float x, float factor) { return x * factor; }
+FLASHSDK_HD std::uint32_t scaled(std::uint32_t bf16_pair, float factor) {
+  const float low = bit_cast<float>(bf16_pair << 16), high = bit_cast<float>(bf16_pair & 0xFFFF0000u);
+  return bit_cast<std::uint32_t>(low * factor) >> 16 | (bit_cast<std::uint32_t>(high * factor) & 0xFFFF0000u);
+}
 template <class Word>
 void scale_operand(Word* operand, float factor, int words) {
   if (factor == 1.f) return;
-  if (factor == 0.f) std::memset(operand, 0, sizeof(Word) * words);
-  for (int i = 0; i < words; ++i) operand[i] = negate(operand[i]);
+  if (factor == 0.f) return static_cast<void>(std::memset(operand, 0, sizeof(Word) * words));
+  for (int i = 0; i < words; ++i) operand[i] = scaled(operand[i], factor);
 }
 
 }  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

@@ -16,12 +16,19 @@ struct KeySegment {
   bool partial;
 };
 
-// The scale multiplies scores inside the exponential: (s - max)·|scale|·log2(e). Its sign goes into Q, and so does a
-// scale of zero, for which masked scores, -inf·0, would be NaN.
+// The scale multiplies scores inside the exponential: (s - max)·magnitude·log2(e). Its sign goes into Q, and so does a
+// scale of zero, for which masked scores, -inf·0, would be NaN. Of a huge scale Q takes 2^32: bf16 dot products flush
+// terms below 2^-126, which such a scale would show, and the rest times log2(e) is no infinity.
 struct ScaleSplit {
   float q_factor, magnitude;
-  FLASHSDK_HD explicit ScaleSplit(float scale)
-      : q_factor(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)), magnitude(scale == 0.f ? 1.f : std::fabs(scale)) {}
+  FLASHSDK_HD explicit ScaleSplit(float scale) : q_factor(1.f), magnitude(std::fabs(scale)) {
+    if (magnitude > 0x1p100f) {
+      q_factor = 0x1p32f;
+      magnitude /= q_factor;
+    }
+    if (scale < 0.f) q_factor = -q_factor;
+    if (scale == 0.f) q_factor = 0.f, magnitude = 1.f;
+  }
 };
 
 // The interval of keys each lane sees, where the policy knows it.

@@ -104,9 +104,13 @@ def peak(record: dict[str, Any]) -> str:
 
 
 def headline(record: dict[str, Any]) -> Table:
-    """The dense rows of the longest sequences, for a README."""
-    longest = max((row["seqlen"] for row in _of(record, "dense")), default=0)
-    rows = [row for row in _of(record, "dense") if row["seqlen"] == longest]
+    """For a README: the dense rows of the longest sequences and the largest head dimension."""
+
+    def size(row: dict[str, Any]) -> tuple[int, int]:
+        return row["seqlen"], row["head_dim"]
+
+    largest = max(map(size, _of(record, "dense")), default=None)
+    rows = [row for row in _of(record, "dense") if size(row) == largest]
     table = dense({**record, "rows": rows})
     cells = [[cell.partition(" (")[0] for cell in row] for row in table.rows]
     return table._replace(rows=cells)
