@@ -56,7 +56,7 @@ class CpuTiles : public CpuKernels {};
 std::vector<const CpuProbe*> probes_with_tiles() {
   std::vector<const CpuProbe*> probes;
   for (const CpuProbe* probe : kProbes)
-    if (probe->tile_product != nullptr) probes.push_back(probe);
+    if (probe->tile_product[0] != nullptr) probes.push_back(probe);
   return probes;
 }
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CpuTiles);
@@ -256,8 +256,8 @@ TEST_P(CpuKernels, ProductOfEveryNumberOfRows) {
 }
 
 TEST_P(CpuTiles, ProductOnTileRegisters) {
-  constexpr int kALd = CpuProbe::kALd;
-  const int panel = probe().panel;
+  constexpr int kALd = CpuProbe::kALd, kAPart = CpuProbe::kAPart;
+  const int panel = probe().panel, b_part = CpuProbe::kBPartRows * panel;
   std::mt19937 rng(3);
   auto integer = [&] { return static_cast<float>(static_cast<int>(rng() % 17) - 8); };  // exact in bf16
   auto pairs = [&](std::size_t n) {
@@ -270,18 +270,20 @@ TEST_P(CpuTiles, ProductOnTileRegisters) {
   };
   for (int rows : {1, 15, 16, 17, 32, 33, 48, 66}) {
     for (int words : {16, 32, 64}) {
-      for (int variant = 0; variant < 4; ++variant) {
+      for (int variant = 0; variant < 12; ++variant) {
         const bool rescaled = (variant & 1) != 0, with_maximum = (variant & 2) != 0;
+        const int split = variant / 4;
+        if (split > 0 && words > kAPart) continue;
         const int padded = (rows + 15) / 16 * 16;
-        const std::vector<std::uint32_t> a = pairs(padded * kALd), b = pairs(panel * words);
+        const std::vector<std::uint32_t> a = pairs(padded * kALd), b = pairs(panel * words + b_part);
         std::vector<float> c(panel * (padded + 2)), maximum(panel), rescale(panel);
         for (auto* values : {&c, &maximum, &rescale})
           for (float& x : *values) x = integer();
         std::fill(rescale.begin(), rescale.begin() + panel / 2, 1.f);  // lanes that keep their scale are passed over
         const std::vector<float> c0 = c, maximum0 = maximum;
         const int written =
-            probe().tile_product(a.data(), b.data(), words, c.data(), rows, rescaled ? rescale.data() : nullptr,
-                                 with_maximum ? maximum.data() : nullptr);
+            probe().tile_product[split](a.data(), b.data(), words, c.data(), rows, rescaled ? rescale.data() : nullptr,
+                                        with_maximum ? maximum.data() : nullptr);
         ASSERT_EQ(written, padded);
         for (int lane = 0; lane < panel; ++lane) {
           float highest = maximum0[lane];
@@ -289,16 +291,38 @@ TEST_P(CpuTiles, ProductOnTileRegisters) {
             double expected = c0[r * panel + lane];
             if (r < written) {
               expected = rescaled && r < rows ? expected * rescale[lane] : (rescaled ? expected : 0);
-              for (int s = 0; s < words; ++s) expected += dot(a[r * kALd + s], b[s * panel + lane]);
+              for (int s = 0; s < words; ++s) {
+                const std::uint32_t *at_a = a.data() + r * kALd + s, *at_b = b.data() + s * panel + lane;
+                expected += dot(*at_a, *at_b);
+                if (split > 0) expected += dot(at_a[kAPart], *at_b) + dot(*at_a, at_b[b_part]);
+                if (split > 1) expected += dot(at_a[kAPart], at_b[b_part]);
+              }
               highest = std::max(highest, static_cast<float>(expected));
             }
-            ASSERT_EQ(c[r * panel + lane], expected) << rows << " rows, " << words << " words, row " << r;
+            ASSERT_EQ(c[r * panel + lane], expected)
+                << rows << " rows, " << words << " words, row " << r << (split > 0 ? ", in two parts" : "");
           }
           if (with_maximum) {
             ASSERT_EQ(maximum[lane], highest) << rows << " rows";
           }
         }
         ASSERT_TRUE(probe().tiles_released());
+      }
+    }
+  }
+}
+
+TEST_P(CpuTiles, EveryFp16IsTheSumOfItsParts) {
+  for (int n : {1 << 16, 37}) {
+    std::vector<std::uint16_t> x(n), first(n), second(n);
+    for (int i = 0; i < n; ++i) x[i] = static_cast<std::uint16_t>(n == 37 ? 0x3A01 + 77 * i : i);
+    probe().split_fp16(x.data(), n, first.data(), second.data());
+    for (int i = 0; i < n; ++i) {
+      const double exact = kFp16.decode(x[i]), sum = double{kBf16.decode(first[i])} + kBf16.decode(second[i]);
+      if (std::isfinite(exact)) {
+        ASSERT_EQ(sum, exact) << x[i];
+      } else {
+        ASSERT_TRUE(std::isnan(sum)) << x[i];  // an infinity and a NaN, too
       }
     }
   }

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import reference
 from cases import CPU_DTYPES, assert_same_bits, packed, problem, qkv
-from flashsdk._problems import BandSpec
+from flashsdk._problems import BandSpec, Blocks
 
 PACKED = "query heads packed: 4 rows a head of keys"
 GROUPS = [(2, 1), (8, 2), (16, 2), (32, 1)]
@@ -84,6 +84,32 @@ def test_many_keys(runner, seqlen, heads, features):
     for i, dim in enumerate([40] if runner.backend == "cpu" else [40, (128, 72), 256]):
         dtype = runner.dtypes[i % len(runner.dtypes)]
         runner.check(problem(seqlen, heads, dim, dtype=dtype, **features))
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 15, 16, 17])
+@pytest.mark.parametrize("head_dim", [64, (96, 48), (16, 256), (256, 16)], ids=str)
+def test_few_queries(runner, queries, head_dim):
+    """On a CPU they read K and V where they lie: as many as are few, one less and one more."""
+    masks = [None, BandSpec(None, 0, "bottom_right"), BandSpec(150, -3, "bottom_right")]
+    rows = -(-queries // 16)
+    partial, full = np.random.default_rng(0).random((2, 1, 4, rows, 26)) < 0.3
+    masks += [BandSpec(7, 201, "top_left"), Blocks(partial & ~full, full, (16, 16), masks[1])]
+    for i, mask in enumerate(masks):
+        dtype = runner.dtypes[(i + queries) % len(runner.dtypes)]
+        values = {"values": "huge"} if i == 0 else {"negative_strides": runner.backend == "cpu"}
+        runner.check(problem((queries, 407), (4, 2), head_dim, dtype=dtype, mask=mask, **values))
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 200])
+def test_scores_of_few_queries_are_those_of_many(runner, head_dim):
+    """To the last bit in float32, as the backward takes P from scores of its own and this lse."""
+    if "float32" not in runner.dtypes:
+        pytest.skip("no float32 on a GPU")
+    q, k, v, _ = qkv((40, 1), 2, head_dim, dtype="float32")
+    many = runner.call("mha_fwd", q, k, v)[1]
+    for queries in (1, 2, 4):
+        few = runner.call("mha_fwd", q[:, :queries], k, v)[1]
+        assert np.array_equal(few, many[..., :queries])
 
 
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)

@@ -35,14 +35,14 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
   static constexpr Tile kTile{kQueries, kKeys};
 
   static std::size_t workspace_size(const ForwardParams& params, int num_threads) {
-    return BackwardBuffers(params, tile_for(params), dq_rows(params)).bytes() + sizeof(Scratch) * num_threads;
+    return BackwardBuffers(params, tile_for(params), dq_tile_floats(params)).bytes() + sizeof(Scratch) * num_threads;
   }
 
   static void launch(const ForwardParams& params, const LaunchContext& context) {
     const auto& p = static_cast<const BackwardParams&>(params);
     const Tile tile = tile_for(p);
     const ParallelRunner runner = runner_for(context.parallel, 2.5 * forward_flops(p));
-    BackwardBuffers buffers(p, tile, dq_rows(p));
+    BackwardBuffers buffers(p, tile, dq_tile_floats(p));
     buffers.place(context.workspace);
     auto* scratch = reinterpret_cast<Scratch*>(static_cast<char*>(context.workspace) + buffers.bytes());
 
@@ -73,7 +73,7 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
   static int heads_side_by_side(const ForwardParams& p, int num_threads) {
     return p.mask.kind == MaskKind::kBlockSparse ? min_of(p.batch * p.num_heads_kv, num_threads) : 1;
   }
-  static int dq_rows(const ForwardParams& p) { return Tr::padded(p.head_dim); }
+  static int dq_tile_floats(const ForwardParams& p) { return Tr::padded(p.head_dim) * kQueries; }
 
   Backward(const BackwardParams& p, Tile tile, const BackwardBuffers& buffers, int batch, int head_kv, Scratch& scratch)
       : Base(p, buffers, batch, head_kv, scratch), tile_(tile) {}

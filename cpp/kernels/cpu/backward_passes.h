@@ -19,22 +19,20 @@ struct RowValues {
 };
 
 // The shared workspace of one call: row values (num_heads x all queries), the jobs' progress, and dQ accumulators in
-// tiles of (head_dim, 64 lanes). Everything is O(seqlen).
+// tiles of (head_dim, queries of a tile). Everything is O(seqlen).
 class BackwardBuffers {
  public:
-  FLASHSDK_HD BackwardBuffers(const ForwardParams& p, Tile tile, int dq_rows)
+  FLASHSDK_HD BackwardBuffers(const ForwardParams& p, Tile tile, int dq_tile_floats)
       : tile_(tile),
         packed_(p.cu_seqlens_q != nullptr),
         num_heads_(p.num_heads),
         m_blocks_(ceil_div(p.seqlen_q, tile.m)),
         n_blocks_(ceil_div(p.seqlen_k, tile.n)),
-        dq_tile_floats_(std::int64_t{dq_rows} * kDqLanes),
+        dq_tile_floats_(dq_tile_floats),
         jobs_(std::int64_t{p.batch} * p.num_heads_kv * n_blocks_),
         rows_(std::int64_t{p.num_heads} * (packed_ ? p.total_q : std::int64_t{p.batch} * p.seqlen_q)),
         tiles_((packed_ ? std::int64_t{p.total_q} / tile.m + p.batch : std::int64_t{p.batch} * m_blocks_) *
                p.num_heads) {}
-
-  static constexpr int kDqLanes = 64;
 
   std::size_t bytes() const { return progress_offset() + aligned(jobs_ * sizeof(std::int32_t)); }
   void place(void* workspace) { base_ = static_cast<char*>(workspace); }
@@ -197,7 +195,6 @@ void prepare_backward(const BackwardParams& p, const BackwardBuffers& buffers, c
 // dQ = softmax_scale · accumulator, transposed back.
 template <class T, int kLanesOfTile>
 void convert_dq(const BackwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner) {
-  static_assert(kLanesOfTile == BackwardBuffers::kDqLanes);
   auto convert = [&](int, int batch, int head, int m_block, const SeqlenInfo& s, int i0, int n) {
     const float* tile = buffers.dq_tile(s, batch, head, m_block);
     T* dq = s.head_q<T>(p.dq, batch, head) + i0 * p.dq.row;

@@ -12,18 +12,23 @@ class BackwardTile {
   using Tr = Traits<T, kHeadDim>;
   using Dot = typename Tr::Dot;
   using Word = typename Tr::Word;
-  static constexpr int kStep = Dot::kStep, kRowPitch = Tr::kRowPitch, kWidePitch = Tr::kWidePitch;
+  static constexpr int kStep = Dot::kStep, kParts = Dot::kParts;
+  static constexpr int kRowPart = Tr::kRowPart, kRowPitch = Tr::kRowPitch, kWidePitch = Tr::kWidePitch;
   static constexpr int kKeys = Tr::kBackwardKeys, kQueries = Tr::kBackwardQueries;
   static constexpr int kPaddedKeys = kKeys + Dot::kMaxRowPadding;
   using SummedKeys = typename Tr::template SummedKeys<kKeys>;
-  // Row pitches of S^T and dP^T (keys, queries), and of P^T and dS^T as operands in pairs of queries.
-  static constexpr int kScorePitch = kQueries + Tr::kPadding, kPairPitch = round_up(kScorePitch / kStep, Dot::kDepth);
+  // Row pitch of S^T and dP^T (keys, queries), and of P^T and dS^T as operands in pairs of queries, which take their
+  // place; the words of the second part of these lie behind the first's.
+  static constexpr int kScorePitch = kQueries + Tr::kPadding;
+  static constexpr int kPairPart = kQueries / kStep;
+  static_assert(kParts * kPairPart <= kScorePitch);
+  static_assert(kParts == 1 || kQueries == kPanel, "a second part would overwrite scores of the next panel");
 
-  // A 64-query slice of q or dout in the three layouts its products read.
+  // A tile of queries of q or dout in the three layouts its products read.
   struct QueryOperand {
-    alignas(64) Word rows[kQueries * kRowPitch];                 // (queries, d)
-    alignas(64) Word transposed[kQueries * (kHeadDim / kStep)];  // per panel (d, lanes)
-    alignas(64) Word row_pairs[kStep == 1 ? 1 : kQueries / kStep * kWidePitch];
+    alignas(64) Word rows[kQueries * kRowPitch];                                    // (queries, d)
+    alignas(64) Word transposed[kQueries / kPanel * kParts * Tr::kTransposedPart];  // per panel (d, lanes)
+    alignas(64) Word row_pairs[kStep == 1 ? 1 : kQueries / kStep * kParts * kWidePitch];
     const Word* pairs() const { return kStep == 1 ? rows : row_pairs; }
   };
   struct Scratch {
@@ -33,7 +38,7 @@ class BackwardTile {
     QueryOperand q, dout;
     alignas(64) float s[kPaddedKeys * kScorePitch];   // S^T (keys, lanes), then P^T
     alignas(64) float dp[kPaddedKeys * kScorePitch];  // dP^T, then dS^T
-    alignas(64) Word ds_pairs[kStep == 1 ? 1 : (kKeys + 1) / kStep * kScorePitch];
+    alignas(64) Word ds_pairs[kStep == 1 ? 1 : (kKeys + 1) / kStep * kParts * kScorePitch];
     alignas(64) float top[kQueries], log2_sum[kQueries], delta[kQueries];  // RowValues
     alignas(64) float row_max[kQueries], row_sum[kQueries];                // of the rows whose sum is taken anew
     LaneKeys<kQueries> lane_keys;
@@ -74,10 +79,13 @@ class BackwardTile {
     const T* k = seqlen_.template head_k<const T>(p_.k, batch_, head_kv_) + key0_ * p_.k.row;
     const T* v = seqlen_.template head_k<const T>(p_.v, batch_, head_kv_) + key0_ * p_.v.row;
     const int d = Tr::padded(p_.head_dim), d_v = Tr::padded(p_.head_dim_v);
-    pack_rows<Dot, kRowPitch>(k, p_.k.row, keys_, p_.head_dim, d, w_.k);
-    pack_rows<Dot, kRowPitch>(v, p_.v.row, keys_, p_.head_dim_v, d_v, w_.v);
+    pack_rows<Dot, kRowPitch, kRowPart>(k, p_.k.row, keys_, p_.head_dim, d, w_.k);
+    pack_rows<Dot, kRowPitch, kRowPart>(v, p_.v.row, keys_, p_.head_dim_v, d_v, w_.v);
     if constexpr (kStep > 1)
-      pack_summed_rows<Dot, SummedKeys::kRow, SummedKeys::kStep>(k, p_.k.row, keys_, p_.head_dim, d, w_.k_summed);
+      for (int part = 0; part < kParts; ++part)
+        pack_summed_rows<Dot, SummedKeys::kRow, SummedKeys::kStep>(
+            reinterpret_cast<const Bf16*>(w_.k + part * kRowPart), kRowPitch * kStep, keys_, p_.head_dim, d,
+            w_.k_summed + part * SummedKeys::kPart);
     const int padding = Dot::kMaxRowPadding;
     zero_rows<Dot, kRowPitch>(padding, w_.k + keys_ * kRowPitch);
     zero_rows<Dot, kRowPitch>(padding, w_.v + keys_ * kRowPitch);
@@ -94,7 +102,7 @@ class BackwardTile {
       w_.delta[l] = l < lanes_ ? row.delta[l] : 0.f;
     }
     load_operand(w_.q, seqlen_.template head_q<const T>(p_.q, batch_, head) + i0_ * p_.q.row, p_.q.row, p_.head_dim);
-    scale_operand(w_.q.transposed, scale_.q_factor, panels_ * kPanel * (kHeadDim / kStep));
+    scale_operand(w_.q.transposed, scale_.q_factor, panels_ * kParts * Tr::kTransposedPart);
   }
   void load_queries(int head) {
     load_scored_queries(head);
@@ -111,7 +119,7 @@ class BackwardTile {
   }
   __attribute__((noinline)) void load_scored_keys() {
     const T* k = seqlen_.template head_k<const T>(p_.k, batch_, head_kv_) + key0_ * p_.k.row;
-    pack_rows<Dot, kRowPitch>(k, p_.k.row, keys_, p_.head_dim, Tr::padded(p_.head_dim), w_.k);
+    pack_rows<Dot, kRowPitch, kRowPart>(k, p_.k.row, keys_, p_.head_dim, Tr::padded(p_.head_dim), w_.k);
     zero_rows<Dot, kRowPitch>(Dot::kMaxRowPadding, w_.k + keys_ * kRowPitch);
   }
   // The online softmax's step without P: m' = max(m, rows of S^T), l = l·exp(m - m') + sum exp(S^T - m').
@@ -196,25 +204,24 @@ class BackwardTile {
 
   // dV += P^T·dO and dK += dS^T·Q.
   void add_to_dk_dv() {
+    using Pairs = Strides<kScorePitch, 1, kParts * kWidePitch, kWidePitch, kPairPart, kWidePitch>;
     const int rows = end_ - begin_, query_steps = panels_ * kPanel / kStep;
-    const auto* p = reinterpret_cast<const Word*>(w_.s) + begin_ * kPairPitch;
-    const auto* ds = reinterpret_cast<const Word*>(w_.dp) + begin_ * kPairPitch;
+    const auto* p = reinterpret_cast<const Word*>(w_.s) + begin_ * kScorePitch;
+    const auto* ds = reinterpret_cast<const Word*>(w_.dp) + begin_ * kScorePitch;
     for (int c = 0; c < p_.head_dim_v; c += kPanel)
-      product<Dot, Strides<kPairPitch, 1, kWidePitch, kWidePitch>>(p, w_.dout.pairs() + c, query_steps,
-                                                                   w_.dv + begin_ * kWidePitch + c, rows, FromC{});
+      product<Dot, Pairs>(p, w_.dout.pairs() + c, query_steps, w_.dv + begin_ * kWidePitch + c, rows, FromC{});
     for (int c = 0; c < p_.head_dim; c += kPanel)
-      product<Dot, Strides<kPairPitch, 1, kWidePitch, kWidePitch>>(ds, w_.q.pairs() + c, query_steps,
-                                                                   w_.dk + begin_ * kWidePitch + c, rows, FromC{});
+      product<Dot, Pairs>(ds, w_.q.pairs() + c, query_steps, w_.dk + begin_ * kWidePitch + c, rows, FromC{});
   }
 
-  // dQ^T += K^T·dS^T; dq is a (head_dim, 64 lanes) tile.
+  // dQ^T += K^T·dS^T; dq is a tile of (head_dim, queries).
   void add_to_dq(float* dq) {
     const int rows = end_ - begin_;
     for (int n = 0; n < panels_; ++n)
-      product<Dot, Strides<SummedKeys::kRow, SummedKeys::kStep, kScorePitch, kQueries>>(
-          w_.summed_k() + begin_ / kStep * SummedKeys::kStep,
-          w_.ds_by_pairs() + begin_ / kStep * kScorePitch + n * kPanel, ceil_div(rows, kStep), dq + n * kPanel,
-          p_.head_dim, FromC{});
+      product<Dot, Strides<SummedKeys::kRow, SummedKeys::kStep, kParts * kScorePitch, kQueries, SummedKeys::kPart,
+                           kScorePitch>>(w_.summed_k() + begin_ / kStep * SummedKeys::kStep,
+                                         w_.ds_by_pairs() + begin_ / kStep * kParts * kScorePitch + n * kPanel,
+                                         ceil_div(rows, kStep), dq + n * kPanel, p_.head_dim, FromC{});
   }
 
   void store_gradients(const TensorParam& tensor, const float* src, int d, float scale) {
@@ -225,60 +232,69 @@ class BackwardTile {
  private:
   void multiply_visible(const Word* keys, const Word* queries, int d, float* dst, RowPrefetch& next) {
     for (int n = 0; n < panels_; ++n)
-      product<Dot, Strides<kRowPitch, 1, kPanel, kScorePitch>>(
-          keys + begin_ * kRowPitch, queries + n * kPanel * (kHeadDim / kStep), ceil_div(d, kStep),
+      product<typename Tr::ScoreDot, Strides<kRowPitch, 1, kPanel, kScorePitch, kRowPart, Tr::kTransposedPart>>(
+          keys + begin_ * kRowPitch, queries + n * kParts * Tr::kTransposedPart, ceil_div(d, kStep),
           dst + begin_ * kScorePitch + n * kPanel, end_ - begin_, FromZero{}, nullptr, &next);
   }
 
   // A row that sees no key counts as zeros, whatever it holds: 0·NaN would reach the keys of the tile.
   __attribute__((noinline)) void load_operand(QueryOperand& operand, const T* src, std::int64_t stride, int d) {
     const int d_padded = Tr::padded(d), padding = panels_ * kPanel - lanes_;
-    pack_rows<Dot, kRowPitch>(src, stride, lanes_, d, d_padded, operand.rows);
+    pack_rows<Dot, kRowPitch, kRowPart>(src, stride, lanes_, d, d_padded, operand.rows);
     zero_rows<Dot, kRowPitch>(padding, operand.rows + lanes_ * kRowPitch);
     for (int l = 0; l < lanes_; ++l)
       if (w_.log2_sum[l] == INFINITY) zero_rows<Dot, kRowPitch>(1, operand.rows + l * kRowPitch);
-    for (int n = 0; n < panels_; ++n)
-      transpose_rows<Dot, kRowPitch, kPanel>(operand.rows + n * kPanel * kRowPitch, kPanel, d_padded,
-                                             operand.transposed + n * kPanel * (kHeadDim / kStep));
-    if constexpr (kStep > 1)
-      pack_row_pairs<Dot, kWidePitch>(reinterpret_cast<const T*>(operand.rows), kRowPitch * kStep, panels_ * kPanel,
-                                      d_padded, d_padded, operand.row_pairs);
+    for (int part = 0; part < kParts; ++part) {
+      const Word* rows = operand.rows + part * kRowPart;
+      for (int n = 0; n < panels_; ++n)
+        transpose_rows<Dot, kRowPitch, kPanel>(rows + n * kPanel * kRowPitch, kPanel, d_padded,
+                                               operand.transposed + (n * kParts + part) * Tr::kTransposedPart);
+      if constexpr (kStep > 1)
+        pack_row_pairs<Dot, kParts * kWidePitch>(reinterpret_cast<const Bf16*>(rows), kRowPitch * kStep,
+                                                 panels_ * kPanel, d_padded, d_padded,
+                                                 operand.row_pairs + part * kWidePitch);
+    }
   }
 
   // P^T and dS^T as bf16 rows (keys, queries), paired along queries in memory, and dS^T once more paired along keys.
   template <class At>
   FLASHSDK_HD void differentiate_in_pairs(At& at) {
 #if defined(__AVX512BF16__)
-    static_assert(kQueries == kPanel && kVecs % 2 == 0);
     auto *p_rows = reinterpret_cast<std::uint32_t*>(w_.s), *ds_rows = reinterpret_cast<std::uint32_t*>(w_.dp);
-    for (int r = begin_; r < begin_ + round_up(end_ - begin_, 2); r += 2) {
-      Vec p[2][kVecs], ds[2][kVecs];
+    for (int r = begin_; r < begin_ + round_up(end_ - begin_, 2); r += 2)
+      for (int l = 0; l < panels_ * kPanel; l += kPanel) {
+        Vec p[2][kVecs], ds[2][kVecs];
 #pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) {
-        at(r, v * kLanes, p[0][v], ds[0][v]);
-        if (r + 1 < end_) {
-          at(r + 1, v * kLanes, p[1][v], ds[1][v]);
-        } else {
-          p[1][v] = ds[1][v] = zero();
+        for (int v = 0; v < kVecs; ++v) {
+          at(r, l + v * kLanes, p[0][v], ds[0][v]);
+          if (r + 1 < end_) {
+            at(r + 1, l + v * kLanes, p[1][v], ds[1][v]);
+          } else {
+            p[1][v] = ds[1][v] = zero();
+          }
         }
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) {
+          const Bf16Parts<kParts> pairs(ds[0][v], ds[1][v]);
+          for (int part = 0; part < kParts; ++part)
+            store_pairs(w_.ds_pairs + (r / 2 * kParts + part) * kScorePitch + l + v * kLanes,
+                        interleave_halves(pairs.part[part]));
+        }
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h)
+#pragma GCC unroll 2
+          for (int v = 0; v < kVecs; v += 2) {
+            const Bf16Parts<kParts> p_pair(p[h][v], p[h][v + 1]), ds_pair(ds[h][v], ds[h][v + 1]);
+            for (int part = 0; part < kParts; ++part) {
+              const int word = (r + h) * kScorePitch + part * kPairPart + (l + v * kLanes) / 2;
+              store_pairs(p_rows + word, p_pair.part[part]);
+              store_pairs(ds_rows + word, ds_pair.part[part]);
+            }
+          }
       }
-#pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v)
-        store_pairs(w_.ds_pairs + r / 2 * kScorePitch + v * kLanes, interleave_halves(to_bf16(ds[0][v], ds[1][v])));
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h)
-#pragma GCC unroll 2
-        for (int v = 0; v < kVecs; v += 2) {
-          store_pairs(p_rows + (r + h) * kPairPitch + v / 2 * kLanes, to_bf16(p[h][v], p[h][v + 1]));
-          store_pairs(ds_rows + (r + h) * kPairPitch + v / 2 * kLanes, to_bf16(ds[h][v], ds[h][v + 1]));
-        }
-    }
-    const int done = begin_ + round_up(end_ - begin_, 2), padded_end = begin_ + Dot::padded_rows(end_ - begin_);
-    const int steps = ceil_div(end_ - begin_, 2);
-    std::memset(w_.ds_pairs + done / 2 * kScorePitch, 0,
-                sizeof(Word) * (round_up(steps, Dot::kDepth) - steps) * kScorePitch);
-    std::memset(p_rows + done * kPairPitch, 0, sizeof(Word) * max_of(0, padded_end - done) * kPairPitch);
-    std::memset(ds_rows + done * kPairPitch, 0, sizeof(Word) * max_of(0, padded_end - done) * kPairPitch);
+    const int done = begin_ + round_up(end_ - begin_, 2), steps = ceil_div(end_ - begin_, 2);
+    std::memset(w_.ds_pairs + done / 2 * kParts * kScorePitch, 0,
+                sizeof(Word) * (round_up(steps, Dot::kDepth) - steps) * kParts * kScorePitch);
 #else
     (void)at;
 #endif

@@ -1,13 +1,14 @@
 // Forward attention on a CPU (FlashAttention, arXiv 2205.14135, algorithm 1, transposed).
 //
-// A job is up to 512 queries of one head, in panels of one micro-kernel's lanes. K and V tiles are packed once a job
+// A job is up to 1024 queries of one head, in panels of one micro-kernel's lanes. K and V tiles are packed once a job
 // and stay in L2; per panel, with queries in vector lanes:
-//   S^T = K·Q^T, m' = max(m, rows of S^T), P^T = exp(S^T - m'), l = l·exp(m - m') + sum P^T,
+//   S^T = K·Q^T, m' = max(m, rows of S^T) or still m (raised()), P^T = exp(S^T - m'), l = l·exp(m - m') + sum P^T,
 //   O^T = O^T·exp(m - m') + V^T·P^T.
 // Results do not depend on how jobs are cut or on the number of threads.
 #pragma once
 
 #include "cpu/entry.h"
+#include "cpu/few_queries.h"
 #include "cpu/forward_tile.h"
 
 namespace flashsdk::cpu::FLASHSDK_ISA_NS {
@@ -20,6 +21,8 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
   using Base::p_;
   using Base::seqlen_;
   using Base::w_;
+  using FewQueries = cpu::FLASHSDK_ISA_NS::FewQueries<T, kHeadDim>;
+  using typename Base::KeyTile;
   using typename Base::Panel;
   using typename Base::Scratch;
 
@@ -58,6 +61,9 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
   void run(int m_block) {
     const int i0 = m_block * tile_.m, i1 = min_of(i0 + tile_.m, seqlen_.seqlen_q);
     if (i0 >= i1) return;  // a packed sequence shorter than the longest
+    // By the sequence alone, so that results do not depend on how it is cut.
+    if constexpr (!kFeatures)
+      if (FewQueries::fit(seqlen_.seqlen_q)) return run_few(m_block, i0, i1);
     const int panels = ceil_div(i1 - i0, kPanel);
     int first_key = 0, end_key = seqlen_.seqlen_k;
     for (int n = 0; n < panels; ++n) {
@@ -72,7 +78,7 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
     TileWalk walk = policy_.row_walk(tile_, m_block);
     TileRef next;
     bool more = walk.next(next);
-    KeyTile<kKeys> keys;
+    KeyTile keys;
     while (keys.gather(walk, next, more, tile_.n, seqlen_.seqlen_k)) {
       keys.trim(first_key, end_key);
       this->pack(keys);
@@ -82,15 +88,54 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
       }
       for (int n = 0; n < panels; ++n) {
         Panel& panel = w_.panel[n];
-        panel.lanes <= kLanes ? attend<Base::kFewVecs>(panel, keys) : attend<kVecs>(panel, keys);
+        panel.lanes <= kLanes ? attend<Base::kNarrowVecs>(panel, keys) : attend<kVecs>(panel, keys);
       }
     }
     for (int n = 0; n < panels; ++n) this->finish_panel(w_.panel[n]);
   }
 
+  // Queries [i0, i1) of a sequence that has few.
+  void run_few(int m_block, int i0, int i1) {
+    FewQueries few(seqlen_.template head_q<const T>(p_.q, this->batch_, this->head_) + i0 * p_.q.row, p_.q.row, i1 - i0,
+                   p_.head_dim, p_.head_dim_v, this->scale_);
+    const KeyRange seen = seen_keys(i0, i1);
+    TileWalk walk = policy_.row_walk(tile_, m_block);
+    for (TileRef tile; walk.next(tile);) {
+      KeyRange keys{tile.index * tile_.n, min_of((tile.index + 1) * tile_.n, seqlen_.seqlen_k)};
+      if (tile.partial) keys = {max_of(keys.begin, seen.begin), min_of(keys.end, seen.end)};
+      if (keys.begin >= keys.end) continue;
+      few.scores(this->k_ + keys.begin * p_.k.row, p_.k.row, keys.end - keys.begin);
+      if (tile.partial)
+        for (int i = i0; i < i1; ++i) hide_keys(i, keys, few.row(i - i0));
+      few.accumulate(this->v_ + keys.begin * p_.v.row, p_.v.row);
+    }
+    for (int i = i0; i < i1; ++i) this->finish_row(i, few.out(i - i0), few.max(i - i0), few.sum(i - i0));
+  }
+
+  // The keys from the first to the last that one of the queries sees, where the policy knows them.
+  KeyRange seen_keys(int i0, int i1) const {
+    if constexpr (kHasKeyRange<Policy>) {
+      LaneKeys<Tr::kFewQueries> seen;
+      seen.set(policy_, i0, i1 - i0);
+      return {seen.first, seen.last_end};
+    }
+    return {0, seqlen_.seqlen_k};
+  }
+  // Scores of `keys` that query i does not see become -inf.
+  void hide_keys(int i, KeyRange keys, float* scores) const {
+    if constexpr (kHasKeyRange<Policy>) {
+      const KeyRange seen = policy_.keys_of(i);
+      for (int j = keys.begin; j < min_of(keys.end, seen.begin); ++j) scores[j - keys.begin] = -INFINITY;
+      for (int j = max_of(keys.begin, seen.end); j < keys.end; ++j) scores[j - keys.begin] = -INFINITY;
+    } else {
+      for (int j = keys.begin; j < keys.end; ++j)
+        if (!policy_.allowed(i, j)) scores[j - keys.begin] = -INFINITY;
+    }
+  }
+
   // In the first kUsed vectors of lanes.
   template <int kUsed>
-  void attend(Panel& panel, const KeyTile<kKeys>& tile) {
+  void attend(Panel& panel, const KeyTile& tile) {
     int begin, end;
     visible_rows(panel, tile, begin, end);
     if (begin >= end) return;
@@ -104,7 +149,7 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
   }
 
   // The tile's rows some lane of the panel can see, from a whole step on.
-  void visible_rows(const Panel& panel, const KeyTile<kKeys>& tile, int& begin, int& end) const {
+  void visible_rows(const Panel& panel, const KeyTile& tile, int& begin, int& end) const {
     begin = 0;
     end = tile.rows;
     if constexpr (kHasKeyRange<Policy>) {
@@ -117,7 +162,7 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
 
   // Score features and mask, on the rows [begin, end).
   template <int kUsed>
-  void adjust_scores(const Panel& panel, const KeyTile<kKeys>& tile, int begin, int end) {
+  void adjust_scores(const Panel& panel, const KeyTile& tile, int begin, int end) {
     for (int n = 0; n < tile.num_segments; ++n) {
       KeySegment s = tile.segment[n];
       const int skip = max_of(0, begin - s.row);

@@ -7,17 +7,18 @@
 namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 
 // A packed tile of keys, gathered from as many visited tiles as fit: small layout blocks fill it too.
-template <int kKeys>
+template <int kKeys, int kCut>
 struct KeyTile {
   KeySegment segment[kKeys / 16 + 1];
   int num_segments, rows;
   bool partial;  // some segment is
 
-  // Drops keys outside [begin, end), which no query of the job sees; the cut is even, for pairs.
+  // Drops keys outside [begin, end), which no query of the job sees. The cut is as far as jobs of any size would cut: a
+  // product on tile registers sums a step of kCut keys in an order of its own.
   FLASHSDK_HD void trim(int begin, int end) {
     if (num_segments != 1 || !partial) return;
     KeySegment& s = segment[0];
-    const int skip = max_of(0, begin - s.key) & ~1;
+    const int skip = max_of(0, begin - s.key) & -kCut;
     const int count = min_of(s.key + s.count, end) - (s.key + skip);
     s.key += skip;
     s.count = rows = max_of(0, count);
@@ -50,19 +51,20 @@ class ForwardTile {
   using Tr = Traits<T, kHeadDim>;
   using Dot = typename Tr::Dot;
   using Word = typename Tr::Word;
-  static constexpr int kStep = Dot::kStep, kKeys = Tr::kKeys;
-  static constexpr int kRowPitch = Tr::kRowPitch, kWidePitch = Tr::kWidePitch;
+  static constexpr int kStep = Dot::kStep, kParts = Dot::kParts, kKeys = Tr::kKeys;
+  static constexpr int kRowPart = Tr::kRowPart, kRowPitch = Tr::kRowPitch, kWidePitch = Tr::kWidePitch;
   static constexpr int kPaddedKeys = kKeys + Dot::kMaxRowPadding, kPanels = Tr::kForwardQueries / kPanel;
   using SummedKeys = typename Tr::template SummedKeys<kKeys>;
+  using KeyTile = cpu::FLASHSDK_ISA_NS::KeyTile<kKeys, Tr::kCut>;
 
-  // Vectors of lanes that are computed where one holds all queries of a panel, as in decoding. Products on tile
-  // registers take whole panels.
-  static constexpr int kFewVecs = Dot::kTiles ? kVecs : 1;
+  // Vectors of lanes that are computed where one holds all queries of a panel. Products on tile registers take whole
+  // panels.
+  static constexpr int kNarrowVecs = Dot::kTiles ? kVecs : 1;
 
   // One panel of queries: its operand and its running state.
   struct Panel {
-    alignas(64) Word q[kHeadDim / kStep * kPanel];  // Q^T (head_dim, lanes)
-    alignas(64) float o[kHeadDim * kPanel];         // O^T (head_dim_v, lanes), not normalised
+    alignas(64) Word q[kParts * Tr::kTransposedPart];  // Q^T (head_dim, lanes)
+    alignas(64) float o[kHeadDim * kPanel];            // O^T (head_dim_v, lanes), not normalised
     Vec max[kVecs], sum[kVecs];
     LaneKeys<kPanel> keys;
     int i0, lanes;
@@ -96,11 +98,14 @@ class ForwardTile {
     panel.lanes = min_of(kPanel, i1 - i0);
     const T* q = seqlen_.template head_q<const T>(p_.q, batch_, head_) + i0 * p_.q.row;
     const int d_padded = Tr::padded(p_.head_dim);
-    pack_rows<Dot, kRowPitch>(q, p_.q.row, panel.lanes, p_.head_dim, d_padded, w_.rows);
+    pack_rows<Dot, kRowPitch, kRowPart>(q, p_.q.row, panel.lanes, p_.head_dim, d_padded, w_.rows);
     const int rows = round_up(panel.lanes, kLanes);  // few queries do not pay for a whole panel
     zero_rows<Dot, kRowPitch>(rows - panel.lanes, w_.rows + panel.lanes * kRowPitch);
-    transpose_rows<Dot, kRowPitch, kPanel>(w_.rows, rows, d_padded, panel.q);
-    scale_operand(panel.q, scale_.q_factor, d_padded / kStep * kPanel);
+    for (int part = 0; part < kParts; ++part) {
+      Word* transposed = panel.q + part * Tr::kTransposedPart;
+      transpose_rows<Dot, kRowPitch, kPanel>(w_.rows + part * kRowPart, rows, d_padded, transposed);
+      scale_operand(transposed, scale_.q_factor, d_padded / kStep * kPanel);
+    }
     std::memset(panel.o, 0, sizeof(float) * Tr::padded(p_.head_dim_v) * kPanel);
     for (int v = 0; v < kVecs; ++v) {
       panel.max[v] = set1(-INFINITY);
@@ -108,14 +113,12 @@ class ForwardTile {
     }
   }
 
-  __attribute__((noinline)) void pack(const KeyTile<kKeys>& tile) {
+  __attribute__((noinline)) void pack(const KeyTile& tile) {
     for (int n = 0; n < tile.num_segments; ++n) {
       const KeySegment& s = tile.segment[n];
-      pack_rows<Dot, kRowPitch>(k_ + s.key * p_.k.row, p_.k.row, s.count, p_.head_dim, Tr::padded(p_.head_dim),
-                                w_.k + s.row * kRowPitch);
-      pack_summed_rows<Dot, SummedKeys::kRow, SummedKeys::kStep>(v_ + s.key * p_.v.row, p_.v.row, s.count,
-                                                                 p_.head_dim_v, Tr::padded(p_.head_dim_v),
-                                                                 w_.v + s.row / kStep * SummedKeys::kStep);
+      pack_rows<Dot, kRowPitch, kRowPart>(k_ + s.key * p_.k.row, p_.k.row, s.count, p_.head_dim,
+                                          Tr::padded(p_.head_dim), w_.k + s.row * kRowPitch);
+      pack_values(v_ + s.key * p_.v.row, s.count, w_.v + s.row / kStep * SummedKeys::kStep);
     }
     if constexpr (Dot::kTiles) zero_to_whole_steps(tile.rows);
     // Padding rows repeat the last key: its score cannot raise the maximum.
@@ -133,9 +136,9 @@ class ForwardTile {
   template <int kUsed>
   void scores(const Panel& panel, int begin, int end, Vec* maximum) {
     for (int v = 0; v < kUsed; ++v) maximum[v] = panel.max[v];
-    product<Dot, Strides<kRowPitch, 1, kPanel, kPanel>, kUsed>(w_.k + begin * kRowPitch, panel.q,
-                                                               ceil_div(p_.head_dim, kStep), w_.s + begin * kPanel,
-                                                               end - begin, FromZero{}, maximum, &next_k_);
+    product<typename Tr::ScoreDot, Strides<kRowPitch, 1, kPanel, kPanel, kRowPart, Tr::kTransposedPart>, kUsed>(
+        w_.k + begin * kRowPitch, panel.q, ceil_div(p_.head_dim, kStep), w_.s + begin * kPanel, end - begin, FromZero{},
+        maximum, &next_k_);
   }
 
   template <int kUsed>
@@ -161,19 +164,21 @@ class ForwardTile {
     // m' and exp(m - m'); a row that has seen no key yet takes m' = 0 instead of -inf.
     Vec rescale[kUsed], shift[kUsed];
     for (int v = 0; v < kUsed; ++v) {
-      shift[v] = finite_or_zero(maximum[v]);
+      const Vec max = Dot::kTiles ? raised(panel.max[v], maximum[v]) : maximum[v];
+      shift[v] = finite_or_zero(max);
       rescale[v] = exp2<5>(mul(sub(panel.max[v], shift[v]), set1(factor_)));
-      panel.max[v] = maximum[v];
+      panel.max[v] = max;
       panel.sum[v] = mul(panel.sum[v], rescale[v]);
     }
     exponentiate<kUsed>(panel, begin, end, shift);
-    product<Dot, Strides<SummedKeys::kRow, SummedKeys::kStep, kPanel, kPanel>, kUsed>(
-        w_.v + begin / kStep * SummedKeys::kStep, reinterpret_cast<const Word*>(w_.s + begin * kPanel),
-        ceil_div(end - begin, kStep), panel.o, p_.head_dim_v, FromScaledC{rescale}, nullptr, &next_v_);
+    using S = Strides<SummedKeys::kRow, SummedKeys::kStep, kParts * kPanel, kPanel, SummedKeys::kPart, kPanel>;
+    product<Dot, S, kUsed>(w_.v + begin / kStep * SummedKeys::kStep,
+                           reinterpret_cast<const Word*>(w_.s + begin * kPanel), ceil_div(end - begin, kStep), panel.o,
+                           p_.head_dim_v, FromScaledC{rescale}, nullptr, &next_v_);
   }
 
   // O = O^T / l and lse = m + log l.
-  __attribute__((noinline)) void finish_panel(Panel& panel) {
+  __attribute__((noinline)) void finish_panel(const Panel& panel) {
     alignas(64) float max[kPanel], sum[kPanel];
     for (int v = 0; v < kVecs; ++v) {
       store(max + v * kLanes, panel.max[v]);
@@ -183,24 +188,47 @@ class ForwardTile {
     for (int c = 0; c < d; c += kLanes)
       for (int l = 0; l < panel.lanes; l += kLanes)
         transpose(panel.o + c * kPanel + l, kPanel, w_.out + l * kWidePitch + c, kWidePitch);
-    T* out = seqlen_.template head_q<T>(p_.out, batch_, head_) + panel.i0 * p_.out.row;
-    float* lse = seqlen_.rows(p_.lse, batch_, head_) + panel.i0 * p_.lse.row;
-    // Dropout's scale comes last: a P that is rounded to bf16 loses nothing to it.
-    const float numerator = p_.score.dropout.scale();
-    for (int l = 0; l < panel.lanes; ++l) {
-      // A row that sees no key has l = 0: out = 0, lse = -inf.
-      store_row(w_.out + l * kWidePitch, p_.head_dim_v, sum[l] == 0.f ? 0.f : numerator / sum[l], out + l * p_.out.row);
-      lse[l * p_.lse.row] = sum[l] == 0.f ? -INFINITY : saturate(max[l] * unit() + std::log(double{sum[l]}));
-    }
+    for (int l = 0; l < panel.lanes; ++l) finish_row(panel.i0 + l, w_.out + l * kWidePitch, max[l], sum[l]);
+  }
+  // A row that sees no key has l = 0: out = 0, lse = -inf. Dropout's scale comes last: a P that is rounded to bf16
+  // loses nothing to it.
+  void finish_row(int i, const float* o, float max, float sum) const {
+    T* out = seqlen_.template head_q<T>(p_.out, batch_, head_) + i * p_.out.row;
+    float* lse = seqlen_.rows(p_.lse, batch_, head_) + i * p_.lse.row;
+    store_row(o, p_.head_dim_v, sum == 0.f ? 0.f : p_.score.dropout.scale() / sum, out);
+    *lse = sum == 0.f ? -INFINITY : saturate(max * unit() + std::log(double{sum}));
   }
 
  private:
+  // Tile registers cannot rescale O as they load it: the maximum stays while P comes to no more than 2^8, which neither
+  // bf16 nor the sum minds.
+  Vec raised(Vec old_max, Vec new_max) const {
+    return select_below(mul(sub(new_max, old_max), set1(factor_)), 8.f, old_max, new_max);
+  }
+
+  // V for the product that sums over its rows; two parts by way of packed rows.
+  void pack_values(const T* src, int rows, Word* dst) {
+    const int d = p_.head_dim_v, d_padded = Tr::padded(d);
+    if constexpr (kParts == 1) {
+      pack_summed_rows<Dot, SummedKeys::kRow, SummedKeys::kStep>(src, p_.v.row, rows, d, d_padded, dst);
+    } else {
+      for (int r = 0; r < rows; r += kPanel) {
+        const int count = min_of(kPanel, rows - r);
+        pack_rows<Dot, kRowPitch, kRowPart>(src + r * p_.v.row, p_.v.row, count, d, d_padded, w_.rows);
+        for (int part = 0; part < kParts; ++part)
+          pack_summed_rows<Dot, SummedKeys::kRow, SummedKeys::kStep>(
+              reinterpret_cast<const Bf16*>(w_.rows + part * kRowPart), kRowPitch * kStep, count, d, d_padded,
+              dst + r / kStep + part * SummedKeys::kPart);
+      }
+    }
+  }
+
   // Transposed V has garbage behind its last key: P is 0 there, which a NaN would survive.
   void zero_to_whole_steps(int rows) {
     const int first = ceil_div(rows, kStep), end = round_up(first, Dot::kDepth);
     if (first == end) return;
-    for (int c = 0; c < Tr::padded(p_.head_dim_v); ++c)
-      std::memset(w_.v + c * SummedKeys::kRow + first, 0, sizeof(Word) * (end - first));
+    for (int c = 0; c < kParts * Tr::padded(p_.head_dim_v); ++c)
+      std::memset(w_.v + c * SummedKeys::kPart + first, 0, sizeof(Word) * (end - first));
   }
 
   // What a stored score is to be multiplied with: features have done so already.
@@ -230,14 +258,16 @@ class ForwardTile {
     } else {
 #if defined(__AVX512BF16__)
       auto* pairs = reinterpret_cast<std::uint32_t*>(w_.s + begin * kPanel);
-      for (int r = begin; r < end; r += 2, pairs += kPanel)
+      for (int r = begin; r < end; r += 2, pairs += kParts * kPanel)
 #pragma GCC unroll 4
         for (int v = 0; v < kUsed; ++v) {
           Vec even = probability(r, v), odd = r + 1 < end ? probability(r + 1, v) : zero();
-          store_pairs(pairs + v * kLanes, interleave_halves(to_bf16(even, odd)));
+          const Bf16Parts<kParts> p(even, odd);
+          for (int part = 0; part < kParts; ++part)
+            store_pairs(pairs + part * kPanel + v * kLanes, interleave_halves(p.part[part]));
         }
       const int steps = ceil_div(end - begin, 2);
-      std::memset(pairs, 0, sizeof(Word) * (round_up(steps, Dot::kDepth) - steps) * kPanel);
+      std::memset(pairs, 0, sizeof(Word) * (round_up(steps, Dot::kDepth) - steps) * kParts * kPanel);
 #endif
     }
     for (int v = 0; v < kUsed; ++v) panel.sum[v] = add(panel.sum[v], sum[v]);

@@ -24,10 +24,10 @@ FLASHSDK_HD constexpr int padded_rows(int rows) {
 }
 
 // How a product consumes its operands. A word of A or B holds kStep neighbouring values of the summed index, and words
-// are consumed kDepth at a time. Tile registers (cpu/tiles.h) read A by rows only.
+// are consumed kDepth at a time. A value is the sum of kParts words. Tile registers (cpu/tiles.h) read A by rows only.
 struct DotOnVectors {
   static constexpr bool kTiles = false;
-  static constexpr int kDepth = 1, kMaxRowPadding = 3;
+  static constexpr int kParts = 1, kDepth = 1, kMaxRowPadding = 3;
   static FLASHSDK_HD constexpr int padded_rows(int rows) { return FLASHSDK_ISA_NS::padded_rows(rows); }
 };
 struct DotF32 : DotOnVectors {
@@ -50,10 +50,12 @@ struct DotBf16 : DotOnVectors {
 };
 #endif
 
-// Strides in words (A, B) and floats (C) of the row, the step and the row of C.
-template <int kARow_, int kAStep_, int kBStep_, int kCRow_>
+// Strides in words (A, B) and floats (C) of the row, the step and the row of C; and, where values have two parts, from
+// the first to the second.
+template <int kARow_, int kAStep_, int kBStep_, int kCRow_, int kAPart_ = 0, int kBPart_ = 0>
 struct Strides {
   static constexpr int kARow = kARow_, kAStep = kAStep_, kBStep = kBStep_, kCRow = kCRow_;
+  static constexpr int kAPart = kAPart_, kBPart = kBPart_;
 };
 
 struct FromZero {

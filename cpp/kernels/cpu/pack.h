@@ -24,16 +24,36 @@ void store_row(const float* src, int n, float scale, T* dst) {
   for (; c < n; ++c) dst[c] = from_float<T>(src[c] * scale);
 }
 
-// Rows as the products read them: (rows, kPitch) words, columns d … d_padded zero.
-template <class Dot, int kPitch, class T>
+// n elements in pairs of bf16, and behind them, from word kPart on, what these leave out; zeros up to n_padded.
+template <int kPart, class T>
+void split_row(const T* src, int n, int n_padded, std::uint32_t* dst) {
+#if defined(__AVX512BF16__)
+  constexpr int kPair = 2 * kLanes;
+  alignas(64) float tail[kPair];
+  for (int c = 0; c < n_padded; c += kPair, dst += kLanes) {
+    const bool whole = c + kPair <= n;
+    if (!whole) load_row(src + c, max_of(0, n - c), kPair, tail);
+    const Bf16Parts<2> x(whole ? load_as_float(src + c) : load(tail),
+                         whole ? load_as_float(src + c + kLanes) : load(tail + kLanes));
+    store_pairs(dst, x.part[0]);
+    store_pairs(dst + kPart, x.part[1]);
+  }
+#endif
+}
+
+// Rows as the products read them: (rows, kPitch) words, columns d … d_padded zero, and kPart words from one part of a
+// row to the next.
+template <class Dot, int kPitch, int kPart, class T>
 void pack_rows(const T* src, std::int64_t stride, int rows, int d, int d_padded, typename Dot::Word* dst) {
   for (int r = 0; r < rows; ++r) {
     if constexpr (Dot::kStep == 1) {
       load_row(src + r * stride, d, d_padded, dst + r * kPitch);
-    } else {  // already pairs in memory
+    } else if constexpr (Dot::kParts == 1) {  // already pairs in memory
       auto* row = reinterpret_cast<std::uint16_t*>(dst + r * kPitch);
       std::memcpy(row, src + r * stride, d * sizeof(T));
       std::memset(row + d, 0, (d_padded - d) * sizeof(T));
+    } else {
+      split_row<kPart>(src + r * stride, d, d_padded, dst + r * kPitch);
     }
   }
 }
@@ -47,7 +67,7 @@ FLASHSDK_HD void zero_rows(int rows, typename Dot::Word* dst) {
 template <class Dot, int kPitch, class T>
 void pack_row_pairs(const T* src, std::int64_t stride, int rows, int d, int d_padded, typename Dot::Word* dst) {
   if constexpr (Dot::kStep == 1) {
-    pack_rows<Dot, kPitch>(src, stride, rows, d, d_padded, dst);
+    pack_rows<Dot, kPitch, 0>(src, stride, rows, d, d_padded, dst);
   } else {
 #if defined(__AVX512BF16__)
     for (int r = 0; r < rows; r += 2, dst += kPitch) {

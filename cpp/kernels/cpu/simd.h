@@ -31,7 +31,7 @@
 
 namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 
-// 2^t, t <= 0 in practice. Cody-Waite: 2^t = 2^floor(t)·2^f, f in [0, 1), the second by a minimax polynomial
+// 2^t, t <= 8 in practice. Cody-Waite: 2^t = 2^floor(t)·2^f, f in [0, 1), the second by a minimax polynomial
 // of those that are 1 at 0: 2^0 is exact, so that rescaling by it any number of times changes nothing.
 // Largest relative error 8.3e-8 (degree 5), 2.9e-6 (4), 8.6e-5 (3, for a result that is rounded to bf16).
 template <int kDegree>

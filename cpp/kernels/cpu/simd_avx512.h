@@ -119,6 +119,26 @@ FLASHSDK_HD void keep_in_register(__m512i& x) { asm("" : "+v"(x)); }
 FLASHSDK_HD void store_pairs(std::uint32_t* p, __m512i x) { _mm512_storeu_si512(p, x); }
 // bf16(a) in lanes 0 … 15 and bf16(b) in lanes 16 … 31.
 FLASHSDK_HD __m512i to_bf16(Vec a, Vec b) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)); }
+// The same as sums of kParts bf16: of each float the nearest, and of what that leaves out.
+template <int kParts>
+struct Bf16Parts {
+  __m512i part[kParts];
+  FLASHSDK_HD Bf16Parts(Vec a, Vec b) {
+    if constexpr (kParts == 2) {
+      const Vec first_a = nearest(a), first_b = nearest(b);
+      part[1] = to_bf16(sub(a, first_a), sub(b, first_b));
+      a = first_a, b = first_b;
+    }
+    part[0] = to_bf16(a, b);
+  }
+
+ private:
+  // In two instructions: the second part makes up for ties that go up, not to even, and for a NaN that wraps round.
+  static FLASHSDK_HD Vec nearest(Vec x) {
+    const __m512i half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(x), half), upper));
+  }
+};
 // Lane l: bf16(a[l]) low, bf16(b[l]) high.
 FLASHSDK_HD __m512i interleave_halves(__m512i ab) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,

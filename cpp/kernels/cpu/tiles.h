@@ -2,7 +2,8 @@
 //
 // A tile register holds 16 rows of 64 bytes. Packed rows of bf16 are operand A as they lie, pairs of neighbouring steps
 // by lanes are operand B, and C is fp32 as everywhere; so only the widths of reads change: whole tiles, that is steps
-// in multiples of 16 words and rows in multiples of 16, which buffers are padded to with zeros.
+// in multiples of 16 words and rows in multiples of 16, which buffers are padded to with zeros. fp16 runs on the same
+// registers in two parts.
 #pragma once
 
 #include "cpu/microkernel.h"
@@ -14,12 +15,20 @@ namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 inline constexpr int kTileRows = 16, kTileWords = 16;
 inline constexpr int kRowsAheadOfBlock = 12;  // prefetched per block: a tile of keys over one of queries at head_dim 64
 
-struct DotAmx {
+// Of values in two parts all four products of parts or, without that of both second ones, three.
+template <int kParts_, bool kAllProducts_ = false>
+struct DotTiles {
   using Word = std::uint32_t;
-  static constexpr bool kTiles = true;
-  static constexpr int kStep = 2, kDepth = kTileWords, kMaxRowPadding = kTileRows - 1;
+  static constexpr bool kTiles = true, kAllProducts = kAllProducts_;
+  static constexpr int kParts = kParts_, kStep = 2, kDepth = kTileWords, kMaxRowPadding = kTileRows - 1;
   static FLASHSDK_HD constexpr int padded_rows(int rows) { return round_up(rows, kTileRows); }
 };
+using DotAmx = DotTiles<1>;
+// Values in two parts: fp16 has 11 significant bits, bf16 has 8, and the sum of two bf16 is exactly one fp16. The
+// product of both second parts is at most 2^-16 of the whole. It is computed where a difference would show it: of
+// scores from their maximum, and of dP from delta, which is the same product where a query sees one key.
+using DotAmxSplit = DotTiles<2>;
+using DotAmxExact = DotTiles<2, true>;
 
 // What LDTILECFG reads: palette 1, all eight registers full.
 struct alignas(64) TileShapes {
@@ -36,13 +45,28 @@ inline constexpr TileShapes kTileShapes;  // static: the intrinsic tells the com
 FLASHSDK_HD void take_tile_registers() { _tile_loadconfig(&kTileShapes); }
 FLASHSDK_HD void release_tile_registers() { _tile_release(); }
 
-// C (16·kRowTiles rows, 32 lanes) = or += A·B: up to four accumulators, which hide the latency of each other, and as
-// many loads as products.
-template <class S, int kRowTiles, bool kFromZero>
+// C (16·kRowTiles rows, 32 lanes) = or += A·B: up to four accumulators, which hide the latency of each other, and, of
+// two rows of tiles, at most as many loads as products.
+template <class Dot, class S, int kRowTiles, bool kFromZero>
 __attribute__((noinline)) void tile_block(const std::uint32_t* a, const std::uint32_t* b, int words, float* c) {
   constexpr int kARow = S::kARow * 4, kBRow = S::kBStep * 4, kCRow = S::kCRow * 4;  // bytes
-  const auto *a1 = a + kTileRows * S::kARow, *b1 = b + kLanes;
   float *c10 = c + kTileRows * S::kCRow, *c11 = c10 + kLanes;
+  auto load_a = [&](const std::uint32_t* from) __attribute__((always_inline)) {
+    _tile_loadd(4, from, kARow);
+    if constexpr (kRowTiles == 2) _tile_loadd(5, from + kTileRows * S::kARow, kARow);
+  };
+  auto load_b = [&](const std::uint32_t* from) __attribute__((always_inline)) {
+    _tile_loadd(6, from, kBRow);
+    _tile_loadd(7, from + kLanes, kBRow);
+  };
+  auto multiply = [&]() __attribute__((always_inline)) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (kRowTiles == 2) {
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  };
   asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
   if constexpr (kFromZero) {
     _tile_zero(0);
@@ -57,16 +81,23 @@ __attribute__((noinline)) void tile_block(const std::uint32_t* a, const std::uin
       _tile_loadd(3, c11, kCRow);
     }
   }
-  for (int s = 0; s < words; s += kTileWords) {
-    _tile_loadd(4, a + s, kARow);
-    _tile_loadd(6, b + s * S::kBStep, kBRow);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b1 + s * S::kBStep, kBRow);
-    _tile_dpbf16ps(1, 4, 7);
-    if constexpr (kRowTiles == 2) {
-      _tile_loadd(5, a1 + s, kARow);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+  for (int s = 0; s < words; s += kTileWords, a += kTileWords, b += kTileWords * S::kBStep) {
+    if constexpr (Dot::kParts == 2) {
+      load_a(a + S::kAPart);
+      load_b(b);
+      multiply();
+      load_a(a);
+      multiply();
+      load_b(b + S::kBPart);
+      multiply();
+      if constexpr (Dot::kAllProducts) {
+        load_a(a + S::kAPart);
+        multiply();
+      }
+    } else {
+      load_a(a);
+      load_b(b);
+      multiply();
     }
   }
   _tile_stored(0, c, kCRow);
@@ -119,9 +150,9 @@ void product(const typename Dot::Word* a, const typename Dot::Word* b, int steps
       const auto* block_a = a + r * S::kARow;
       float* block_c = c + r * S::kCRow + lane;
       if (r + kBlockRows <= end) {
-        tile_block<S, 2, kFromZero>(block_a, b + lane, steps, block_c);
+        tile_block<Dot, S, 2, kFromZero>(block_a, b + lane, steps, block_c);
       } else {
-        tile_block<S, 1, kFromZero>(block_a, b + lane, steps, block_c);
+        tile_block<Dot, S, 1, kFromZero>(block_a, b + lane, steps, block_c);
       }
       if (prefetch != nullptr) prefetch->advance(kRowsAheadOfBlock);
     }

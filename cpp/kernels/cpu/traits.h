@@ -9,13 +9,22 @@ namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 
 #if defined(__AMX_BF16__)
 template <class T>
-using DotFor = std::conditional_t<std::is_same_v<T, Bf16>, DotAmx, DotF32>;
+using DotFor = std::conditional_t<std::is_same_v<T, Bf16>, DotAmx,
+                                  std::conditional_t<std::is_same_v<T, Fp16>, DotAmxSplit, DotF32>>;
 #elif defined(__AVX512BF16__)
 template <class T>
 using DotFor = std::conditional_t<std::is_same_v<T, Bf16>, DotBf16, DotF32>;
 #else
 template <class T>
 using DotFor = DotF32;
+#endif
+
+#if defined(__AMX_BF16__)
+template <class Dot>
+using ScoreDotFor = std::conditional_t<std::is_same_v<Dot, DotAmxSplit>, DotAmxExact, Dot>;
+#else
+template <class Dot>
+using ScoreDotFor = Dot;
 #endif
 
 // Queries in one micro-kernel panel, one to a vector lane.
@@ -26,28 +35,37 @@ template <class T, int kHeadDim_>
 struct Traits {
   using Element = T;
   using Dot = DotFor<T>;
+  using ScoreDot = ScoreDotFor<Dot>;  // of S = Q·K^T and dP = dO·V^T
   using Word = typename Dot::Word;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim and head_dim_v are at most this
   static_assert(kHeadDim % 64 == 0, "packed rows hold whole panels of every instruction set");
 
-  // Row pitches of packed tiles in words: of rows of head_dim values, kStep to a word, and of rows of head_dim words.
-  // Both are an odd number of cache lines: a power of two would put a column of rows into a few sets of L1.
-  static constexpr int kPadding = 16;
-  static constexpr int kRowPitch = kHeadDim / Dot::kStep + kPadding;
+  // Row pitches of packed tiles in words: of rows of head_dim values, kStep to a word and one part behind the other,
+  // and of one part of rows of head_dim words. All are an odd number of cache lines: a power of two would put a column
+  // of rows into a few sets of L1.
+  static constexpr int kPadding = 16, kParts = Dot::kParts;
+  static constexpr int kRowPart = kHeadDim / Dot::kStep, kRowPitch = kParts * kRowPart + kPadding;
   static constexpr int kWidePitch = kHeadDim + kPadding;
+  // Words of one part of a panel of queries, transposed.
+  static constexpr int kTransposedPart = kRowPart * kPanel;
 
   // K and V tiles of 192 x 128 floats fill 192 KiB of L2 next to the panels; processors with AVX2 alone have less of
   // it, and wider heads take fewer keys. 96 to 384 are within a few points of each other. Products on tile registers
-  // are so fast that what a job loads and packs shows: 256 keys in the backward gained a tenth, more leave cores
-  // without jobs.
+  // are so fast that what a job loads and packs shows, and processors that have them have 2 MiB of L2: 256 keys in the
+  // backward gained a tenth, and at head_dim 256 128 instead of 96; more leave cores without jobs.
   static constexpr int kKeys = kHeadDim > 128 ? 96 : (kLanes == 16 ? 192 : 144);
-  static constexpr int kBackwardKeys = kHeadDim <= 128 && Dot::kTiles ? 256 : kKeys;
+  static constexpr int kBackwardKeys = Dot::kTiles ? (kHeadDim > 128 ? 128 : 256) : kKeys;
   // Queries that share a packed K and V tile in the forward. Packing reads rows that are pages apart: at head_dim 64
-  // and 128 queries it costs 15 % of the products. Their operands and accumulators take 256 KiB of L2; where there are
-  // tile registers it is twice as large.
-  static constexpr int kForwardQueries = kHeadDim > 128 ? 128 : (Dot::kTiles ? 512 : 256);
-  // Queries of a backward tile; dK and dV accumulators are loaded and stored once in so many steps.
-  static constexpr int kBackwardQueries = 64;
+  // and 128 queries it costs 15 % of the products. Their operands and accumulators take 256 KiB of L2; beside tile
+  // registers 0.75 to 1 MiB, which is 5 to 9 % faster than half of it.
+  static constexpr int kForwardQueries = (Dot::kTiles ? 1024 : 256) / (kHeadDim > 128 ? 2 : 1);
+  // So few read K and V where they lie (cpu/few_queries.h): with more, packed tiles are as fast. In two parts packing
+  // costs more.
+  static constexpr int kFewQueries = kParts == 2 ? 16 : 4;
+  static_assert(kFewQueries <= 16, "the fewest queries of a job, so that a few are never cut");
+  // Queries of a backward tile; dK and dV accumulators are loaded and stored once in so many steps. On tile registers,
+  // whose products are short beside that, twice as many gained 7 %; in two parts they would not fit into L2.
+  static constexpr int kBackwardQueries = Dot::kTiles && kParts == 1 ? 2 * kPanel : 64;
   static_assert(kForwardQueries % kPanel == 0 && kBackwardQueries % kPanel == 0);
 
   // V and K where a product sums over keys: pairs of rows as operand A by columns, or their transpose (head_dim, keys
@@ -55,7 +73,8 @@ struct Traits {
   static constexpr int pair_pitch(int keys) { return round_up(keys / Dot::kStep, 2 * kPadding) + kPadding; }
   template <int kRows>
   struct SummedKeys {
-    static constexpr int kRow = Dot::kTiles ? pair_pitch(kRows) : 1, kStep = Dot::kTiles ? 1 : kWidePitch;
+    static constexpr int kPart = pair_pitch(kRows);
+    static constexpr int kRow = Dot::kTiles ? kParts * kPart : 1, kStep = Dot::kTiles ? 1 : kWidePitch;
     static constexpr int kWords = Dot::kTiles ? kHeadDim * kRow : (kRows + 1) / Dot::kStep * kWidePitch;
   };
   // Visible keys of a tile begin at a multiple of this: whole pairs, and whole steps of tile registers.

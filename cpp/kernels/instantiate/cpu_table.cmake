@@ -11,4 +11,4 @@ set(FLASHSDK_CPU_POLICIES DensePolicy BandPolicy BlockSparsePolicy)
 
 # Instruction sets that add something for some dtypes only: the others of them fall to the next slower set.
 set(FLASHSDK_CPU_ONLY_DTYPES_avx512_bf16 bf16)
-set(FLASHSDK_CPU_ONLY_DTYPES_avx512_amx bf16)
+set(FLASHSDK_CPU_ONLY_DTYPES_avx512_amx bf16 fp16)

@@ -81,9 +81,11 @@ int probe_product(const float* a, bool a_transposed, const float* b, int steps, 
 }
 
 #if defined(__AMX_BF16__)
+template <class Dot>
 int probe_tile_product(const std::uint32_t* a, const std::uint32_t* b, int words, float* c, int rows,
                        const float* rescale, float* maximum) {
-  using S = Strides<flashsdk::testing::CpuProbe::kALd, 1, kPanelLanes, kPanelLanes>;
+  using P = flashsdk::testing::CpuProbe;
+  using S = Strides<P::kALd, 1, kPanelLanes, kPanelLanes, P::kAPart, P::kBPartRows * kPanelLanes>;
   Vec highest[kVecs], scale[kVecs];
   for (int v = 0; v < kVecs; ++v) {
     if (maximum != nullptr) highest[v] = load(maximum + v * kLanes);
@@ -92,14 +94,24 @@ int probe_tile_product(const std::uint32_t* a, const std::uint32_t* b, int words
   Vec* to_raise = maximum != nullptr ? highest : nullptr;
   take_tile_registers();
   if (rescale != nullptr) {
-    product<DotAmx, S>(a, b, words, c, rows, FromScaledC{scale}, to_raise);
+    product<Dot, S>(a, b, words, c, rows, FromScaledC{scale}, to_raise);
   } else {
-    product<DotAmx, S>(a, b, words, c, rows, FromZero{}, to_raise);
+    product<Dot, S>(a, b, words, c, rows, FromZero{}, to_raise);
   }
   release_tile_registers();
   if (maximum != nullptr)
     for (int v = 0; v < kVecs; ++v) store(maximum + v * kLanes, highest[v]);
-  return DotAmx::padded_rows(rows);
+  return Dot::padded_rows(rows);
+}
+void probe_split_fp16(const std::uint16_t* x, int n, std::uint16_t* first, std::uint16_t* second) {
+  constexpr int kCount = 64, kPart = kCount / 2;
+  alignas(64) std::uint32_t row[2 * kPart];
+  for (int i = 0; i < n; i += kCount) {
+    const int count = min_of(kCount, n - i);
+    pack_rows<DotAmxSplit, 2 * kPart, kPart>(reinterpret_cast<const Fp16*>(x + i), 0, 1, count, kCount, row);
+    std::memcpy(first + i, row, sizeof(*first) * count);
+    std::memcpy(second + i, row + kPart, sizeof(*second) * count);
+  }
 }
 bool probe_tiles_released() {
   alignas(64) std::uint8_t shapes[64] = {};
@@ -108,8 +120,12 @@ bool probe_tiles_released() {
   return shapes[0] == 0;  // no palette
 }
 #else
-constexpr int (*probe_tile_product)(const std::uint32_t*, const std::uint32_t*, int, float*, int, const float*,
-                                    float*) = nullptr;
+template <class>
+constexpr flashsdk::testing::CpuProbe::TileProduct* probe_tile_product = nullptr;
+struct DotAmx;
+struct DotAmxSplit;
+struct DotAmxExact;
+constexpr void (*probe_split_fp16)(const std::uint16_t*, int, std::uint16_t*, std::uint16_t*) = nullptr;
 constexpr bool (*probe_tiles_released)() = nullptr;
 #endif
 
@@ -143,7 +159,8 @@ constinit const CpuProbe FLASHSDK_JOIN(cpu_probe_, FLASHSDK_ISA_NS) = {
     probe_transpose,
     probe_product<kVecs>,
     probe_product<1>,
-    probe_tile_product,
+    {probe_tile_product<DotAmx>, probe_tile_product<DotAmxSplit>, probe_tile_product<DotAmxExact>},
+    probe_split_fp16,
     probe_tiles_released,
 };
 

@@ -39,9 +39,14 @@ struct CpuProbe {
   Product* narrow_product;  // of the first vector of lanes alone
 
   // The same on tile registers, null where there are none: words hold pairs of bf16, `words` of them (a multiple of 16)
-  // are summed over.
-  int (*tile_product)(const std::uint32_t* a, const std::uint32_t* b, int words, float* c, int rows,
-                      const float* rescale, float* maximum);
+  // are summed over. [1] and [2] take values in two parts, of whose products [1] leaves out the last; the second part
+  // is kAPart words behind the first in A and kBPartRows rows behind it in B.
+  static constexpr int kAPart = 32, kBPartRows = 32;
+  using TileProduct = int(const std::uint32_t* a, const std::uint32_t* b, int words, float* c, int rows,
+                          const float* rescale, float* maximum);
+  TileProduct* tile_product[3];
+  // n fp16 in two parts, each a bf16; null where tile_product is.
+  void (*split_fp16)(const std::uint16_t* x, int n, std::uint16_t* first, std::uint16_t* second);
   // Whether the calling thread's tile registers are in their initial state.
   bool (*tiles_released)();
 };

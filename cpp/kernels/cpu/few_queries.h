@@ -1,0 +1,190 @@
+// A few queries of one head, as in decoding, with K and V read where they lie: packing a row costs more than all that
+// is computed with it. Keys are in vector lanes in S = Q·K^T and its softmax, head dimensions in P·V.
+#pragma once
+
+#include "cpu/pack.h"
+#include "cpu/scores.h"
+
+namespace flashsdk::cpu::FLASHSDK_ISA_NS {
+
+// All lanes in one value.
+template <class F>
+FLASHSDK_HD float fold_lanes(Vec x, F fold) {
+  alignas(64) float lane[kLanes];
+  store(lane, x);
+  for (int n = kLanes / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) lane[i] = fold(lane[i], lane[i + n]);
+  return lane[0];
+}
+
+template <class T, int kHeadDim>
+class FewQueries {
+  using Tr = Traits<T, kHeadDim>;
+  static constexpr int kMax = Tr::kFewQueries, kKeys = round_up(Tr::kKeys, 2 * kLanes);
+  static constexpr int kRowPitch = kHeadDim + Tr::kPadding;
+
+ public:
+  static bool fit(int queries) { return queries <= kMax; }
+
+  FewQueries(const T* q, std::int64_t stride, int queries, int d, int d_v, ScaleSplit scale)
+      : queries_(queries),
+        d_(d),
+        padded_d_(round_up(d, kLanes)),
+        d_v_(d_v),
+        factor_(static_cast<float>(scale.magnitude * kLog2e)) {
+    for (int l = 0; l < queries; ++l) {
+      load_row(q + l * stride, d, d, q_ + l * kHeadDim);
+      scale_operand(q_ + l * kHeadDim, scale.q_factor, d);
+      std::memset(out_ + l * kHeadDim, 0, sizeof(float) * kHeadDim);
+      max_[l] = -INFINITY;
+      sum_[l] = 0.f;
+    }
+  }
+
+  // S of up to kKeys keys, and -inf up to whole vectors of them.
+  __attribute__((noinline)) void scores(const T* k, std::int64_t stride, int keys) {
+    keys_ = keys;
+    for (int r = 0; r < keys; r += kBlock) score_keys(k + r * stride, stride, min_of(kBlock, keys - r), s_ + r);
+    for (int l = 0; l < queries_; ++l)
+      for (int r = keys; r < round_up(keys, kLanes); ++r) row(l)[r] = -INFINITY;
+  }
+  // Of a query, a row of keys.
+  float* row(int query) { return s_ + query * kKeys; }
+
+  // The online softmax's step, and O = O·exp(m - m') + P·V.
+  __attribute__((noinline)) void accumulate(const T* v, std::int64_t stride) {
+    for (int l = 0; l < queries_; ++l) raise_softmax(l);
+    int l = 0;
+    for (; l + 2 <= queries_; l += 2) add_rows<2>(v, stride, l);
+    if (l < queries_) add_rows<1>(v, stride, l);
+  }
+
+  const float* out(int query) const { return out_ + query * kHeadDim; }  // not normalised
+  float max(int query) const { return max_[query]; }
+  float sum(int query) const { return sum_[query]; }
+
+ private:
+  // Scores of up to kBlock keys, each summed in the order of cpu/microkernel.h: the backward of fp32 computes them anew
+  // there, and its P would take over what an lse of other sums differs by. A block has two chains of sums, whose
+  // latency shows otherwise.
+  static constexpr int kBlock = 2 * kLanes;
+  void score_keys(const T* k, std::int64_t stride, int keys, float* s) {
+    alignas(64) float columns[kLanes * kBlock];
+    // Whole rows first: where heads interleave each is in a page of its own, and prefetched as far as it is read.
+    for (int r = 0; r < kBlock; ++r) load_row(k + min_of(r, keys - 1) * stride, d_, padded_d_, rows_ + r * kRowPitch);
+    Vec sum[kMax][2];
+    for (int l = 0; l < queries_; ++l) sum[l][0] = sum[l][1] = zero();
+    for (int c = 0; c < d_; c += kLanes) {
+      transpose(rows_ + c, kRowPitch, columns, kBlock);
+      transpose(rows_ + kLanes * kRowPitch + c, kRowPitch, columns + kLanes, kBlock);
+      for (int l = 0; l < queries_; ++l)
+        for (int n = 0; n < min_of(kLanes, d_ - c); ++n) {
+          const Vec q = set1(q_[l * kHeadDim + c + n]);
+          sum[l][0] = fma(q, load(columns + n * kBlock), sum[l][0]);
+          sum[l][1] = fma(q, load(columns + n * kBlock + kLanes), sum[l][1]);
+        }
+    }
+    for (int l = 0; l < queries_; ++l) {
+      store(s + l * kKeys, sum[l][0]);
+      store(s + l * kKeys + kLanes, sum[l][1]);
+    }
+  }
+
+  void raise_softmax(int l) {
+    float* s = row(l);
+    const int end = round_up(keys_, kLanes);
+    Vec top = load(s);
+    for (int r = kLanes; r < end; r += kLanes) top = FLASHSDK_ISA_NS::max(top, load(s + r));
+    const float old_max = max_[l], new_max = fold_lanes(top, [](float a, float b) { return a > b ? a : b; });
+    if (new_max > old_max) max_[l] = new_max;
+    // A row that has seen no key yet takes m' = 0 instead of -inf.
+    const Vec shift = finite_or_zero(set1(max_[l])), factor = set1(factor_);
+    Vec sum = zero();
+    for (int r = 0; r < end; r += kLanes) {
+      const Vec p = exp2<Tr::kExpDegree>(mul(sub(load(s + r), shift), factor));
+      sum = add(sum, p);
+      store(s + r, p);
+    }
+    const Vec rescale = exp2<5>(mul(sub(set1(old_max), shift), factor));
+    alignas(64) float scale[kLanes];
+    store(scale, rescale);
+    sum_[l] = sum_[l] * scale[0] + fold_lanes(sum, [](float a, float b) { return a + b; });
+    for (int c = 0; c < d_v_; c += kLanes) {
+      float* out = out_ + l * kHeadDim + c;
+      store(out, mul(load(out), rescale));
+    }
+  }
+
+  // O += P·V of the kQueries queries from l on.
+  template <int kQueries>
+  void add_rows(const T* v, std::int64_t stride, int l) {
+    constexpr int kWide = 4;
+    int c = 0;
+    for (; c + kWide * kLanes <= d_v_; c += kWide * kLanes) add_columns<kQueries, kWide>(v + c, stride, l, c);
+    for (; c + kLanes <= d_v_; c += kLanes) add_columns<kQueries, 1>(v + c, stride, l, c);
+    if (c < d_v_) add_last_columns<kQueries>(v + c, stride, l, c);
+  }
+
+  // kN vectors of columns. The sum over keys is taken first; that of one query in two chains, of even and of odd keys,
+  // which hide more of their latency.
+  template <int kQueries, int kN>
+  FLASHSDK_HD void add_columns(const T* v, std::int64_t stride, int l, int column) {
+    const float* p[2] = {row(l), row(l + kQueries - 1)};
+    Vec sum[2][kN];
+    for (int n = 0; n < kN; ++n) sum[0][n] = sum[1][n] = zero();
+    auto add_key = [&](int r, int chain) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int n = 0; n < kN; ++n) {
+        const Vec x = load_as_float(v + r * stride + n * kLanes);
+        if constexpr (kQueries == 1) {
+          sum[chain][n] = fma(set1(p[0][r]), x, sum[chain][n]);
+        } else {
+          sum[0][n] = fma(set1(p[0][r]), x, sum[0][n]);
+          sum[1][n] = fma(set1(p[1][r]), x, sum[1][n]);
+        }
+      }
+    };
+    int r = 0;
+    for (; r + 2 <= keys_; r += 2) {
+      add_key(r, 0);
+      add_key(r + 1, 1);
+    }
+    if (r < keys_) add_key(r, 0);
+#pragma GCC unroll 4
+    for (int n = 0; n < kN; ++n) {
+      float* out = out_ + l * kHeadDim + column + n * kLanes;
+      if constexpr (kQueries == 1) {
+        store(out, add(load(out), add(sum[0][n], sum[1][n])));
+      } else {
+        store(out, add(load(out), sum[0][n]));
+        store(out + kHeadDim, add(load(out + kHeadDim), sum[1][n]));
+      }
+    }
+  }
+
+  // Fewer than a vector of columns.
+  template <int kQueries>
+  void add_last_columns(const T* v, std::int64_t stride, int l, int column) {
+    alignas(64) float x[kLanes];
+    Vec sum[kQueries];
+    for (int n = 0; n < kQueries; ++n) sum[n] = zero();
+    for (int r = 0; r < keys_; ++r) {
+      load_row(v + r * stride, d_v_ - column, kLanes, x);
+      for (int n = 0; n < kQueries; ++n) sum[n] = fma(set1(row(l + n)[r]), load(x), sum[n]);
+    }
+    for (int n = 0; n < kQueries; ++n) {
+      float* out = out_ + (l + n) * kHeadDim + column;
+      store(out, add(load(out), sum[n]));
+    }
+  }
+
+  int queries_, d_, padded_d_, d_v_, keys_ = 0;
+  float factor_;  // of a score, to units of log2
+  float max_[kMax], sum_[kMax];
+  alignas(64) float q_[kMax * kHeadDim];
+  alignas(64) float out_[kMax * kHeadDim];
+  alignas(64) float rows_[2 * kLanes * kRowPitch];  // of K
+  alignas(64) float s_[kMax * kKeys];               // S (queries, keys), then P
+};
+
+}  // namespace flashsdk::cpu::FLASHSDK_ISA_NS
