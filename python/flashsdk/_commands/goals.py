@@ -2,7 +2,7 @@
 
 The ratios are stated for AMD processors with AVX-512. On others PyTorch's matrix products leave
 less of the machine unused: with AVX2 alone, or on Intel, whose AMX it uses for bf16. There bf16 has
-a ratio of its own: both run on the same tile registers.
+a ratio of its own, as both run on the same tile registers, and so has fp16, which runs there, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RATIO_4096 = {
     ("fp16", "bwd"): 20.0,
 }
 RATIO_1024_CAUSAL = 3.0  # forward
-RATIO_4096_TILES = 1.3  # bf16 with AMX, forward and backward, any mask
+RATIO_4096_TILES = {"bf16": 1.3, "fp16": 2.0}  # with AMX, forward and backward, any mask
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def goal(row: dict[str, Any], record: dict[str, Any]) -> Goal:
             share = SHARE_1024.get(dtype)
         else:
             ratio = RATIO_1024_CAUSAL
-    if dtype == "bf16" and isa == "avx512_amx":
-        return Goal(None, RATIO_4096_TILES if seqlen == 4096 else None)
+    if isa == "avx512_amx" and dtype in RATIO_4096_TILES:
+        return Goal(None, RATIO_4096_TILES[dtype] if seqlen == 4096 else None)
     if dtype == "bf16" and isa != "avx512_bf16" and mask == "none":
         share = None  # stated for the dot-product instruction
     comparable = isa.startswith("avx512") and "AMD" in record["cpu"]
