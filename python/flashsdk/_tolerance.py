@@ -126,6 +126,9 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
     e_stored = u * abs(out) + underflow + _sum_error(seqlen_k) * (dropped @ abs(v))
     e_out = e_stored + e_sum * abs(out)
     e_out += _reach_mean(e_p, m.drop, v, out, xp) + _reach(e_rounded, v, xp)
+    # Dropout's scale comes last: a product below the normal numbers may become 0 before it.
+    e_lost = FLOAT32_NORMAL * (m.p > 0) * m.drop
+    e_out += e_lost.sum(-1)[..., None]
 
     # Backward: P is exp(score - lse), and in the lse is the same score with a weight of p. These
     # errors are relative.
@@ -137,7 +140,7 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
     # In dv and dk these are independent: each row has its own.
     e_dropped = dropped * (e_own + e_others) + e_rounded
     e_dv = _reach(transposed(e_dropped), dout, xp)
-    e_dv += _sum_error(seqlen_q) * (transposed(dropped) @ abs(dout))
+    e_dv += _sum_error(seqlen_q) * (transposed(dropped) @ abs(dout)) + e_lost.sum(-2)[..., None]
 
     d_dropped = dout @ transposed(v)
     terms = dout * out

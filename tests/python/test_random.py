@@ -9,11 +9,13 @@ SEEDS = 240
 CANCELLED = (733809567, 1538945808, 1006070809)
 # One rounding of an lse decides the largest error of dv.
 ONE_ROUNDING = (2089958439,)
+# Dropout's scale shows a product that bf16 dot products flush.
+FLUSHED = (1389971535,)
 # Equal scores, so that all of a row's P round alike: of the problems for GPUs.
 ALIKE = (1840125146, 1634766893)
 
 
-@pytest.mark.parametrize("seed", (*range(SEEDS), *CANCELLED, *ONE_ROUNDING, *ALIKE))
+@pytest.mark.parametrize("seed", (*range(SEEDS), *CANCELLED, *ONE_ROUNDING, *FLUSHED, *ALIKE))
 def test_random_problem(runner, seed):
     runner.check(generate(seed, runner.backend))
 
