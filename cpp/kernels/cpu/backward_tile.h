@@ -82,10 +82,7 @@ class BackwardTile {
     pack_rows<Dot, kRowPitch, kRowPart>(k, p_.k.row, keys_, p_.head_dim, d, w_.k);
     pack_rows<Dot, kRowPitch, kRowPart>(v, p_.v.row, keys_, p_.head_dim_v, d_v, w_.v);
     if constexpr (kStep > 1)
-      for (int part = 0; part < kParts; ++part)
-        pack_summed_rows<Dot, SummedKeys::kRow, SummedKeys::kStep>(
-            reinterpret_cast<const Bf16*>(w_.k + part * kRowPart), kRowPitch * kStep, keys_, p_.head_dim, d,
-            w_.k_summed + part * SummedKeys::kPart);
+      pack_summed_parts<Dot, SummedKeys, kRowPitch, kRowPart>(w_.k, keys_, p_.head_dim, d, w_.k_summed);
     const int padding = Dot::kMaxRowPadding;
     zero_rows<Dot, kRowPitch>(padding, w_.k + keys_ * kRowPitch);
     zero_rows<Dot, kRowPitch>(padding, w_.v + keys_ * kRowPitch);

@@ -215,10 +215,7 @@ class ForwardTile {
       for (int r = 0; r < rows; r += kPanel) {
         const int count = min_of(kPanel, rows - r);
         pack_rows<Dot, kRowPitch, kRowPart>(src + r * p_.v.row, p_.v.row, count, d, d_padded, w_.rows);
-        for (int part = 0; part < kParts; ++part)
-          pack_summed_rows<Dot, SummedKeys::kRow, SummedKeys::kStep>(
-              reinterpret_cast<const Bf16*>(w_.rows + part * kRowPart), kRowPitch * kStep, count, d, d_padded,
-              dst + r / kStep + part * SummedKeys::kPart);
+        pack_summed_parts<Dot, SummedKeys, kRowPitch, kRowPart>(w_.rows, count, d, d_padded, dst + r / kStep);
       }
     }
   }

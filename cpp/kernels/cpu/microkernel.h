@@ -24,13 +24,15 @@ FLASHSDK_HD constexpr int padded_rows(int rows) {
 }
 
 // How a product consumes its operands. A word of A or B holds kStep neighbouring values of the summed index, and words
-// are consumed kDepth at a time. A value is the sum of kParts words. Tile registers (cpu/tiles.h) read A by rows only.
+// are consumed kDepth at a time. A value is the sum of kParts words, and Exact is the product that leaves out none of
+// theirs. Tile registers (cpu/tiles.h) read A by rows only.
 struct DotOnVectors {
   static constexpr bool kTiles = false;
   static constexpr int kParts = 1, kDepth = 1, kMaxRowPadding = 3;
   static FLASHSDK_HD constexpr int padded_rows(int rows) { return FLASHSDK_ISA_NS::padded_rows(rows); }
 };
 struct DotF32 : DotOnVectors {
+  using Exact = DotF32;
   using Word = float;
   using Operand = Vec;
   static constexpr int kStep = 1;
@@ -41,6 +43,7 @@ struct DotF32 : DotOnVectors {
 
 #if defined(__AVX512BF16__)
 struct DotBf16 : DotOnVectors {
+  using Exact = DotBf16;
   using Word = std::uint32_t;
   using Operand = __m512i;
   static constexpr int kStep = 2;

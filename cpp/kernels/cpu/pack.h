@@ -101,6 +101,16 @@ void pack_summed_rows(const T* src, std::int64_t stride, int rows, int d, int d_
   }
 }
 
+// The same of packed rows, kRowPitch words apart, of all their parts: kRowPart words from one to the next there, and
+// Summed::kPart here.
+template <class Dot, class Summed, int kRowPitch, int kRowPart>
+void pack_summed_parts(const typename Dot::Word* packed, int rows, int d, int d_padded, typename Dot::Word* dst) {
+  for (int part = 0; part < Dot::kParts; ++part)
+    pack_summed_rows<Dot, Summed::kRow, Summed::kStep>(reinterpret_cast<const Bf16*>(packed + part * kRowPart),
+                                                       kRowPitch * Dot::kStep, rows, d, d_padded,
+                                                       dst + part * Summed::kPart);
+}
+
 // The transpose of packed rows: (d_padded / kStep, kRowsOut) words from (rows, kPitch), whose rows are a multiple of
 // kLanes. Lanes behind them are zeros.
 template <class Dot, int kPitch, int kRowsOut>

@@ -19,6 +19,7 @@ inline constexpr int kRowsAheadOfBlock = 12;  // prefetched per block: a tile of
 template <int kParts_, bool kAllProducts_ = false>
 struct DotTiles {
   using Word = std::uint32_t;
+  using Exact = DotTiles<kParts_, kParts_ == 2>;
   static constexpr bool kTiles = true, kAllProducts = kAllProducts_;
   static constexpr int kParts = kParts_, kStep = 2, kDepth = kTileWords, kMaxRowPadding = kTileRows - 1;
   static FLASHSDK_HD constexpr int padded_rows(int rows) { return round_up(rows, kTileRows); }
@@ -28,7 +29,7 @@ using DotAmx = DotTiles<1>;
 // product of both second parts is at most 2^-16 of the whole. It is computed where a difference would show it: of
 // scores from their maximum, and of dP from delta, which is the same product where a query sees one key.
 using DotAmxSplit = DotTiles<2>;
-using DotAmxExact = DotTiles<2, true>;
+using DotAmxExact = DotAmxSplit::Exact;
 
 // What LDTILECFG reads: palette 1, all eight registers full.
 struct alignas(64) TileShapes {

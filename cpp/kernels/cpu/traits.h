@@ -19,14 +19,6 @@ template <class T>
 using DotFor = DotF32;
 #endif
 
-#if defined(__AMX_BF16__)
-template <class Dot>
-using ScoreDotFor = std::conditional_t<std::is_same_v<Dot, DotAmxSplit>, DotAmxExact, Dot>;
-#else
-template <class Dot>
-using ScoreDotFor = Dot;
-#endif
-
 // Queries in one micro-kernel panel, one to a vector lane.
 inline constexpr int kPanel = kVecs * kLanes;
 inline constexpr double kLog2e = 1.4426950408889634;
@@ -35,7 +27,7 @@ template <class T, int kHeadDim_>
 struct Traits {
   using Element = T;
   using Dot = DotFor<T>;
-  using ScoreDot = ScoreDotFor<Dot>;  // of S = Q·K^T and dP = dO·V^T
+  using ScoreDot = typename Dot::Exact;  // of S = Q·K^T and dP = dO·V^T
   using Word = typename Dot::Word;
   static constexpr int kHeadDim = kHeadDim_;  // head_dim and head_dim_v are at most this
   static_assert(kHeadDim % 64 == 0, "packed rows hold whole panels of every instruction set");
