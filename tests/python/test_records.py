@@ -233,6 +233,31 @@ def test_registers_of_every_set_of_features(tmp_path):
         assert f"128x96: {100 + value} registers, spill stores 16, loads 24 bytes" in line
 
 
+@pytest.mark.parametrize(
+    "traits, told",
+    [
+        ("ForwardTraitsIN7cutlass6half_tELi64ELi64ELi128ELi96ELi3ELb1EE", "fp16 d64"),
+        ("BackwardTraitsIN7cutlass10bfloat16_tELi192ELi128ELi128ELi96EE", "bf16 d192x128"),
+        ("Traits_sm90_forward_bfloat16_d128_None_128x96", "bf16 d128"),
+        ("Traits_sm90_forward_float16_d192x128_BiasDropout_128x96", "fp16 d192x128"),
+    ],
+)
+def test_registers_read_the_traits_in_a_kernels_name(tmp_path, traits, told):
+    op = "backward" if traits.startswith("B") else "forward"
+    log = tmp_path / "build.log"
+    log.write_text(
+        f"ptxas info : Compiling entry function '_ZN8flashsdk4sm90{len(op) + 7}{op}_kernelI"
+        f"NS_{len(traits)}{traits}ENS_4cuda13BuiltinPolicyELNS3_8FeaturesE0EEEvNS_13ForwardParamsE'"
+        " for 'sm_90a'\n    0 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\n"
+        "ptxas info : Used 168 registers, used 16 barriers\n"
+    )
+    script = ROOT / "tests" / "cpp" / "gpu" / "registers.py"
+    text = subprocess.run(
+        [sys.executable, str(script), str(log)], capture_output=True, text=True, check=True
+    ).stdout
+    assert f"sm90 {op} for sm_90a, {told} all masks none 128x96: 168 registers" in text
+
+
 def test_a_log_that_cannot_be_read_fails_the_build(tmp_path):
     m = SimpleNamespace(logs=tmp_path, run=lambda *_, **__: (1, "KeyError: 5", 0.0))
     assert gpu_script().registers(m) == {"ok": False, "why": "KeyError: 5"}

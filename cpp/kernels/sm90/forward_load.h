@@ -17,12 +17,26 @@ struct ForwardMaps {
   CUtensorMap q, k, v;
 };
 
+// The queries of one tile, the one after `work` others. By a whole warp, of which the leader copies.
+template <class Traits>
+__device__ void load_queries(const ForwardMaps& maps, typename Traits::Smem& smem, unsigned work, TileOrigin at,
+                             bool leader) {
+  const auto state = RingState<Traits::kQueryStages>::after(work);
+  smem.q_ring.wait_empty(state);
+  if (!leader) return;
+  smem.q_ring.announce(state, Traits::SmemQ::kBytes);
+  load_tile<typename Traits::SmemQ>(maps.q, smem.q_ring.full[state.stage],
+                                    smem.q + state.stage * Traits::SmemQ::kElements, at, CacheHint::EVICT_FIRST);
+}
+
 // Two warps load, each of them 32 lanes that run alike, of which one starts the copies. The first walks the tiles that
-// the mask policy visits, announces them and loads Q and K; the second follows its announcements and loads V. One warp
-// alone would need longer for a tile than the tensor cores do.
+// the mask policy visits, announces them and loads K; the second follows its announcements and loads V. One warp alone
+// would need longer for a tile than the tensor cores do. Which of them loads Q is a property of the tile.
 //
-// Under a band, tiles that are tried come from the first full one outwards: tried by a few keys' maximum, a first tile
-// must not hide its first key, and rows of which it hides all have no maximum to try the next one by.
+// Under a band, tiles that are tried come outwards from one of which all queries see the first key: tried by a few
+// keys' maximum, a first tile must not hide its first key, and rows of which it hides all have no maximum to try the
+// next one by. With kBeginsWithLast it is the last one, mostly the diagonal's: what the mask costs then falls into a
+// step that is long anyway.
 //
 // With ALiBi, and with a bias of numbers, which may be the same as a tensor, tiles that are tried and not listed come
 // from the diagonal outwards: scores then fall with the distance, and a try by the maximum so far fails no more often
@@ -50,7 +64,7 @@ class KeyLoader {
           OutwardWalk outward(walk, scores_fall() ? diagonal : walk.full_begin());
           load_work(of, seq, outward, stream);
         } else if constexpr (Traits::kTries && is_band) {
-          OutwardWalk outward(walk, walk.full_begin());
+          OutwardWalk outward(walk, origin_in_band(walk, of));
           load_work(of, seq, outward, stream);
         } else {
           load_work(of, seq, walk, stream);
@@ -99,7 +113,8 @@ class KeyLoader {
                                           smem_.k + state.stage * Traits::SmemK::kElements,
                                           {row0 + n0, head_kv, batch});
       }
-      if (first) load_queries({seq.offset_q + of.m0, of.head, batch});
+      if (first && !Traits::kQueriesWithValues)
+        load_queries<Traits>(maps_, smem_, works_, {seq.offset_q + of.m0, of.head, batch}, leader_);
       ++tiles_;
       tile = next;
     }
@@ -130,6 +145,11 @@ class KeyLoader {
     const int query = p_.mask.kind == MaskKind::kDense ? of.m0 + Traits::kBlockM / 2 : max_of(of.m0, 0);
     return query + seq.seqlen_k - seq.seqlen_q;
   }
+  // Where a walk along a band begins.
+  __device__ static int origin_in_band(const TileWalk& walk, const QueryTile& of) {
+    return Traits::kBeginsWithLast ? last_tile_begun_by_all(walk, of.diagonals, of.m0, Traits::kBlockN)
+                                   : walk.full_begin();
+  }
   // Where tiles come in another order: cut, or with keys on both sides of the diagonal.
   __device__ static bool is_special(const QueryTile& of, const SeqlenInfo& seq, int n0) {
     return of.key_end < n0 + Traits::kBlockN ||
@@ -149,15 +169,6 @@ class KeyLoader {
     const unsigned slot = tiles_ % Traits::kSlots;
     smem_.key_tiles[slot] = tile;
     smem_.announced[slot].arrive();
-  }
-
-  __device__ void load_queries(TileOrigin at) {
-    const auto state = RingState<Traits::kQueryStages>::after(works_);
-    smem_.q_ring.wait_empty(state);
-    if (!leader_) return;
-    smem_.q_ring.announce(state, Traits::SmemQ::kBytes);
-    load_tile<typename Traits::SmemQ>(maps_.q, smem_.q_ring.full[state.stage],
-                                      smem_.q + state.stage * Traits::SmemQ::kElements, at, CacheHint::EVICT_FIRST);
   }
 
   const ForwardParams& p_;
@@ -186,9 +197,14 @@ class ValueLoader {
       const KeyTile tile = smem_.key_tiles[slot];
       if (tile.has(KeyTile::kEnd)) return;
       if (tile.has(KeyTile::kFirst)) {
-        const QueryTile of = smem_.query_tiles[work++ % Traits::kSlots];
+        const QueryTile of = smem_.query_tiles[work % Traits::kSlots];
         head_kv = of.head / p_.heads_per_group();
         batch = packed ? 0 : of.batch;
+        if constexpr (Traits::kQueriesWithValues) {
+          const int row0 = SeqlenInfo(p_, of.batch).offset_q;
+          load_queries<Traits>(maps_, smem_, work, {row0 + of.m0, of.head, batch}, leader_);
+        }
+        ++work;
       }
       const auto state = RingState<Traits::kValueStages>::after(index);
       auto* buffer = smem_.v + state.stage * Traits::SmemV::kElements;

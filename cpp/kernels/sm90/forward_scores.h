@@ -191,15 +191,12 @@ class ForwardScores {
   __device__ void write(const Out& acc_out, const QueryTile& of) const {
     const SeqlenInfo seq(p_, of.batch);
     const int first = m0(of), begin = Traits::kFromEnd ? -first : 0, end = seq.seqlen_q - first;
-    auto coordinates = matrix_coordinates<typename Traits::MmaOut, 16>();
-    float* lse = seq.rows(p_.lse, of.batch, of.head) + first * p_.lse.row;
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      const int row = cute::get<0>(coordinates(i, 0));
-      if (threadIdx.x % 4 == 0 && row >= begin && row < end) lse[row * p_.lse.row] = closed_.lse(i, unit());
-    }
+    write_lse(seq.rows(p_.lse, of.batch, of.head) + first * p_.lse.row, begin, end);
     Element* target = seq.head_q<Element>(p_.out, of.batch, of.head) + first * p_.out.row;
-    store_accumulator<Traits::kWholeStores>(convert<Element>(acc_out), target, p_.out.row, begin, end, p_.head_dim_v);
+    if constexpr (Traits::kStoresAtOnce)
+      store_accumulator_at_once(convert<Element>(acc_out), target, p_.out.row, begin, end, p_.head_dim_v);
+    else
+      store_accumulator(convert<Element>(acc_out), target, p_.out.row, begin, end, p_.head_dim_v);
   }
 
  private:
@@ -211,6 +208,18 @@ class ForwardScores {
   // compiler.
   __device__ bool everywhere(bool mine) const {
     return __all_sync(0xffffffffu, barrier_all(named_barrier::kForwardVote + warpgroup_, kWarpgroup, mine));
+  }
+
+  // Of four lanes with the same two rows, the first computes one's and the second the other's: at once, and without a
+  // branch, as the logarithm is a long chain that nothing hides.
+  __device__ void write_lse(float* lse, int begin, int end) const {
+    const int lane_of_quad = threadIdx.x % 4;
+    const bool second = lane_of_quad % 2 != 0;
+    const auto at = matrix_coordinates<typename Traits::MmaOut, 16>();
+    const int row = second ? cute::get<0>(at(1, 0)) : cute::get<0>(at(0, 0));
+    const float value =
+        cuda::log_sum_exp(second ? closed_.max(1) : closed_.max(0), second ? closed_.sum(1) : closed_.sum(0), unit());
+    if (lane_of_quad < kRows && row >= begin && row < end) lse[row * p_.lse.row] = value;
   }
 
   // A bias, softcap, or a scale that the exponents cannot take. kTried: for a try.

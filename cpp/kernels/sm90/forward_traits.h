@@ -52,9 +52,12 @@ struct ForwardTraits {
   static constexpr bool kTurns = !kTries || kBlockN == 128;
   static constexpr int kWarpgroups = kBlockM / kWarpgroupRows;  // that compute; one more loads
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
-  // Each pays where registers and the time between two turns allow it, as measured: docs/sm90-forward.md, version 5.
+  // Each pays where registers and the time between two turns allow it, as measured: docs/sm90-forward.md, version 5,
+  // and for the stores 14.
   static constexpr bool kReadsAhead = kHeadDim > 64 && kHeadDim <= 128 && kBlockN == 128;  // announcements, before keys
-  static constexpr bool kWholeStores = kHeadDim <= 128;  // of the output: see store_accumulator()
+  static constexpr bool kStoresAtOnce = kWarpgroups == 2;  // of the output: see store_accumulator_at_once()
+  // As measured, version 14: which loading warp has time for Q, and whether a band's first tile is its last.
+  static constexpr bool kQueriesWithValues = kBlockM > 128, kBeginsWithLast = kTurns;
   // With more than two warpgroups, tiles of queries are so long that each of these passes over tiles of keys of which
   // it sees nothing, and that tiles are counted from the end of a sequence: under a causal mask what is left over sees
   // the fewest keys then, not the most. Dropout draws for 16 queries at once, so that the end is a multiple of these.

@@ -111,9 +111,9 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&word)[4]) {
 }
 
 // Writes a 16-bit accumulator fragment to device memory: rows from `begin` to `end`, columns below `columns` (a
-// multiple of 8). target is the first row of this warpgroup's 64. kWhole: stores stay of 16 bytes, of which the
-// compiler, left to itself, takes half apart into words.
-template <bool kWhole, class Fragment, class Element>  // ((2, 2, N), 1, 1)
+// multiple of 8). target is the first row of this warpgroup's 64. Left to itself, the compiler would take half of the
+// stores apart into words.
+template <class Fragment, class Element>  // ((2, 2, N), 1, 1)
 __device__ __forceinline__ void store_accumulator(const Fragment& fragment, Element* target, std::int64_t row_stride,
                                                   int begin, int end, int columns) {
   auto words = cute::recast<std::uint32_t>(as_atoms(fragment));  // ((1, 2), 1, N)
@@ -132,24 +132,20 @@ __device__ __forceinline__ void store_accumulator(const Fragment& fragment, Elem
       const int column = (atom + lane_of_quad) * 8;
       if (row >= begin && row < end && column < columns) {
         Element* const first = target + row * row_stride + column;
-        if constexpr (kWhole) {
-          asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(first), "r"(word[0]), "r"(word[1]),
-                       "r"(word[2]), "r"(word[3])
-                       : "memory");
-        } else {
-          *reinterpret_cast<uint4*>(first) = make_uint4(word[0], word[1], word[2], word[3]);
-        }
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(first), "r"(word[0]), "r"(word[1]), "r"(word[2]),
+                     "r"(word[3])
+                     : "memory");
       }
     }
   }
 }
 
-// Like store_accumulator() from row 0 on, but all lanes exchange before anything is stored, and stores are predicated
+// Like store_accumulator(), but all lanes exchange before anything is stored, and stores are predicated
 // instead of branched around: there, what is exchanged for one store waits for the branch of the one before. It takes
 // more registers; which is faster differs by kernel (docs/sm90-backward.md, version 12).
 template <class Fragment, class Element>
 __device__ __forceinline__ void store_accumulator_at_once(const Fragment& fragment, Element* target,
-                                                          std::int64_t row_stride, int end, int columns) {
+                                                          std::int64_t row_stride, int begin, int end, int columns) {
   auto words = cute::recast<std::uint32_t>(as_atoms(fragment));  // ((1, 2), 1, N)
   constexpr int kAtoms = decltype(cute::size<2>(words))::value;
   const int thread = threadIdx.x % kWarpgroup, lane_of_quad = thread % 4;
@@ -172,7 +168,7 @@ __device__ __forceinline__ void store_accumulator_at_once(const Fragment& fragme
     CUTE_UNROLL
     for (int four = 0; four < kAtoms / 4; ++four) {
       const std::uint32_t (&w)[4] = word[half][four];
-      const int there = row < end && (4 * four + lane_of_quad) * 8 < columns;
+      const int there = row >= begin && row < end && (4 * four + lane_of_quad) * 8 < columns;
       asm volatile(
           "{\n"
           ".reg .pred there;\n"

@@ -21,6 +21,9 @@ FEATURES = {
     0: "none", 1: "dropout", 3: "capped", 4: "bias", 5: "bias and dropout", 8: "alibi", 15: "all"
 }  # fmt: skip
 
+# Traits that the build names (cmake/Sm90Kernels.cmake): head_dim, block_m, block_n.
+NAMED = re.compile(r"Traits_sm90_forward_[a-z]+16_d(\d+(?:x\d+)?)_[A-Za-z]+_(\d+)x(\d+)")
+
 with open(sys.argv[1]) as log:
     text = log.read()
 for name, arch, stores, loads, registers in PATTERN.findall(text):
@@ -30,13 +33,15 @@ for name, arch, stores, loads, registers in PATTERN.findall(text):
         op = "split forward"
     else:
         op = "forward" if "forward_kernel" in name else "backward"
-    dtype = "bf16" if "bfloat16_t" in name else "fp16"
+    dtype = "bf16" if "bfloat16" in name else "fp16"
     backend = "sm90" if "4sm90" in name else "sm80"
-    # head_dim, of sm90 head_dim_v too, block_m, block_n
-    head_dim, *numbers = re.findall(r"L[ib](\d+)E", name.partition("Traits")[2])
-    if backend == "sm90" and (head_dim_v := numbers.pop(0)) != head_dim:
-        head_dim += f"x{head_dim_v}"
-    m, n = numbers[:2]
+    if named := NAMED.search(name):
+        head_dim, m, n = named.groups()
+    else:  # arguments of the traits: head_dim, of sm90 head_dim_v too, block_m, block_n
+        head_dim, *numbers = re.findall(r"L[ib](\d+)E", name.partition("Traits")[2])
+        if backend == "sm90" and (head_dim_v := numbers.pop(0)) != head_dim:
+            head_dim += f"x{head_dim_v}"
+        m, n = numbers[:2]
     policy = next((short for long, short in POLICY.items() if long in name), "all masks")
     features = FEATURES[int(re.search(r"FeaturesE(\d+)E", name)[1])]
     if backend == "sm90" and re.search(r"FeaturesE\d+ELb1E", name):
