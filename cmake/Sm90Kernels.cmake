@@ -27,9 +27,9 @@ macro(flashsdk_sm90_kernel op dtype head_dim features tile)
   string(TOUPPER ${initial} initial)
   string(SUBSTRING ${op} 1 -1 rest)
   set(TRAITS "${initial}${rest}Traits<${FLASHSDK_SM80_TYPE_${dtype}}, ${head_dim_qk}, ${head_dim_v}, ${arguments}>")
-  # Some of what ptxas does with a kernel hangs on its name: under a short one the forward's loop at head_dim 128 is one
-  # that was measured to be 1 to 2 % faster than others (docs/sm90-forward.md, version 14). The backward's kernels were
-  # measured under their long ones.
+  # Some of what ptxas does with a kernel depends on its name: under a short one it orders the forward's loop at
+  # head_dim 128 as in the fastest kernels measured (docs/sm90-forward.md, version 14). The backward's kernels were
+  # measured under their long names.
   if(${op} STREQUAL "forward")
     set(DECLARED_TRAITS "struct Traits_${NAME} : sm90::${TRAITS} {};")
   else()

@@ -37,8 +37,8 @@ inline constexpr bool kHasDiagonals = false;
 template <class Policy>
 inline constexpr bool kHasDiagonals<Policy, std::void_t<decltype(std::declval<const Policy&>().diagonals())>> = true;
 
-// Of a band's walk along the keys of a tile of queries, the last tile whose first key all of these see; where there is
-// none, TileWalk::full_begin().
+// Of a band's walk along the keys of a tile of queries, the last tile whose first key all of these see, or one beyond
+// the walk where that is its last; where there is none, TileWalk::full_begin(). OutwardWalk takes it as its origin.
 FLASHSDK_HD int last_tile_begun_by_all(const TileWalk& walk, KeyRange diagonals, int first_query, int tile_keys) {
   const int begun_by_first = (max_of(first_query, 0) + diagonals.end - 1) / tile_keys;
   return max_of(walk.full_begin(), begun_by_first);

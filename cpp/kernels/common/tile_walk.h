@@ -129,7 +129,7 @@ class TileWalk {
   bool block_partial_ = false;
 };
 
-// The tiles of a walk from tile `origin`, or the one next to it, down to the first and then up to the last. Lists are
+// The tiles of a walk from tile `origin`, or the nearest to it, down to the first and then up to the last. Lists are
 // walked as they are.
 class OutwardWalk {
  public:

@@ -4,6 +4,7 @@
 #include <cfloat>
 #include <type_traits>
 
+#include <cutlass/numeric_types.h>
 #include <cute/tensor.hpp>
 
 #include "cuda/math.h"
@@ -27,8 +28,11 @@ class OnlineSoftmax {
   static constexpr float kSlack = 8.f;
   // Up to this |scale·max| its rounding adds less than 1e-4 to the relative error of a probability.
   static constexpr float kMaxRounded = 1024.f;
-  // A thread's sum over a row of a tile that a try may reach: each probability is then at most half of fp16's largest.
-  static constexpr float kMostTried = 32768.f;
+  // A thread's sum over a row of a tile that a try may reach, by the type of the probabilities: half of fp16's largest.
+  // bf16's largest is float's. 2^30 leaves Σ P·V of a million keys finite up to |V| = 2^80, and holds where a row's
+  // maximum is 20 above what it is tried by, as where its first key outweighs all others.
+  template <class Element>
+  static constexpr float kMostTried = std::is_same_v<Element, cutlass::half_t> ? 0x1p15f : 0x1p30f;
 
  public:
   // scale: from the scores' unit to that of log2; positive.
@@ -147,7 +151,7 @@ class OnlineSoftmax {
   // leave 16 bits. False where they do, nothing was seen so far, the difference has to come first, or there is a NaN:
   // then the scores are lost, and take raise() and exponentiate(). everywhere(holds) tells those who compute them
   // together whether it holds for all of them. of_row[i]: what scores of row i still lack; or nullptr.
-  template <class Scores, class OfRow, class Vote>
+  template <class Element, class Scores, class OfRow, class Vote>
   __device__ bool try_exponentiate(Scores& scores, const OfRow& of_row, Vote&& everywhere) {
     float sum[kRows];
     bool holds = true;
@@ -161,7 +165,7 @@ class OnlineSoftmax {
         scores(i, j) = exp2_approx(fmaf(scores(i, j), scale_, offset));
         sum[i] += scores(i, j);
       }
-      holds &= sum[i] <= kMostTried;
+      holds &= sum[i] <= kMostTried<Element>;
     }
     if (!everywhere(holds)) return false;
     CUTE_UNROLL

@@ -134,7 +134,7 @@ __device__ __forceinline__ void store_gradient(Accumulator& acc, float scale, co
                                                int columns) {
   for (int i = 0; i < cute::size(acc); ++i) acc(i) *= scale;
   store_accumulator_at_once(convert<Element>(acc), seq.head_k<Element>(t, work.batch, work.head) + first * t.row, t.row,
-                            0, seq.seqlen_k - first, columns);
+                            seq.seqlen_k - first, columns);
 }
 
 }  // namespace flashsdk::sm90

@@ -35,12 +35,12 @@ __device__ void load_queries(const ForwardMaps& maps, typename Traits::Smem& sme
 //
 // Under a band, tiles that are tried come outwards from one of which all queries see the first key: tried by a few
 // keys' maximum, a first tile must not hide its first key, and rows of which it hides all have no maximum to try the
-// next one by. With kBeginsWithLast it is the last one, mostly the diagonal's: what the mask costs then falls into a
-// step that is long anyway.
+// next one by. With kFromLastBegunByAll it is the last such tile, mostly the diagonal's: what the mask costs then falls
+// into a step that is long anyway. Else, and with a bool bias, it is the first.
 //
 // With ALiBi, and with a bias of numbers, which may be the same as a tensor, tiles that are tried and not listed come
 // from the diagonal outwards: scores then fall with the distance, and a try by the maximum so far fails no more often
-// than without. That goes before what a band asks for, whose tile of the diagonal is mostly a full one.
+// than without. That goes before what a band asks for, of whose tile of the diagonal most queries see the first key.
 template <class Traits, class Policy, cuda::Features kFeatures>
 class KeyLoader {
   using Smem = typename Traits::Smem;
@@ -113,8 +113,9 @@ class KeyLoader {
                                           smem_.k + state.stage * Traits::SmemK::kElements,
                                           {row0 + n0, head_kv, batch});
       }
-      if (first && !Traits::kQueriesWithValues)
-        load_queries<Traits>(maps_, smem_, works_, {seq.offset_q + of.m0, of.head, batch}, leader_);
+      if constexpr (!Traits::kQueriesWithValues) {
+        if (first) load_queries<Traits>(maps_, smem_, works_, {seq.offset_q + of.m0, of.head, batch}, leader_);
+      }
       ++tiles_;
       tile = next;
     }
@@ -147,8 +148,8 @@ class KeyLoader {
   }
   // Where a walk along a band begins.
   __device__ static int origin_in_band(const TileWalk& walk, const QueryTile& of) {
-    return Traits::kBeginsWithLast ? last_tile_begun_by_all(walk, of.diagonals, of.m0, Traits::kBlockN)
-                                   : walk.full_begin();
+    return Traits::kFromLastBegunByAll ? last_tile_begun_by_all(walk, of.diagonals, of.m0, Traits::kBlockN)
+                                       : walk.full_begin();
   }
   // Where tiles come in another order: cut, or with keys on both sides of the diagonal.
   __device__ static bool is_special(const QueryTile& of, const SeqlenInfo& seq, int n0) {

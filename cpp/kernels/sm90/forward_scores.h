@@ -104,7 +104,8 @@ class ForwardScores {
       }
     }
     const auto exponentiate = [&](const auto& of_row) {
-      can_try_ = softmax_.try_exponentiate(scores, of_row, [&](bool holds) { return everywhere(holds); });
+      can_try_ =
+          softmax_.template try_exponentiate<Element>(scores, of_row, [&](bool holds) { return everywhere(holds); });
       return can_try_;
     };
     if constexpr (cuda::modifies_scores(kFeatures)) modify<true>(scores, tile, of);
@@ -194,7 +195,7 @@ class ForwardScores {
     write_lse(seq.rows(p_.lse, of.batch, of.head) + first * p_.lse.row, begin, end);
     Element* target = seq.head_q<Element>(p_.out, of.batch, of.head) + first * p_.out.row;
     if constexpr (Traits::kStoresAtOnce)
-      store_accumulator_at_once(convert<Element>(acc_out), target, p_.out.row, begin, end, p_.head_dim_v);
+      store_accumulator_at_once(convert<Element>(acc_out), target, p_.out.row, end, p_.head_dim_v);
     else
       store_accumulator(convert<Element>(acc_out), target, p_.out.row, begin, end, p_.head_dim_v);
   }
@@ -213,8 +214,9 @@ class ForwardScores {
   // Of four lanes with the same two rows, the first computes one's and the second the other's: at once, and without a
   // branch, as the logarithm is a long chain that nothing hides.
   __device__ void write_lse(float* lse, int begin, int end) const {
+    static_assert(kRows == 2);
     const int lane_of_quad = threadIdx.x % 4;
-    const bool second = lane_of_quad % 2 != 0;
+    const bool second = threadIdx.x % 2 != 0;
     const auto at = matrix_coordinates<typename Traits::MmaOut, 16>();
     const int row = second ? cute::get<0>(at(1, 0)) : cute::get<0>(at(0, 0));
     const float value =

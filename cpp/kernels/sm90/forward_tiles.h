@@ -14,7 +14,7 @@ inline Tile forward_tile(const ForwardParams& p) {
   const bool plain = !bias && !(p.score.softcap > 0.f) && p.score.dropout.threshold == 0;
   const bool layout = p.mask.kind == MaskKind::kBlockSparse, dense = p.mask.kind == MaskKind::kDense;
   const int head_dim = max_of(p.head_dim, p.head_dim_v);
-  if (head_dim <= 64) return !layout && p.seqlen_q >= (dense ? 384 : 640) ? Tile{192, 128} : Tile{128, 128};
+  if (head_dim <= 64) return !layout && p.seqlen_q >= (dense || bias ? 384 : 640) ? Tile{192, 128} : Tile{128, 128};
   if (head_dim <= 128) return {128, 128};
   if (head_dim <= 192 && p.head_dim_v <= 128) return {128, bias ? 64 : 128};
   if (head_dim <= 192) return plain && !layout ? Tile{128, 112} : Tile{128, 64};

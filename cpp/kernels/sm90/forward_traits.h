@@ -1,13 +1,15 @@
 // What the SM90 forward knows at compile time: its tile, its products, its shared memory, and how its roles talk.
 #pragma once
 
+#include <type_traits>
+
 #include "common/mask_policy.h"
 #include "sm90/pipeline.h"
 #include "sm90/traits.h"
 
 namespace flashsdk::sm90 {
 
-// What the warp that loads Q and K tells all others. They know nothing else of the work: no mask, no schedule.
+// What the warp that walks the mask tells all others. They know nothing else of the work: no mask, no schedule.
 struct alignas(16) QueryTile {
   int m0;  // first query; negative where the tile begins before the sequence
   int head, batch;
@@ -52,16 +54,19 @@ struct ForwardTraits {
   static constexpr bool kTurns = !kTries || kBlockN == 128;
   static constexpr int kWarpgroups = kBlockM / kWarpgroupRows;  // that compute; one more loads
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
-  // Each pays where registers and the time between two turns allow it, as measured: docs/sm90-forward.md, version 5,
-  // and for the stores 14.
+  // Each pays where registers and the time between two turns allow it, as measured: docs/sm90-forward.md, versions 5
+  // (reading ahead) and 14.
   static constexpr bool kReadsAhead = kHeadDim > 64 && kHeadDim <= 128 && kBlockN == 128;  // announcements, before keys
-  static constexpr bool kStoresAtOnce = kWarpgroups == 2;  // of the output: see store_accumulator_at_once()
-  // As measured, version 14: which loading warp has time for Q, and whether a band's first tile is its last.
-  static constexpr bool kQueriesWithValues = kBlockM > 128, kBeginsWithLast = kTurns;
+  static constexpr bool kStoresAtOnce = kWarpgroups == 2;    // of the output: see store_accumulator_at_once()
+  static constexpr bool kQueriesWithValues = kBlockM > 128;  // whether Q is loaded by the warp that loads V
+  // Whether the tiles of a band come outwards from the last one of which all queries see the first key, not from the
+  // first. Of that one most queries see a part, whose maximum may be far below the row's: fp16 has no room for that.
+  static constexpr bool kFromLastBegunByAll = kTries && kBlockN == 128 && std::is_same_v<Element, cutlass::bfloat16_t>;
   // With more than two warpgroups, tiles of queries are so long that each of these passes over tiles of keys of which
   // it sees nothing, and that tiles are counted from the end of a sequence: under a causal mask what is left over sees
   // the fewest keys then, not the most. Dropout draws for 16 queries at once, so that the end is a multiple of these.
   static constexpr bool kSkips = kWarpgroups > 2, kFromEnd = kSkips;
+  static_assert(!(kStoresAtOnce && kFromEnd));  // rows begin with 0 there
   static __device__ int first_query(int m_block, int seqlen_q) {
     constexpr int kDrawn = 16;
     const int end = kFromEnd ? ceil_div(seqlen_q, kDrawn) * kDrawn : ceil_div(seqlen_q, kBlockM) * kBlockM;

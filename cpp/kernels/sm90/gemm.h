@@ -140,12 +140,12 @@ __device__ __forceinline__ void store_accumulator(const Fragment& fragment, Elem
   }
 }
 
-// Like store_accumulator(), but all lanes exchange before anything is stored, and stores are predicated
+// Like store_accumulator() from row 0 on, but all lanes exchange before anything is stored, and stores are predicated
 // instead of branched around: there, what is exchanged for one store waits for the branch of the one before. It takes
-// more registers; which is faster differs by kernel (docs/sm90-backward.md, version 12).
+// more registers; which is faster differs by kernel (docs/sm90-backward.md, version 12; docs/sm90-forward.md, 14).
 template <class Fragment, class Element>
 __device__ __forceinline__ void store_accumulator_at_once(const Fragment& fragment, Element* target,
-                                                          std::int64_t row_stride, int begin, int end, int columns) {
+                                                          std::int64_t row_stride, int end, int columns) {
   auto words = cute::recast<std::uint32_t>(as_atoms(fragment));  // ((1, 2), 1, N)
   constexpr int kAtoms = decltype(cute::size<2>(words))::value;
   const int thread = threadIdx.x % kWarpgroup, lane_of_quad = thread % 4;
@@ -168,7 +168,7 @@ __device__ __forceinline__ void store_accumulator_at_once(const Fragment& fragme
     CUTE_UNROLL
     for (int four = 0; four < kAtoms / 4; ++four) {
       const std::uint32_t (&w)[4] = word[half][four];
-      const int there = row >= begin && row < end && (4 * four + lane_of_quad) * 8 < columns;
+      const int there = row < end && (4 * four + lane_of_quad) * 8 < columns;
       asm volatile(
           "{\n"
           ".reg .pred there;\n"
