@@ -204,6 +204,15 @@ def test_soak_that_launched_nothing():
     assert not part["ok"] and "nothing" in part["why"]
 
 
+def registers_of(folder: Path, build_log: str) -> str:
+    """What registers.py prints of a build's log."""
+    log = folder / "build.log"
+    log.write_text(build_log)
+    script = ROOT / "tests" / "cpp" / "gpu" / "registers.py"
+    command = [sys.executable, str(script), str(log)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def test_registers_of_every_set_of_features(tmp_path):
     """A build's log of a kernel with each of them; a set without a name loses what follows it."""
     source = (ROOT / "cpp" / "kernels" / "cuda" / "score_features.h").read_text()
@@ -214,20 +223,16 @@ def test_registers_of_every_set_of_features(tmp_path):
         bits[name] = functools.reduce(operator.or_, words)
     compiled = {bits[name] for name in bits if name != "kSoftcap"}  # never alone
     assert len(compiled) == 7
-    log = tmp_path / "build.log"
-    log.write_text(
+    text = registers_of(
+        tmp_path,
         "".join(
             "ptxas info : Compiling entry function '_ZN4sm9014forward_kernelINS_13ForwardTraitsI"
             f"bfloat16_tLi64ELi64ELi128ELi96EEENS_8FeaturesE{value}EEE' for 'sm_90a'\n"
             "    8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\n"
             f"ptxas info : Used {100 + value} registers, used 16 barriers\n"
             for value in compiled
-        )
+        ),
     )
-    script = ROOT / "tests" / "cpp" / "gpu" / "registers.py"
-    text = subprocess.run(
-        [sys.executable, str(script), str(log)], capture_output=True, text=True, check=True
-    ).stdout
     for value, line in zip(compiled, text.splitlines(), strict=True):
         assert "sm90 forward for sm_90a, bf16 d64 all masks" in line
         assert f"128x96: {100 + value} registers, spill stores 16, loads 24 bytes" in line
@@ -244,17 +249,13 @@ def test_registers_of_every_set_of_features(tmp_path):
 )
 def test_registers_read_the_traits_in_a_kernels_name(tmp_path, traits, told):
     op = "backward" if traits.startswith("B") else "forward"
-    log = tmp_path / "build.log"
-    log.write_text(
+    text = registers_of(
+        tmp_path,
         f"ptxas info : Compiling entry function '_ZN8flashsdk4sm90{len(op) + 7}{op}_kernelI"
         f"NS_{len(traits)}{traits}ENS_4cuda13BuiltinPolicyELNS3_8FeaturesE0EEEvNS_13ForwardParamsE'"
         " for 'sm_90a'\n    0 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\n"
-        "ptxas info : Used 168 registers, used 16 barriers\n"
+        "ptxas info : Used 168 registers, used 16 barriers\n",
     )
-    script = ROOT / "tests" / "cpp" / "gpu" / "registers.py"
-    text = subprocess.run(
-        [sys.executable, str(script), str(log)], capture_output=True, text=True, check=True
-    ).stdout
     assert f"sm90 {op} for sm_90a, {told} all masks none 128x96: 168 registers" in text
 
 
