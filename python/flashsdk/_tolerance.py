@@ -155,9 +155,11 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
     p = m.p * m.slope
     ds = p * gap
     e_ds = p * (e_own * abs(gap) + m.drop * _dot_error(dout, v, xp))
-    # dS is rounded, and may be made of the P that was: where another warpgroup takes it from.
+    # dS is rounded as it comes, with its error and delta's, and may be made of the P that was:
+    # where another warpgroup takes it from.
     seen: Any = m.p > 0
-    e_ds += (2 * u + 8 * U32) * abs(ds) + underflow * seen * (1 + m.slope * abs(gap))
+    e_ds += (2 * u + 8 * U32) * (abs(ds) + e_ds + e_delta[..., None] * p)
+    e_ds += underflow * seen * (1 + m.slope * abs(gap))
     if head.f.softcap > 0:
         # The derivative 1 - tanh² moves with the score.
         tanh = xp.sqrt(xp.clip(1 - m.slope, 0, None))
