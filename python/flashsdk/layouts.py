@@ -11,8 +11,12 @@ of its blocks, visited or not, and is a MemoryError where there is not as much.
 The papers define their patterns for queries and keys of one sequence. Here a query stands at the
 key that the band's alignment gives it (bottom-right without a band, that is, the last query at the
 last key), and a block of queries follows the pattern of each key block that it stands in. So the
-layout of the last queries of a sequence is the last rows of the whole sequence's layout, and
-block_q != block_k works. Queries that stand before the first key or after the last follow those.
+layout of the last queries of a sequence is the last rows of the whole sequence's layout (but for
+``random``, which draws anew), and block_q != block_k works. Queries that stand before the first key
+or after the last follow those.
+
+For packed sequences a layout is made for both max_seqlens. If some have another seqlen_k - seqlen_q
+than these, its band must be ``"top_left"``: blocks are full by the lengths given here.
 
 Bad arguments raise ``flashsdk.Error``: one line with the argument, what was given, what is allowed.
 """

@@ -214,8 +214,8 @@ class BlockMask:
 
     Build one with ``from_dense``, ``from_csr``, ``from_flex`` or ``flashsdk.layouts``, which check
     their input; the constructor takes the finished lists as they are. Masks are immutable, equal
-    if all their fields are, hashable, and can be pickled. A function under torch.compile takes them
-    as arguments or from around it; to make one inside breaks the graph.
+    if their fields are (columns follow from rows), hashable, and can be pickled. A function under
+    torch.compile takes them as arguments or from around it; to make one inside breaks the graph.
     """
 
     block_size: tuple[int, int]  # queries, keys; multiples of 16
@@ -279,7 +279,9 @@ class BlockMask:
             In tokens; default rows * block_q and cols * block_k. The last blocks may be cut.
         band
             What is visible inside the blocks. Blocks wholly inside it become full, blocks wholly
-            outside are dropped, the rest are partial. None: all blocks are full.
+            outside are dropped, the rest are partial: by the lengths given here, so take
+            ``alignment="top_left"`` for packed sequences of which some have another seqlen_k -
+            seqlen_q. None: all blocks are full.
         full
             As ``blocks``: more blocks to visit, visible throughout whatever the band says (a
             prefix that all see under a causal band, say).

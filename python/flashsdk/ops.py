@@ -134,7 +134,8 @@ def mha_varlen_fwd(
         Where to write (total_q, num_heads, head_dim_v) and float32 (num_heads, total_q).
 
     Masks and positions count from the start of each sequence; a BlockMask must be made for the two
-    max_seqlens. The other keywords, dtypes, strides and errors: ``help(flashsdk.ops)``.
+    max_seqlens, and with a "top_left" band where sequences differ from these in seqlen_k -
+    seqlen_q. The other keywords, dtypes, strides and errors: ``help(flashsdk.ops)``.
     Source: FlashAttention, arXiv 2205.14135, algorithm 1.
     """
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

@@ -231,7 +231,7 @@ def varlen_attention(
         At least the longest sequence.
     bias
         (batch | 1, num_heads | 1, max_seqlen_q | 1, max_seqlen_k | 1), indexed from the first row
-        of each sequence, as is a ``BlockMask``.
+        of each sequence, as is a ``BlockMask`` (which alignment it needs: ``mha_varlen_fwd``).
 
     The rest as in ``attention``. Returns out (total_q, num_heads, head_dim_v), and lse float32
     (num_heads, total_q) if asked for.
