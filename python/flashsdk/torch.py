@@ -19,7 +19,8 @@ What all share:
 - torch.utils.flop_counter counts them as it counts scaled_dot_product_attention: bands in full, of
   a ``BlockMask`` the share that is visited.
 - Bad input raises ``flashsdk.Error``, a ValueError, before anything runs; what torch.compile meets
-  while it traces with ``fullgraph=True`` is torch's error with our line in it.
+  while it traces with ``fullgraph=True`` is torch's error with our line in it. Shapes and dtypes of
+  tensors without data (torch.export, the meta device) are checked when what was traced runs.
 - Masks and bands may be made inside a compiled function. ``flashsdk.layouts`` and ``BlockMask``
   compute with NumPy: there they break the graph, which ``fullgraph=True`` refuses.
 """
