@@ -154,16 +154,18 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
     gap = dp - delta[..., None]
     p = m.p * m.slope
     ds = p * gap
-    e_ds = p * (e_own * abs(gap) + m.drop * _dot_error(dout, v, xp))
+    e_dp = m.drop * _dot_error(dout, v, xp)
+    e_ds = p * (e_own * abs(gap) + e_dp)
+    if head.f.softcap > 0:
+        # The derivative 1 - tanh² moves with the score, and multiplies dP - delta as they are.
+        tanh = xp.sqrt(xp.clip(1 - m.slope, 0, None))
+        e_slope = 2 * tanh * (e_score / head.f.softcap + 4 * U32)
+        e_ds += m.p * e_slope * (abs(gap) + e_dp + e_delta[..., None])
     # dS is rounded as it comes, with its error and delta's, and may be made of the P that was:
     # where another warpgroup takes it from.
     seen: Any = m.p > 0
     e_ds += (2 * u + 8 * U32) * (abs(ds) + e_ds + e_delta[..., None] * p)
     e_ds += underflow * seen * (1 + m.slope * abs(gap))
-    if head.f.softcap > 0:
-        # The derivative 1 - tanh² moves with the score.
-        tanh = xp.sqrt(xp.clip(1 - m.slope, 0, None))
-        e_ds += m.p * abs(gap) * 2 * tanh * (e_score / head.f.softcap + 4 * U32)
     dq = ds @ k
     e_dq = (u + e_scores + e_row) * abs(dq) + e_delta[..., None] * abs(p @ k)
     e_dq += _reach(xp.copysign(e_ds + m.p * e_score * abs(ds), ds), k, xp)

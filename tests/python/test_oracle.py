@@ -218,17 +218,30 @@ def test_rounding_like_flash_attention_is_allowed(seed):
         assert (error <= want.bound[name]).all(), name
 
 
+def _share_of_dq(p, placed):
+    """The largest error that rounding like FlashAttention makes, as a part of what is allowed."""
+    want = _verify.expected(p, placed)
+    got = _by_heads(p, placed, lambda head: _naive.flash_backward(head, numpy_dtype(p.dtype)))
+    return (np.abs(got["dq"] - want.exact["dq"]) / want.bound["dq"]).max()
+
+
 def test_ds_may_be_rounded_with_its_error():
     """Two keys with one value: dS is 0 but for delta's error, which p·k at times cancels in dQ."""
-    p = problem((4000, 2), head_dim=64, heads=1, dtype="bfloat16", dropout_p=0.1)
+    p = problem((4000, 2), head_dim=64, heads=1, dtype="bfloat16", dropout_p=0.1, seed=3)
     placed = inputs(p)
     placed["q"].view[..., 1:] = 0  # the first feature makes P, the others are there for dQ
     placed["k"].view[0, :, 0, 0] = 2, -2
     placed["v"].view[:, 1] = placed["v"].view[:, 0]
-    want = _verify.expected(p, placed)
-    got = _by_heads(p, placed, lambda head: _naive.flash_backward(head, numpy_dtype(p.dtype)))
-    error = np.abs(got["dq"] - want.exact["dq"])
-    assert 0.2 < (error / want.bound["dq"]).max() <= 1
+    assert 0.2 < _share_of_dq(p, placed) <= 1
+
+
+def test_the_slope_of_softcap_multiplies_the_error_of_delta():
+    """One key: dS is 0 but for delta's error, and 1 - tanh² as large as its own where it ends."""
+    p = problem(
+        (3000, 1), head_dim=64, heads=1, dtype="bfloat16", dropout_p=0.1, softcap=15.0,
+        values="huge",
+    )  # fmt: skip
+    assert 0.1 < _share_of_dq(p, inputs(p)) <= 1
 
 
 @pytest.mark.parametrize("seed", range(40))
