@@ -306,10 +306,11 @@ def tests_section(record: Record) -> str:
         return {"passed": 0, "failed": 0, "skipped": 0, **steps.get(key, {})}
 
     build = of("build")
+    spilling = len(build.get("plain_spilling", []))
     row(
         "build", "build",
         f"for {build.get('arch')} in {build.get('seconds')} s on {build.get('jobs')} cores; "
-        f"{len(build.get('plain_spilling', []))} plain kernels spill",
+        f"of {build.get('kernels')} kernels compiled {spilling} plain ones spill",
     )  # fmt: skip
     for name in ("ctest", "pytest"):
         p = of(name)

@@ -15,8 +15,9 @@ layout of the last queries of a sequence is the last rows of the whole sequence'
 ``random``, which draws anew), and block_q != block_k works. Queries that stand before the first key
 or after the last follow those.
 
-For packed sequences a layout is made for both max_seqlens. If some have another seqlen_k - seqlen_q
-than these, its band must be ``"top_left"``: blocks are full by the lengths given here.
+For packed sequences a layout is made for both max_seqlens, and which blocks are full is decided
+from these. If some sequences have another seqlen_k - seqlen_q, a band of it, or ``alignment``,
+should be "top_left": "bottom_right" gives them a mask that is neither the layout's nor the band's.
 
 Bad arguments raise ``flashsdk.Error``: one line with the argument, what was given, what is allowed.
 """

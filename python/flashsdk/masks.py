@@ -279,9 +279,9 @@ class BlockMask:
             In tokens; default rows * block_q and cols * block_k. The last blocks may be cut.
         band
             What is visible inside the blocks. Blocks wholly inside it become full, blocks wholly
-            outside are dropped, the rest are partial: by the lengths given here, so take
-            ``alignment="top_left"`` for packed sequences of which some have another seqlen_k -
-            seqlen_q. None: all blocks are full.
+            outside are dropped, the rest are partial, as seqlen_q and seqlen_k tell: for packed
+            sequences, of which some may have another seqlen_k - seqlen_q, take
+            ``alignment="top_left"``. None: all blocks are full.
         full
             As ``blocks``: more blocks to visit, visible throughout whatever the band says (a
             prefix that all see under a causal band, say).

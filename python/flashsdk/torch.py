@@ -19,8 +19,8 @@ What all share:
 - torch.utils.flop_counter counts them as it counts scaled_dot_product_attention: bands in full, of
   a ``BlockMask`` the share that is visited.
 - Bad input raises ``flashsdk.Error``, a ValueError, before anything runs; what torch.compile meets
-  while it traces with ``fullgraph=True`` is torch's error with our line in it. Shapes and dtypes of
-  tensors without data (torch.export, the meta device) are checked when what was traced runs.
+  while it traces with ``fullgraph=True`` is torch's error with our line in it. Of tensors without
+  data only ranks and devices are checked: of torch.export's, the rest when the program runs.
 - Masks and bands may be made inside a compiled function. ``flashsdk.layouts`` and ``BlockMask``
   compute with NumPy: there they break the graph, which ``fullgraph=True`` refuses.
 """
@@ -232,7 +232,7 @@ def varlen_attention(
         At least the longest sequence.
     bias
         (batch | 1, num_heads | 1, max_seqlen_q | 1, max_seqlen_k | 1), indexed from the first row
-        of each sequence, as is a ``BlockMask`` (which alignment it needs: ``mha_varlen_fwd``).
+        of each sequence, as is a ``BlockMask`` (for its alignment see ``mha_varlen_fwd``).
 
     The rest as in ``attention``. Returns out (total_q, num_heads, head_dim_v), and lse float32
     (num_heads, total_q) if asked for.
