@@ -151,7 +151,8 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
     e_delta += _reach_row(xp.copysign(e_stored, out) * dout, xp)
     e_delta += 4 * U32 * abs(delta)
     e_delta += _walk_error(mean, (terms**2).sum(-1), abs(terms).sum(-1), v.shape[-1], xp)
-    gap = dp - delta[..., None]
+    delta, e_delta = delta[..., None], e_delta[..., None]
+    gap = dp - delta
     p = m.p * m.slope
     ds = p * gap
     e_dp = m.drop * _dot_error(dout, v, xp)
@@ -160,17 +161,17 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
         # The derivative 1 - tanh² moves with the score, and multiplies dP - delta as they are.
         tanh = xp.sqrt(xp.clip(1 - m.slope, 0, None))
         e_slope = 2 * tanh * (e_score / head.f.softcap + 4 * U32)
-        e_ds += m.p * e_slope * (abs(gap) + e_dp + e_delta[..., None])
+        e_ds += m.p * e_slope * (abs(gap) + e_dp + e_delta)
     # dS is rounded as it comes, with its error and delta's, and may be made of the P that was:
     # where another warpgroup takes it from.
     seen: Any = m.p > 0
-    e_ds += (2 * u + 8 * U32) * (abs(ds) + e_ds + e_delta[..., None] * p)
+    e_ds += (2 * u + 8 * U32) * (abs(ds) + e_ds + e_delta * p)
     e_ds += underflow * seen * (1 + m.slope * abs(gap))
     dq = ds @ k
-    e_dq = (u + e_scores + e_row) * abs(dq) + e_delta[..., None] * abs(p @ k)
+    e_dq = (u + e_scores + e_row) * abs(dq) + e_delta * abs(p @ k)
     e_dq += _reach(xp.copysign(e_ds + m.p * e_score * abs(ds), ds), k, xp)
     e_dq += _sum_error(seqlen_k) * (abs(ds) @ abs(k))
-    e_ds += e_others * abs(ds) + e_delta[..., None] * p
+    e_ds += e_others * abs(ds) + e_delta * p
     e_dk = _reach(transposed(xp.copysign(e_ds, ds)), q, xp)
     e_dk += _sum_error(seqlen_q) * (transposed(abs(ds)) @ abs(q))
     # The scale comes last: a sum below the normal numbers, which may become 0, is multiplied by it.

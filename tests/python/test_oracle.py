@@ -206,23 +206,22 @@ def test_a_wrong_p_is_found_where_all_else_cancels():
     assert "dv: error above its bound" in str(report)
 
 
+def _rounded_like_flash_attention(p, placed, lag=0.0):
+    """In NumPy, P and dS rounded for the products: {gradient: (its errors, what is allowed)}."""
+    want, of = _verify.expected(p, placed), numpy_dtype(p.dtype)
+    got = _by_heads(p, placed, lambda head: _naive.flash_backward(head, of, lag=lag))
+    return {
+        name: (np.abs(_naive.rounding(of)(got[name]) - want.exact[name]), want.bound[name])
+        for name in ("dq", "dk", "dv")
+    }
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_rounding_like_flash_attention_is_allowed(seed):
-    """In NumPy, with P and dS rounded for the products: what any kernel may do."""
+    """What any kernel may do."""
     p = generate(seed, "gpu" if seed % 3 else "cpu")
-    placed = inputs(p)
-    want, of = _verify.expected(p, placed), numpy_dtype(p.dtype)
-    got = _by_heads(p, placed, lambda head: _naive.flash_backward(head, of, lag=seed % 8))
-    for name in ("dq", "dk", "dv"):
-        error = np.abs(_naive.rounding(of)(got[name]) - want.exact[name])
-        assert (error <= want.bound[name]).all(), name
-
-
-def _share_of_dq(p, placed):
-    """The largest error that rounding like FlashAttention makes, as a part of what is allowed."""
-    want = _verify.expected(p, placed)
-    got = _by_heads(p, placed, lambda head: _naive.flash_backward(head, numpy_dtype(p.dtype)))
-    return (np.abs(got["dq"] - want.exact["dq"]) / want.bound["dq"]).max()
+    for name, (error, bound) in _rounded_like_flash_attention(p, inputs(p), seed % 8).items():
+        assert (error <= bound).all(), name
 
 
 def test_ds_may_be_rounded_with_its_error():
@@ -232,7 +231,8 @@ def test_ds_may_be_rounded_with_its_error():
     placed["q"].view[..., 1:] = 0  # the first feature makes P, the others are there for dQ
     placed["k"].view[0, :, 0, 0] = 2, -2
     placed["v"].view[:, 1] = placed["v"].view[:, 0]
-    assert 0.2 < _share_of_dq(p, placed) <= 1
+    error, bound = _rounded_like_flash_attention(p, placed)["dq"]
+    assert 0.2 < (error / bound).max() <= 1
 
 
 def test_the_slope_of_softcap_multiplies_the_error_of_delta():
@@ -241,7 +241,8 @@ def test_the_slope_of_softcap_multiplies_the_error_of_delta():
         (3000, 1), head_dim=64, heads=1, dtype="bfloat16", dropout_p=0.1, softcap=15.0,
         values="huge",
     )  # fmt: skip
-    assert 0.1 < _share_of_dq(p, inputs(p)) <= 1
+    error, bound = _rounded_like_flash_attention(p, inputs(p))["dq"]
+    assert 0.1 < (error / bound).max() <= 1
 
 
 @pytest.mark.parametrize("seed", range(40))
