@@ -4,11 +4,13 @@
     python3 scripts/soak.py --seed S       # one problem again, with all that there is to say
 
 A problem is one of `flashsdk verify`, made larger and without what the fast kernels leave to
-others. Forward and backward run on the fast backend and on the slow one, out of and into memory of
-a GPU that holds NaN where nothing was written, workspaces too. What an output may be off by comes
-from flashsdk/_tolerance.py, element by element: each backend may be so far from float64, and the
-two from each other by the sum. Of every 50th problem the bits are kept, and some hundred problems
-later all of these run once more, on several streams at a time and in another order.
+others; every eighth has instead as many heads as make more tiles than there are multiprocessors,
+each of which then computes several. Forward and backward run on the fast backend and on the slow
+one, out of and into memory of a GPU that holds NaN where nothing was written, workspaces too. What
+an output may be off by comes from flashsdk/_tolerance.py, element by element: each backend may be
+so far from float64, and the two from each other by the sum. Of every 50th problem the bits are
+kept, and some hundred problems later all of these run once more, on several streams at a time and
+in another order.
 
 The last line is a record in JSON. Any number of these processes may share a GPU, or have others
 beside them; CUDA_VISIBLE_DEVICES picks one.
@@ -39,11 +41,15 @@ from flashsdk._reference import Blocks
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 FACTORS = (1, 2, 4, 8, 16)  # by which lengths grow
 LARGEST = 1_000_000  # scores of a problem: they bound the time that a definition takes
+CROWDED = 8  # of so many problems one has
+HEADS = 640  # in all sequences together, of at most
+MOST = 4_000_000  # scores
 BATCH = 256  # problems, after which the GPU is asked for what was found
 REPEATED = 50  # of so many problems one is run again
 STREAMS = 4
 GAP = 64  # elements between outputs, which have to stay NaN
 POOL = 1 << 25  # random numbers that tensors are views of
+LARGEST_GAP = 24  # between rows of such a view
 
 
 def soaked(seed: int, largest_head_dim: int, dtypes: list[str]) -> Problem:
@@ -65,7 +71,9 @@ def soaked(seed: int, largest_head_dim: int, dtypes: list[str]) -> Problem:
         dtype=dtype,
         options={"deterministic": True} if deterministic else {},
     )  # fmt: skip
-    p = grown(p, rng)
+    crowd = seed % CROWDED == CROWDED - 2
+    p = p if crowd and not isinstance(p.mask, Blocks) else grown(p, rng)
+    p = crowded(p) if crowd else p
     if p.bias:
         shape = (p.batch, p.num_heads, *p.max_seqlen)
         rows = (n if of > 1 else 1 for n, of in zip(shape[:3], p.bias[1]))
@@ -122,6 +130,21 @@ def grown(p: Problem, rng: np.random.Generator) -> Problem:
     elif isinstance(mask, BandSpec):
         mask = band(mask)
     return replace(p, lengths_q=lengths_q, lengths_k=lengths_k, slack=slack, mask=mask)
+
+
+def crowded(p: Problem) -> Problem:
+    """Its sequences many times over, each with numbers of its own."""
+    if isinstance(p.mask, Blocks) and p.mask.full.shape[0] > 1:  # the grid says how many there are
+        return p
+    rows = [p.batch * n for n in p.max_seqlen]
+    vectors = max(rows[0] * p.num_heads, rows[1] * p.num_heads_kv)
+    times = min(
+        HEADS // (p.batch * p.num_heads),
+        MOST // max(1, p.batch * p.num_heads * math.prod(p.max_seqlen)),
+        POOL // 2 // max(1, vectors * (max(p.head_dim, p.head_dim_v) + LARGEST_GAP)),
+    )
+    times = max(1, times)
+    return replace(p, lengths_q=p.lengths_q * times, lengths_k=p.lengths_k * times)
 
 
 class Pool:
@@ -185,7 +208,7 @@ def _view(
     gap = 0
     if strided and rng.random() < 0.7:
         order = [int(i) for i in rng.permutation(len(order))]
-        gap = 8 * int(rng.choice([0, 1, 3]))
+        gap = int(rng.choice([0, 8, LARGEST_GAP]))
     strides, step = [1] * len(shape), shape[-1] + gap
     for i in reversed(order):
         strides[i], step = step, step * max(1, shape[i])
@@ -375,7 +398,9 @@ def _same(before: Launched, after: Launched) -> torch.Tensor:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--launches", type=int, default=100_000, help="of the fast backend")
+    parser.add_argument(
+        "--launches", type=int, default=200_000, help="of the fast backend, both directions"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--first-seed", type=int, help="problems have this one and those after it")
     parser.add_argument("--seed", type=int, help="of one problem")

@@ -34,6 +34,7 @@ def script(monkeypatch):
 def small(script, monkeypatch):
     """Problems that a CPU is done with at once."""
     monkeypatch.setattr(script, "LARGEST", 8_000)
+    monkeypatch.setattr(script, "MOST", 30_000)
     monkeypatch.setattr(script, "REPEATED", 4)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # many small operations: threads would only wait for each other
@@ -51,14 +52,22 @@ def not_empty(problems):
 def test_problems_are_larger_and_valid(script):
     problems = not_empty(script.soaked(seed, 128, ["bfloat16"]) for seed in range(300))
     scores = [p.num_heads * p.batch * max(p.lengths_q) * max(p.lengths_k) for p in problems]
-    assert max(scores) <= script.LARGEST
+    assert script.LARGEST < max(scores) <= script.MOST
     assert np.mean([n > 200_000 for n in scores]) > 0.3
+    assert np.mean([n > script.LARGEST for n in scores]) < 0.125
+    # Tiles have up to 192 queries and 128 keys, an H200 132 multiprocessors.
+    for lengths, rows in (("lengths_q", 192), ("lengths_k", 128)):
+        tiles = [p.num_heads * sum(-(-n // rows) for n in getattr(p, lengths)) for p in problems]
+        assert np.mean([n > 2 * 132 for n in tiles]) > 0.05
     for p in problems:
         assert p.dtype == "bfloat16" and p.head_dim % 8 == p.head_dim_v % 8 == 0
         assert 0 < p.head_dim <= 128 and not (p.alibi and p.bias)
         assert not (p.softcap and (p.alibi or p.bias)) and not (p.alibi and p.dropout_p)
         longest = p.max_seqlen
         assert all(n <= longest[0] for n in p.lengths_q) and max(p.lengths_k) <= longest[1]
+        for lengths, heads in (("lengths_q", p.num_heads), ("lengths_k", p.num_heads_kv)):
+            row = max(p.head_dim, p.head_dim_v) + script.LARGEST_GAP
+            assert heads * sum(getattr(p, lengths)) * row <= script.POOL
         if isinstance(p.mask, Blocks):
             assert all(block % 128 == 0 for block in p.mask.block_size)
             mask_of(p)  # the grid is that of these lengths
