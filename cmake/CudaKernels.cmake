@@ -117,7 +117,8 @@ function(flashsdk_add_cuda_kernels)
   endif()
   # The host's part: no CUTLASS, compiled by the C++ compiler.
   add_library(flashsdk_cuda_host OBJECT ${PROJECT_BINARY_DIR}/generated/cuda/cuda_table.cpp
-    ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/device.cpp ${SM90_HOST_SOURCES})
+    ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/device.cpp ${PROJECT_SOURCE_DIR}/cpp/src/gpu/context.cpp
+    ${SM90_HOST_SOURCES})
   target_link_libraries(flashsdk_cuda_host PRIVATE flashsdk_kernels flashsdk_warnings CUDA::cudart_static)
 
   # Single kernels for tests/cpp/gpu, without the CPU's.

@@ -4,6 +4,7 @@
 #include "check.h"
 #if FLASHSDK_HAVE_CUDA
 #include "cuda/device.h"
+#include "gpu/context.h"
 #endif
 #include "kernel_registry.h"
 #include "pack_heads.h"
@@ -54,6 +55,9 @@ void Plan<Params>::launch(const LaunchOptions& options) const {
   if (!on_cpu) cuda::check_stream(options.stream, params.device.index);
 #endif
   check_workspace(options.workspace, workspace_size);
+#if FLASHSDK_HAVE_CUDA
+  if (!on_cpu) cuda::bind_context(params.device.index);
+#endif
   entry->launch(params, {options.workspace.data, options.stream, parallel_runner(num_threads)});
   if (on_cpu) write_packed_tail(params);
 }

@@ -7,6 +7,7 @@ compute it by test_gpu_kernels.py.
 import json
 import subprocess
 import sys
+import threading
 
 import flashsdk as fs
 import pytest
@@ -282,6 +283,30 @@ def test_outputs_are_untouched_by_bad_calls(backend):
             fs.mha_fwd(*x[:3], **given, backend=backend, **bad)
     torch.cuda.synchronize()
     assert all(t.isnan().all() for t in given.values())
+
+
+def test_a_thread_that_has_not_called_cuda_yet(backend):
+    """Nothing of it has given the thread a context, as memory comes out of PyTorch's cache."""
+    x = qkv()
+    out, grads = outputs(x)
+    want = both(x, backend=backend, **FIXED)  # what workspaces need is in the cache now
+    torch.cuda.synchronize()
+    stream = torch.cuda.current_stream().cuda_stream
+    raised = []
+
+    def call():
+        try:
+            common = {"backend": backend, "stream": stream}
+            fs.mha_fwd(*x[:3], **out, **common)
+            fs.mha_bwd(x[3], *x[:3], *out.values(), **grads, **common, **FIXED)
+        except Exception as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert not raised
+    assert_same((*out.values(), *grads.values()), want)
 
 
 # ---- two GPUs

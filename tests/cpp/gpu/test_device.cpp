@@ -3,8 +3,10 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cuda/device.h"
@@ -190,6 +192,29 @@ TEST(Device, ADeviceThatIsNotThere) {
   EXPECT_NE(message_of([&] { mha_fwd(args); }).find("runtime: asking for a device attribute"), std::string::npos);
   for (TensorView* t : {&args.q, &args.k, &args.v, &args.out, &args.lse}) t->device.index = 64;
   EXPECT_EQ(message_of([&] { mha_fwd(args); }), "invalid_argument: device: cuda:64; cuda:0 to cuda:63 are supported");
+}
+
+// The runtime gives a thread its context with the first call that needs one; the driver, which makes TMA descriptors,
+// does not. Kernels are prepared before, as what prepares them is such a call.
+TEST(Device, AThreadThatHasNotCalledCudaYet) {
+  NEEDS_GPUS(1);
+  Problem problem;
+  const ForwardArgs forward = problem.forward();
+  const BackwardArgs backward = problem.backward();
+  const std::size_t bytes = std::max(workspace_size(forward), workspace_size(backward));
+  DeviceMemory workspace(bytes + 1, 0);
+  auto both = [&] {
+    mha_fwd(forward, {{workspace.data(), bytes}});
+    mha_bwd(backward, {{workspace.data(), bytes}});
+  };
+  both();
+  cuda::synchronize(nullptr, 0);
+  problem.fill(0x4000);
+  std::string message;
+  std::thread([&] { message = message_of(both); }).join();
+  EXPECT_EQ(message, "no error");
+  cuda::synchronize(nullptr, 0);
+  problem.expect_out(0x4000);
 }
 
 TEST(Device, SeveralGpus) {
