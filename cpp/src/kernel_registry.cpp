@@ -247,7 +247,10 @@ Explanation KernelRegistry::explain(Op op, const ForwardParams& p, std::optional
   Explanation result;
   const Row* row = search(
       op, p, forced, [&](const Row& refused, const char* reason) { result.refused.push_back({refused.name, reason}); });
-  if (row != nullptr) result.kernel = row->name;
+  if (row == nullptr) return result;
+  result.kernel = row->name;
+  result.tile_m = row->entry.tile.m;
+  result.tile_n = row->entry.tile.n;
   return result;
 }
 

@@ -297,7 +297,7 @@ nb::tuple explain_call(bool is_backward, nb::tuple tensors, nb::tuple packed, nb
                                       : explain(Call<ForwardArgs>(tensors, packed, options).args);
   nb::list refused;
   for (const Explanation::Refusal& r : why.refused) refused.append(nb::make_tuple(r.kernel, r.reason));
-  return nb::make_tuple(why.kernel, refused, why.packing);
+  return nb::make_tuple(why.kernel, refused, why.packing, nb::make_tuple(why.tile_m, why.tile_n));
 }
 
 nb::list list_kernels() {

@@ -25,8 +25,8 @@ def backward(tensors: tuple[Any, ...], packed: Packed, options: Options, /) -> N
 
 def explain(
     backward: bool, tensors: tuple[Any, Any, Any], packed: Packed, options: Options, /
-) -> tuple[str, list[tuple[str, str]], str]:
-    """The kernel's name, (name, reason) of those refused, and how query heads are packed.
+) -> tuple[str, list[tuple[str, str]], str, tuple[int, int]]:
+    """The kernel's name, (name, reason) of those refused, how query heads are packed, its tile.
 
     Validates all but the outputs.
     """

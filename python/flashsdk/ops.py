@@ -241,16 +241,19 @@ class Explanation:
 
     ``kernel`` is its name, "" if none fits. ``refused`` are (name, reason) of the kernels for this
     dtype, head_dim and mask with a higher priority. ``packing`` says how query heads share a tile
-    ("query heads packed: 4 rows a head of keys"), "" if they do not. ``str()`` says the same for
-    people.
+    ("query heads packed: 4 rows a head of keys"), "" if they do not. ``tile`` is (queries, keys) of
+    the kernel's tiles, (0, 0) if none fits: kernels of one name may differ in it. ``str()`` says
+    the same for people.
     """
 
     kernel: str
     refused: list[tuple[str, str]] = field(default_factory=list)
     packing: str = ""
+    tile: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
-        lines = [self.kernel or "no kernel fits"]
+        tiles = f"{self.kernel}, tiles of {self.tile[0]} queries x {self.tile[1]} keys"
+        lines = [tiles if self.kernel else "no kernel fits"]
         lines += [f"  {self.packing}"] if self.packing else []
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused])
 

@@ -249,6 +249,7 @@ TEST(Registry, ExplainNamesTheKernelOfACall) {
     EXPECT_EQ(info->mask, "band");
     EXPECT_FALSE(info->score_features);
     EXPECT_GE(info->head_dim, 40);
+    EXPECT_EQ(std::make_pair(why.tile_m, why.tile_n), std::make_pair(info->tile_m, info->tile_n));
   }
 }
 

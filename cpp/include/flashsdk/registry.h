@@ -25,7 +25,8 @@ struct KernelInfo {
 FLASHSDK_API std::vector<KernelInfo> kernels();
 
 struct Explanation {
-  std::string kernel;  // empty when none fits
+  std::string kernel;          // empty when none fits
+  int tile_m = 0, tile_n = 0;  // its tiles, queries x keys: kernels of one name may differ in them
   struct Refusal {
     std::string kernel;
     std::string reason;
