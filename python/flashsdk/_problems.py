@@ -55,7 +55,7 @@ class Problem:
     dropout_seed: int = 0
     dropout_offset: int = 0
     dlse: bool = False
-    values: str = "normal"  # normal, tiny, huge (q and k), zeros (mostly)
+    values: str = "normal"  # normal, tiny, huge (q and k), zeros (mostly), negative (all logits)
     magnitude: float = 1.0  # what q and k are multiplied with besides
     low_bias: float = 0.0  # what every third row of the bias and one key hold instead
     strides: bool = True  # odd strides and offsets; False: contiguous
@@ -302,6 +302,8 @@ def inputs(p: Problem) -> dict[str, Placed]:
             values[name] *= 12
         elif p.values == "zeros":
             values[name] *= rng.random(values[name].shape) < 0.05
+        elif p.values == "negative" and name != "v":
+            values[name] = (6 if name == "q" else -6) * np.abs(values[name])
         if name != "v":
             values[name] *= p.magnitude
     values = {name: x.astype(dtype) for name, x in values.items()}

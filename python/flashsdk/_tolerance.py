@@ -31,6 +31,12 @@ FLOAT32_NORMAL = 2.0**-126
 # Whether forward and backward take the sum of a score in the same order, to the same last bit: the
 # CPU kernels do. Those for GPUs, which have no float32, need not.
 SAME_SCORES = {"float32": True, "float16": False, "bfloat16": False}
+# What tensor cores lose of a score besides, as a part of U32·head_dim·|q·k|: they add by cutting off
+# what reaches some bits below float32's last of the largest term (Fasi et al. 2021, "Numerical
+# behavior of NVIDIA tensor cores"), and only products of float16, of 22 bits, do so at the lengths
+# that there are. Of terms of one sign each loses half of such a bit of the sum so far, which on
+# average is half of the whole: 1/8, where one bit more than float32 has is kept.
+CUT_OFF = {"float32": 0.0, "float16": 1 / 8, "bfloat16": 0.0}
 # Relative error of exp: a polynomial as precise as the dtype of P asks for.
 EXP_ERROR = {"float32": 2.0**-22, "float16": 2.0**-13, "bfloat16": 2.0**-13}
 
@@ -110,7 +116,10 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
     # Score: the dot product, then a few operations on the result.
     size = xp.where(xp.isfinite(m.score), abs(m.score), 0)
     e_operations = 4 * U32 * size
-    e_score = scale * _dot_error(q, k, xp) * m.slope + e_operations + 8 * U32 * head.f.softcap
+    e_dot = _dot_error(q, k, xp)
+    if cut := CUT_OFF[dtype] * U32 * q.shape[-1]:
+        e_dot = e_dot + cut * abs(q @ transposed(k))
+    e_score = scale * e_dot * m.slope + e_operations + 8 * U32 * head.f.softcap
     e_score += 2 * U32 * abs(head.alibi_slope) * (seqlen_q + seqlen_k)
     e_scores = (m.p * e_score).sum(-1)[..., None]  # what they do to the sum of a row
     e_sum = _sum_of_equals(seqlen_k)  # of taking that sum

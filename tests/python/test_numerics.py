@@ -6,7 +6,7 @@ import flashsdk as fs
 import numpy as np
 import pytest
 import reference
-from cases import CPU_DTYPES, assert_same_bits, problem, qkv
+from cases import CPU_DTYPES, assert_same_bits, packed, problem, qkv
 from flashsdk import _naive, _verify
 from flashsdk._problems import BandSpec, inputs, numpy_dtype
 from flashsdk._tolerance import TRUSTED_LSE
@@ -22,6 +22,17 @@ def test_scales_of_the_input(runner, values):
     for dtype in runner.dtypes:
         for mask in (None, CAUSAL):
             runner.check(problem((70, 210), 2, 64, dtype=dtype, values=values, mask=mask))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("magnitude", [1, 10], ids=["hundreds", "tens of thousands"])
+def test_logits_that_are_all_very_negative(runner, magnitude, head_dim):
+    """Below all of a ragged tile's empty columns: 0 is no maximum, and no row becomes 0."""
+    for dtype in runner.dtypes:
+        of = {"dtype": dtype, "values": "negative", "magnitude": magnitude}
+        for mask in (None, CAUSAL):
+            runner.check(problem((70, 210), 2, head_dim, mask=mask, **of))
+        runner.check(packed(((70, 210), (0, 30), (130, 5), (1, 77)), 2, head_dim, **of))
 
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)

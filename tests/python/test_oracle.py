@@ -245,6 +245,29 @@ def test_the_slope_of_softcap_multiplies_the_error_of_delta():
     assert 0.1 < (error / bound).max() <= 1
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tensor_cores_cut_off_what_they_add(dtype, head_dim):
+    """Sixteen products at a time, of one sign, to a bit below the last of the largest."""
+    p = problem((20, 30), head_dim=head_dim, heads=1, dtype=dtype, values="negative", magnitude=10)
+    placed = inputs(p)
+    q, k = (placed[name].view[0, :, 0].astype(float) for name in "qk")
+    total = np.zeros((20, 30))
+    for at in range(0, head_dim, 16):
+        terms = [total, *(np.multiply.outer(q[:, i], k[:, i]) for i in range(at, at + 16))]
+        unit = np.exp2(np.floor(np.log2(np.abs(terms).max(0))) - 24)
+        total = sum(np.trunc(x / unit) * unit for x in terms)
+        unit = np.exp2(np.floor(np.log2(np.abs(total))) - 23)
+        total = np.trunc(total / unit) * unit
+    exact = q @ k.T
+    want = _verify.expected(p, placed)
+    score = total / np.sqrt(head_dim)
+    lse = np.logaddexp.reduce(score, axis=1)
+    share = np.abs(lse - want.exact["lse"][0, 0]) / want.bound["lse"][0, 0]
+    assert (total >= exact).all()  # never rounded away from zero
+    assert 0.05 < share.max() <= 1
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_places_hold_their_values(seed):
     rng = np.random.default_rng(seed)
