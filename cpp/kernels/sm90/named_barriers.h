@@ -5,7 +5,8 @@
 
 namespace flashsdk::sm90 {
 
-// Forward and backward are kernels of their own: their ids may be the same.
+// Forward and backward are kernels of their own, and so are the backward's first pass (RowSums) and its last (Convert):
+// ids of different kernels may be the same.
 namespace named_barrier {
 constexpr std::uint32_t kForwardTurn = 1;      // + warpgroup, up to 3: whose products are issued next
 constexpr std::uint32_t kForwardVote = 5;      // + warpgroup, up to 3: whether a try holds there
