@@ -306,12 +306,9 @@ def tests_section(record: Record) -> str:
         return {"passed": 0, "failed": 0, "skipped": 0, **steps.get(key, {})}
 
     build = of("build")
-    spilling = len(build.get("plain_spilling", []))
-    row(
-        "build", "build",
-        f"for {build.get('arch')} in {build.get('seconds')} s on {build.get('jobs')} cores; "
-        f"of {build.get('kernels')} kernels compiled {spilling} plain ones spill",
-    )  # fmt: skip
+    text = f"for {build.get('arch')} in {build.get('seconds')} s on {build.get('jobs')} cores"
+    row("build", "build", text)
+    row("machine code", "machine_code", machine_code_text(of("machine_code")))
     for name in ("ctest", "pytest"):
         p = of(name)
         row(name, name, f"{p['passed']} passed, {p['failed']} failed, {p['skipped']} skipped")
@@ -327,10 +324,11 @@ def tests_section(record: Record) -> str:
         if isinstance(part, dict)
     )
     row("compute-sanitizer", "sanitizer", text)
+    several = f"{record['gpus']} × " if record.get("gpus", 1) > 1 else ""
     times = of("overhead").get("microseconds", {})
     row("host time of a call, µs", "overhead", ", ".join(f"{n} {t}" for n, t in times.items()))
     parts = [
-        f"## {record['device']}: `make test-gpu`",
+        f"## {several}{record['device']}: `make test-gpu`",
         about(record),
         markdown_table(["step", "result", ""], table, 3),
     ]
@@ -338,6 +336,16 @@ def tests_section(record: Record) -> str:
         parts.append(f"Not in this record: {', '.join(missing)}.")
     parts += [f"```text\n{step['why'].strip()}\n```" for step in steps.values() if "why" in step]
     return "\n\n".join(parts)
+
+
+def machine_code_text(code: Record) -> str:
+    local = code.get("local_in_main_loops", {})
+    with_local = ", ".join(f"{n} of {backend}" for backend, n in local.items())
+    wgmma = code.get("sm90", 0) - code.get("sm90_without_wgmma", 0)
+    return (
+        f"{code.get('kernels')} kernels; wgmma in the main loops of {wgmma} of {code.get('sm90')} "
+        f"of sm90; local memory in those of {with_local}"
+    )
 
 
 def soak_text(soak: Record) -> str:

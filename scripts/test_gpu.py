@@ -7,17 +7,19 @@ pytest, nvcc, and CUTLASS as third_party/cutlass finds it (FLASHSDK_CUTLASS_DIR)
 used where it is. GoogleTest too (-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=...): without it the C++
 tests are left out, and the record says so.
 
-Steps: build, ctest, pytest, verify, soak (10^5 launches of the fastest backend, every output held
-against float64 and against sm80), sanitizer (compute-sanitizer's memcheck, racecheck, synccheck),
-overhead. --steps picks some; the record then lacks the others and counts as incomplete, until
---resume adds them: it keeps what the record has of the same kernels. On a machine of several GPUs
-steps can run side by side, each with --resume, the same --out, --logs of its own and its own
-CUDA_VISIBLE_DEVICES.
+Steps: build, machine_code (registers, and what main loops hold, of every kernel: gpu_kernels.csv
+beside the record), ctest, pytest, verify, soak (10^5 forwards and as many backwards of the fastest
+backend, every output held against float64 and against sm80), sanitizer (compute-sanitizer's
+memcheck, racecheck, synccheck), overhead. --steps picks some; the record then lacks the others and
+counts as incomplete, until --resume adds them: it keeps what the record has of the same kernels. On
+a machine of several GPUs steps can run side by side, each with --resume, the same --out, --logs of
+its own and its own CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import fcntl
 import json
 import os
@@ -51,10 +53,11 @@ class Machine:
             sys.exit("test_gpu: PyTorch sees no GPU")
         major, minor = torch.cuda.get_device_capability()
         self.arch = f"{major}{minor}a-real" if (major, minor) == (9, 0) else f"{major}{minor}-real"
-        self.device = torch.cuda.get_device_name()
+        self.device, self.gpus = torch.cuda.get_device_name(), torch.cuda.device_count()
         self.build = ROOT / args.build_dir
         self.logs = Path(args.logs).resolve() if args.logs else self.build / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
+        self.kernels = Path(args.out).with_name("gpu_kernels.csv")
         self.jobs = args.jobs
         self.problems, self.cmake_args = args.problems, args.cmake_args
         self.launches, self.soak_seconds = args.launches, args.soak_seconds
@@ -112,24 +115,46 @@ def build(m: Machine) -> Part:
     if status != 0:
         errors = [line for line in text.splitlines() if "error" in line.lower()]
         return {**part, "why": "\n".join(errors[:8]) or text[-2000:]}
-    return part | registers(m)
+    return part
 
 
-def registers(m: Machine) -> Part:
-    """Register use of all kernels; those that are to be fast and spill all the same."""
-    script = ROOT / "tests" / "cpp" / "gpu" / "registers.py"
-    status, text, _ = m.run(
-        "registers", [sys.executable, str(script), str(m.logs / "build.log")], limit=60
-    )
+def machine_code(m: Machine) -> Part:
+    """What ptxas made of all kernels, beside the record: registers, and what is in main loops.
+
+    Main loops of sm90 are wgmma's, and what a plain kernel spills stays out of them, but for one
+    instruction in a hundred.
+    """
+    script = ROOT / "tests" / "cpp" / "gpu" / "machine_code.py"
+    library = m.build / "libflashsdk_gpu_harness.so"
+    command = [sys.executable, str(script), str(library), "--jobs", str(m.jobs)]
+    status, text, seconds = m.run("machine_code", command, limit=600)
     if status != 0:
         return {"ok": False, "why": text[-2000:]}
-    lines = text.splitlines()
-    spilling = [line for line in lines if not re.search(r"spill stores 0, loads 0", line)]
-    return {
-        "kernels": len(lines),
-        "spilling": len(spilling),
-        "plain_spilling": sorted(line for line in spilling if " none " in line),
+    m.kernels.write_text(text)
+    kernels = list(csv.DictReader(text.splitlines()))
+    sm90 = [k for k in kernels if k["backend"] == "sm90"]
+    without = [called(k) for k in sm90 if k["loop_hgmma"] == "0"]
+    spilling = [
+        called(k)
+        for k in sm90
+        if k["features"].startswith("none")
+        and int(k["loop_local"]) > 0.01 * int(k["loop_instructions"])
+    ]
+    part: Part = {"ok": not without and not spilling, "seconds": round(seconds)}
+    part |= {"kernels": len(kernels), "sm90": len(sm90), "sm90_without_wgmma": len(without)}
+    part["local_in_main_loops"] = {
+        name: sum(k["loop_local"] != "0" for k in kernels if k["backend"] == name)
+        for name in ("sm80", "sm90")
     }
+    if not part["ok"]:
+        lines = [f"no wgmma in the main loop: {name}" for name in without]
+        part["why"] = "\n".join(lines + [f"spills in the main loop: {name}" for name in spilling])
+    return part
+
+
+def called(kernel: dict[str, str]) -> str:
+    names = ("backend", "op", "dtype", "head_dim", "mask", "features", "tile")
+    return " ".join(kernel[name] for name in names)
 
 
 def ctest(m: Machine) -> Part:
@@ -253,7 +278,7 @@ def soak(m: Machine) -> Part:
     return part
 
 
-UNSHOWN = ("why", "seeds", "failures", "plain_spilling")  # while the steps run
+UNSHOWN = ("why", "seeds", "failures")  # while the steps run
 SOAKERS = 6  # processes, which take turns on the GPU; most of a problem's time is the host's
 
 
@@ -365,6 +390,7 @@ def overhead(m: Machine) -> Part:
 
 STEPS: dict[str, Callable[[Machine], Part]] = {
     "build": build,
+    "machine_code": machine_code,
     "ctest": ctest,
     "pytest": pytest,
     "verify": verify,
@@ -399,6 +425,7 @@ def header(m: Machine) -> Part:
     """Written before the steps: the kernels as they are now."""
     return {
         **records().header("gpu_tests", m.device),
+        "gpus": m.gpus,
         "nvcc": nvcc_version(m.build),
         "built": built(m),
     }
@@ -465,8 +492,8 @@ def main() -> int:
     parser.add_argument("--logs", help="folder (default: inside the build folder)")
     parser.add_argument("--build-dir", default="build/gpu")
     parser.add_argument("--problems", type=int, default=2000, help="of verify, for each backend")
-    parser.add_argument("--launches", type=int, default=100_000, help="of soak")
-    parser.add_argument("--soak-seconds", type=float, default=300, help="most that soak may take")
+    parser.add_argument("--launches", type=int, default=200_000, help="of soak")
+    parser.add_argument("--soak-seconds", type=float, default=600, help="most that soak may take")
     parser.add_argument("--sanitizer", help="compute-sanitizer (default: the one in PATH)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))

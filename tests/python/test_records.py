@@ -6,7 +6,6 @@ import json
 import operator
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,17 +203,18 @@ def test_soak_that_launched_nothing():
     assert not part["ok"] and "nothing" in part["why"]
 
 
-def registers_of(folder: Path, build_log: str) -> str:
-    """What registers.py prints of a build's log."""
-    log = folder / "build.log"
-    log.write_text(build_log)
-    script = ROOT / "tests" / "cpp" / "gpu" / "registers.py"
-    command = [sys.executable, str(script), str(log)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+@pytest.fixture(scope="module")
+def machine_code():
+    path = ROOT / "tests" / "cpp" / "gpu" / "machine_code.py"
+    spec = importlib.util.spec_from_file_location("machine_code", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["machine_code"] = module
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_registers_of_every_set_of_features(tmp_path):
-    """A build's log of a kernel with each of them; a set without a name loses what follows it."""
+def test_every_set_of_features_has_a_name(machine_code):
+    """A set without one would be a KeyError after a build of an hour."""
     source = (ROOT / "cpp" / "kernels" / "cuda" / "score_features.h").read_text()
     body = re.search(r"enum class Features : unsigned \{(.*?)\};", source, re.S)[1]
     bits: dict[str, int] = {}
@@ -222,46 +222,78 @@ def test_registers_of_every_set_of_features(tmp_path):
         words = [bits[w] if w in bits else int(w) for w in value.split(" | ")]
         bits[name] = functools.reduce(operator.or_, words)
     compiled = {bits[name] for name in bits if name != "kSoftcap"}  # never alone
-    assert len(compiled) == 7
-    text = registers_of(
-        tmp_path,
-        "".join(
-            "ptxas info : Compiling entry function '_ZN4sm9014forward_kernelINS_13ForwardTraitsI"
-            f"bfloat16_tLi64ELi64ELi128ELi96EEENS_8FeaturesE{value}EEE' for 'sm_90a'\n"
-            "    8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\n"
-            f"ptxas info : Used {100 + value} registers, used 16 barriers\n"
-            for value in compiled
-        ),
-    )
-    for value, line in zip(compiled, text.splitlines(), strict=True):
-        assert "sm90 forward for sm_90a, bf16 d64 all masks" in line
-        assert f"128x96: {100 + value} registers, spill stores 16, loads 24 bytes" in line
+    assert compiled == set(machine_code.FEATURES) and len(compiled) == 7
 
 
 @pytest.mark.parametrize(
     "traits, told",
     [
-        ("ForwardTraitsIN7cutlass6half_tELi64ELi64ELi128ELi96ELi3ELb1EE", "fp16 d64"),
-        ("BackwardTraitsIN7cutlass10bfloat16_tELi192ELi128ELi128ELi96EE", "bf16 d192x128"),
-        ("Traits_sm90_forward_bfloat16_d128_None_128x96", "bf16 d128"),
-        ("Traits_sm90_forward_float16_d192x128_BiasDropout_128x96", "fp16 d192x128"),
+        ("ForwardTraitsIN7cutlass6half_tELi64ELi64ELi128ELi96ELi3ELb1EE", "fp16 64"),
+        ("BackwardTraitsIN7cutlass10bfloat16_tELi192ELi128ELi128ELi96EE", "bf16 192x128"),
+        ("Traits_sm90_forward_bfloat16_d128_None_128x96", "bf16 128"),
+        ("Traits_sm90_forward_float16_d192x128_BiasDropout_128x96", "fp16 192x128"),
     ],
 )
-def test_registers_read_the_traits_in_a_kernels_name(tmp_path, traits, told):
+def test_a_kernels_name_tells_its_traits(machine_code, traits, told):
     op = "backward" if traits.startswith("B") else "forward"
-    text = registers_of(
-        tmp_path,
-        f"ptxas info : Compiling entry function '_ZN8flashsdk4sm90{len(op) + 7}{op}_kernelI"
-        f"NS_{len(traits)}{traits}ENS_4cuda13BuiltinPolicyELNS3_8FeaturesE0EEEvNS_13ForwardParamsE'"
-        " for 'sm_90a'\n    0 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\n"
-        "ptxas info : Used 168 registers, used 16 barriers\n",
+    found = machine_code.described(
+        f"_ZN8flashsdk4sm90{len(op) + 7}{op}_kernelI"
+        f"NS_{len(traits)}{traits}ENS_4cuda13BuiltinPolicyELNS3_8FeaturesE0EEEvNS_13ForwardParamsE"
     )
-    assert f"sm90 {op} for sm_90a, {told} all masks none 128x96: 168 registers" in text
+    want = ("sm90", op, *told.split(), "all masks", "none", "128x96")
+    assert tuple(found.values()) == want
 
 
-def test_a_log_that_cannot_be_read_fails_the_build(tmp_path):
-    m = SimpleNamespace(logs=tmp_path, run=lambda *_, **__: (1, "KeyError: 5", 0.0))
-    assert gpu_script().registers(m) == {"ok": False, "why": "KeyError: 5"}
+# An outer loop of three blocks around an inner one. As ptxas does, the block that waits for a
+# barrier stands last and jumps back into the inner loop, which does not make a loop of its own.
+LISTING = """
+        /*0000*/                   STL [R1], R0 ;                      /* 0x1 */
+        /*0010*/                   MOV R2, RZ ;                        /* 0x2 */
+        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*0030*/              @!P0 BRA 0x00c0 ;
+        /*0040*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
+        /*0050*/                   LDL R3, [R1] ;
+        /*0060*/                   ISETP.GE.AND P1, PT, R2, R4, PT ;
+        /*0070*/              @!P1 BRA 0x0020 ;
+        /*0080*/                   LDL R5, [R1+0x4] ;
+        /*0090*/                   HGMMA.64x128x16.F32.BF16 R24, R8, gdesc[UR8], R24 ;
+        /*00a0*/               @P2 BRA 0x0010 ;
+        /*00b0*/                   EXIT ;
+        /*00c0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*00d0*/              @!P0 BRA 0x00c0 ;
+        /*00e0*/                   BRA 0x0040 ;
+        /*00f0*/                   BRA 0xf0;
+"""
+
+
+def test_instructions_are_counted_where_they_are(machine_code):
+    code = machine_code.Code(machine_code.Instruction.all_of(LISTING))
+    assert machine_code.counted(code) == {
+        "instructions": 16, "hgmma": 2, "hmma": 0, "local": 3,
+        "loop_instructions": 9, "loop_hgmma": 1, "loop_hmma": 0, "loop_local": 1,
+    }  # fmt: skip
+
+
+def test_what_ptxas_made_is_judged(tmp_path):
+    """A plain sm90 kernel without wgmma, or with more than a few spills, in its main loop fails."""
+    names = "backend op dtype head_dim mask features tile loop_instructions loop_hgmma loop_local"
+    good = ["sm90", "forward", "bf16", "64", "all masks", "none", "192x128", "500", "12", "1"]
+    spills, without = [*good[:-1], "30"], [*good[:-2], "0", "0"]
+    sm80 = ["sm80", *spills[1:]]
+    capped = [*spills[:5], "capped", *spills[6:]]
+    for rows, ok in (([good, sm80, capped], True), ([good, spills], False), ([without], False)):
+        text = "\n".join(",".join(row) for row in (names.split(), *rows)) + "\n"
+        m = SimpleNamespace(jobs=2, build=tmp_path, kernels=tmp_path / "gpu_kernels.csv")
+        m.run = lambda *_, text=text, **__: (0, text, 1.0)
+        part = gpu_script().machine_code(m)
+        assert part["ok"] is ok and part["kernels"] == len(rows)
+        assert m.kernels.read_text() == text
+        assert ok or "in the main loop: sm90 forward bf16 64" in part["why"]
+
+
+def test_machine_code_that_cannot_be_read_fails(tmp_path):
+    m = SimpleNamespace(jobs=1, build=tmp_path, run=lambda *_, **__: (1, "KeyError: 5", 0.0))
+    assert gpu_script().machine_code(m) == {"ok": False, "why": "KeyError: 5"}
 
 
 def test_nvcc_is_that_of_the_newest_configuration(tmp_path):
