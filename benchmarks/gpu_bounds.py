@@ -1,0 +1,209 @@
+"""What bounds a dense cell: the clock and power it runs at, its share of the tensor cores' peak.
+
+    python3 benchmarks/gpu_bounds.py [--out benchmarks/results/gpu_bounds.csv]
+                                     [--cells fwd:128:none:4096 bwd:256:causal:512]
+
+Of each cell ours and cuDNN's, in turns: TFLOP/s, and the medians of nvidia-smi's clock and power
+while it runs. Once on random numbers and once on zeros, for which the instructions are the same and
+the energy is not: what is faster on zeros is bound by the power limit, not by its instructions.
+`visited` counts the products of all tiles that the mask does not leave out, `of_peak` is their
+share of what the tensor cores do at that clock (4096 operations a cycle and multiprocessor).
+
+Of a backward also each of our kernels by itself, from PyTorch's profiler, with the bytes that a
+pass has to move beside those of a copy in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+
+import flashsdk as fs
+import torch
+from gpu_calls import backends, median_ms, ours, peer, tensors
+
+TOKENS, WIDTH = 16384, 2048  # batch · seqlen, heads · head_dim: the 36 cells
+PER_CYCLE = 4096  # operations of a Hopper multiprocessor's tensor cores, 16-bit
+CELLS = ["fwd:128:none:4096", "fwd:128:none:16384", "bwd:128:none:16384", "bwd:256:causal:512"]
+Row = dict[str, Any]
+
+
+class Meter:
+    """nvidia-smi's SM clock (MHz) and power (W), every 20 ms while the block runs."""
+
+    def __enter__(self) -> Meter:
+        self.samples: list[tuple[float, float]] = []
+        query = "--query-gpu=clocks.sm,power.draw.instant"
+        command = [*nvidia_smi(query), "-lms", "20"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+        return self
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            found = re.fullmatch(r"\s*([\d.]+), ([\d.]+)\s*", line)
+            if found:
+                self.samples.append((float(found[1]), float(found[2])))
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.reader.join()
+
+    def medians(self) -> tuple[float, float]:
+        """Of the second half, when clock and power have settled."""
+        settled = self.samples[len(self.samples) // 2 :]
+        if not settled:
+            sys.exit("gpu_bounds: nvidia-smi says nothing of clock and power")
+        mhz, watts = zip(*settled, strict=True)
+        return statistics.median(mhz), statistics.median(watts)
+
+
+def nvidia_smi(query: str) -> list[str]:
+    uuid = str(torch.cuda.get_device_properties(0).uuid).removeprefix("GPU-")
+    return ["nvidia-smi", "-i", f"GPU-{uuid}", query, "--format=csv,noheader,nounits"]
+
+
+def power_limit() -> float:
+    command = nvidia_smi("--query-gpu=power.limit")
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def sustained(run: Callable[[], object], seconds: float) -> tuple[float, float, float]:
+    """Milliseconds of a call, MHz and W while it is all that runs."""
+    ms = median_ms({"": run})[""]
+    calls = max(1, round(50 / ms))
+    times = []
+    with Meter() as meter:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            times.append(median_ms({"": run}, budget_ms=5 * ms * calls)[""])
+    return statistics.median(times[len(times) // 2 :]), *meter.medians()
+
+
+def visited(tile: tuple[int, int], causal: bool, seqlen: int) -> float:
+    """Share of the score matrix in tiles of which a causal mask leaves something."""
+    if not causal:
+        return 1.0
+    rows, columns = tile
+    corners = itertools.product(range(0, seqlen, rows), range(0, seqlen, columns))
+    return sum(j < i + rows for i, j in corners) * rows * columns / seqlen**2
+
+
+def bound(op: Any, dim: int, causal: bool, seqlen: int, seconds: float, rounds: int) -> list[Row]:
+    """Both backends on random numbers and on zeros."""
+    shape = (TOKENS // seqlen, seqlen, WIDTH // dim, dim)
+    x = tensors(*shape, torch.bfloat16)
+    mask = fs.Causal() if causal else None
+    backend = backends()[-1]
+    runs = {}
+    for data, inputs in {"random": x, "zeros": [torch.zeros_like(t) for t in x]}.items():
+        runs[backend, data] = ours(inputs, backend, mask=mask)[op, backend]
+        runs["cudnn", data] = peer(inputs, "cudnn", causal)[op, "cudnn"]
+    why = fs.explain(*x[:3], op=op, mask=mask, backend=backend)
+    share = visited(why.tile, causal, seqlen)
+    seen: dict[Any, list[tuple[float, float, float]]] = {key: [] for key in runs}
+    for _ in range(rounds):
+        for key, run in runs.items():
+            seen[key].append(sustained(run, seconds))
+    flops = 4 * TOKENS * seqlen * WIDTH * (2.5 if op == "bwd" else 1)
+    cycles = torch.cuda.get_device_properties(0).multi_processor_count * PER_CYCLE * 1e6
+    cell = {"op": op, "head_dim": dim, "mask": "causal" if causal else "none", "seqlen": seqlen}
+    rows = []
+    for (name, data), times in seen.items():
+        ms, mhz, watts = (statistics.median(t) for t in zip(*times, strict=True))
+        row = {**cell, "name": name, "data": data, "part": "call", "ms": round(ms, 4)}
+        row |= {"tflops": round(flops * (0.5 if causal else 1) / ms / 1e9, 1)}
+        row |= {"mhz": mhz, "watts": watts, "limit_watts": power_limit()}
+        if name == backend:
+            row |= {"kernel": why.kernel, "visited": round(share, 4)}
+            row |= {"of_peak": round(flops * share / ms * 1e3 / (cycles * mhz), 4)}
+        rows.append(row)
+        print(row, flush=True)
+    if op == "bwd":
+        mhz = rows[0]["mhz"]
+        for part, ms in parts(runs[backend, "random"]).items():
+            row = {**cell, "name": backend, "data": "random", "part": part, "ms": round(ms, 4)}
+            if part == "main":
+                row |= {"of_peak": round(flops * share / ms * 1e3 / (cycles * mhz), 4)}
+            else:
+                row |= {"gb_per_s": round(moved(part, dim) / ms / 1e6)}
+            rows.append(row)
+            print(row, flush=True)
+        rows.append({**cell, "name": "copy", "part": "copy", "gb_per_s": round(copied())})
+    return rows
+
+
+def parts(run: Callable[[], object], calls: int = 20) -> dict[str, float]:
+    """Milliseconds of a backward's three kernels, in the order in which they are launched."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    events = sorted(profiled.events(), key=lambda e: e.time_range.start)
+    kernels = [e for e in events if "flashsdk" in e.name]
+    assert len(kernels) == 3 * calls, [e.name[:80] for e in kernels[:4]]
+    names = ("first", "main", "last")
+    return {
+        name: statistics.median(e.time_range.elapsed_us() for e in kernels[i::3]) / 1e3
+        for i, name in enumerate(names)
+    }
+
+
+def moved(part: str, dim: int) -> int:
+    """Bytes: the first pass reads O and dO and, above 128, clears dq_accum; the last reads that."""
+    elements = TOKENS * WIDTH
+    if part == "first":
+        return elements * (2 + 2 + (4 if dim > 128 else 0))
+    return elements * (4 + 2)
+
+
+def copied() -> float:
+    """GB/s read and written by a copy of 256 MiB."""
+    a = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.numel() / median_ms({"": lambda: b.copy_(a)}, rounds=9)[""] / 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", default="benchmarks/results/gpu_bounds.csv")
+    parser.add_argument("--cells", nargs="+", default=CELLS, help="op:head_dim:mask:seqlen")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    rows: list[Row] = []
+    for cell in args.cells:
+        op, dim, mask, seqlen = cell.split(":")
+        rows += bound(op, int(dim), mask == "causal", int(seqlen), args.seconds, args.rounds)
+        write(Path(args.out), rows)
+    return 0
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    fields = list(dict.fromkeys(key for row in rows for key in row))
+    device = torch.cuda.get_device_name()
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["device", *fields], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({"device": device, **row} for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
