@@ -31,11 +31,11 @@ FLOAT32_NORMAL = 2.0**-126
 # Whether forward and backward take the sum of a score in the same order, to the same last bit: the
 # CPU kernels do. Those for GPUs, which have no float32, need not.
 SAME_SCORES = {"float32": True, "float16": False, "bfloat16": False}
-# What tensor cores lose of a score besides, as a part of U32·head_dim·|q·k|: they add by cutting off
-# what reaches some bits below float32's last of the largest term (Fasi et al. 2021, "Numerical
-# behavior of NVIDIA tensor cores"), and only products of float16, of 22 bits, do so at the lengths
-# that there are. Of terms of one sign each loses half of such a bit of the sum so far, which on
-# average is half of the whole: 1/8, where one bit more than float32 has is kept.
+# What tensor cores lose of a score besides, as a part of U32·head_dim·|q·k|. They cut off what
+# reaches some bits below float32's last of the largest term (Fasi et al. 2021, "Numerical behavior
+# of NVIDIA tensor cores"), as products of float16, of 22 bits, do, and those of bfloat16, of 16,
+# hardly. Of terms of one sign each loses half of such a bit of the sum so far, which on average is
+# half of the whole: 1/8 to 1/4 where one bit more is kept than float32 has, half of it with two.
 CUT_OFF = {"float32": 0.0, "float16": 1 / 8, "bfloat16": 0.0}
 # Relative error of exp: a polynomial as precise as the dtype of P asks for.
 EXP_ERROR = {"float32": 2.0**-22, "float16": 2.0**-13, "bfloat16": 2.0**-13}

@@ -80,6 +80,8 @@ __device__ void clear_blind_queries(const SmemTensor& q, const SmemTensor& dout,
   __syncthreads();
 }
 
+// One function of 180 lines: its parts share fragments, whose layouts are types of this kernel alone, and registers are
+// what it has least of, so that each part would take all of them as arguments.
 template <class Traits, class Policy, cuda::Features kFeatures>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ cuda::BackwardWorkspace ws,
