@@ -57,7 +57,8 @@ class Machine:
         self.build = ROOT / args.build_dir
         self.logs = Path(args.logs).resolve() if args.logs else self.build / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.kernels = Path(args.out).with_name("gpu_kernels.csv")
+        out = Path(args.out)
+        self.kernels = out.with_name(f"{out.stem.removesuffix('_tests')}_kernels.csv")
         self.jobs = args.jobs
         self.problems, self.cmake_args = args.problems, args.cmake_args
         self.launches, self.soak_seconds = args.launches, args.soak_seconds
@@ -140,15 +141,18 @@ def machine_code(m: Machine) -> Part:
         if k["features"].startswith("none")
         and int(k["loop_local"]) > 0.01 * int(k["loop_instructions"])
     ]
-    part: Part = {"ok": not without and not spilling, "seconds": round(seconds)}
+    missing = ["no kernels of sm90"] if m.arch == "90a-real" and not sm90 else []
+    ok = not (missing or without or spilling)
+    part: Part = {"ok": ok, "seconds": round(seconds)}
     part |= {"kernels": len(kernels), "sm90": len(sm90), "sm90_without_wgmma": len(without)}
     part["local_in_main_loops"] = {
         name: sum(k["loop_local"] != "0" for k in kernels if k["backend"] == name)
         for name in ("sm80", "sm90")
     }
     if not part["ok"]:
-        lines = [f"no wgmma in the main loop: {name}" for name in without]
-        part["why"] = "\n".join(lines + [f"spills in the main loop: {name}" for name in spilling])
+        missing += [f"no wgmma in the main loop: {name}" for name in without]
+        missing += [f"spills in the main loop: {name}" for name in spilling]
+        part["why"] = "\n".join(missing)
     return part
 
 

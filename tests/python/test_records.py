@@ -1,5 +1,6 @@
 """When the record of the GPU tests speaks for the sources, and what of the tools goes into it."""
 
+import csv
 import functools
 import importlib.util
 import json
@@ -226,21 +227,21 @@ def test_every_set_of_features_has_a_name(machine_code):
 
 
 @pytest.mark.parametrize(
-    "traits, told",
+    "traits, told, more",
     [
-        ("ForwardTraitsIN7cutlass6half_tELi64ELi64ELi128ELi96ELi3ELb1EE", "fp16 64"),
-        ("BackwardTraitsIN7cutlass10bfloat16_tELi192ELi128ELi128ELi96EE", "bf16 192x128"),
-        ("Traits_sm90_forward_bfloat16_d128_None_128x96", "bf16 128"),
-        ("Traits_sm90_forward_float16_d192x128_BiasDropout_128x96", "fp16 192x128"),
+        ("ForwardTraitsIN7cutlass6half_tELi64ELi64ELi128ELi96ELi3ELb1EE", "fp16 64", "3_1"),
+        ("BackwardTraitsIN7cutlass10bfloat16_tELi192ELi128ELi128ELi96EE", "bf16 192x128", ""),
+        ("Traits_sm90_forward_bfloat16_d128_None_128x96", "bf16 128", ""),
+        ("Traits_sm90_forward_float16_d192x128_BiasDropout_128x96", "fp16 192x128", ""),
     ],
 )
-def test_a_kernels_name_tells_its_traits(machine_code, traits, told):
+def test_a_kernels_name_tells_its_traits(machine_code, traits, told, more):
     op = "backward" if traits.startswith("B") else "forward"
     found = machine_code.described(
         f"_ZN8flashsdk4sm90{len(op) + 7}{op}_kernelI"
         f"NS_{len(traits)}{traits}ENS_4cuda13BuiltinPolicyELNS3_8FeaturesE0EEEvNS_13ForwardParamsE"
     )
-    want = ("sm90", op, *told.split(), "all masks", "none", "128x96")
+    want = ("sm90", op, *told.split(), "all masks", "none", "128x96", more)
     assert tuple(found.values()) == want
 
 
@@ -274,6 +275,48 @@ def test_instructions_are_counted_where_they_are(machine_code):
     }  # fmt: skip
 
 
+# Jumps of other kinds: the inner loop is closed behind a BSYNC, of whose BSSY the target is told,
+# and a table of jumps leads to the last block, which nothing else reaches.
+OTHER_JUMPS = """
+        /*0000*/                   BSSY.RECONVERGENT B0, 0x60 ;
+        /*0010*/                   HMMA.16816.F32.BF16 R24, R8, R4, R24 ;
+        /*0020*/              @!P0 BRA 0x0040 ;
+        /*0030*/                   STL [R1], R0 ;
+        /*0040*/                   BRA.DIV UR4, 0x90 ;
+        /*0050*/                   BSYNC.RECONVERGENT B0 ;
+        /*0060*/                   BRA.U !UP0, 0x0000 ;
+        /*0070*/               @P1 EXIT ;
+        /*0080*/                   BRXU UR6 -0x90 ;
+        /*0090*/                   LDL R3, [R1] ;
+        /*00a0*/                   EXIT ;
+        /*00b0*/                   LDL R4, [R1] ;
+        /*00c0*/                   BRA 0x10 ;
+"""
+
+
+def test_jumps_of_other_kinds(machine_code):
+    read = machine_code.Instruction.all_of
+    code = machine_code.Code(read(OTHER_JUMPS))
+    found = machine_code.counted(code)
+    assert found["loop_instructions"] == 7 and found["loop_hmma"] == 1
+    assert found["local"] == 3 and found["loop_local"] == 1
+    assert len(code.reached()) == len(code.blocks) - 1
+    unread = OTHER_JUMPS.replace("LDL R4, [R1]", "HMMA.16816.F32 R24, R8, R4, R24")
+    with pytest.raises(ValueError, match=r"^tensor cores at 0xb0, which no jump"):
+        machine_code.counted(machine_code.Code(read(unread)))
+
+
+def test_the_record_counts_the_kernels_of_its_table(machine_code):
+    record = json.loads((ROOT / gpu_record.TESTS).read_text())["steps"]["machine_code"]
+    with (ROOT / "benchmarks" / "results" / "gpu_kernels.csv").open() as file:
+        kernels = list(csv.DictReader(file))
+    assert record["kernels"] == len(kernels)
+    assert record["sm90"] == sum(k["backend"] == "sm90" for k in kernels)
+    for backend, count in record["local_in_main_loops"].items():
+        of = [k for k in kernels if k["backend"] == backend]
+        assert count == sum(k["loop_local"] != "0" for k in of)
+
+
 def test_what_ptxas_made_is_judged(tmp_path):
     """A plain sm90 kernel without wgmma, or with more than a few spills, in its main loop fails."""
     names = "backend op dtype head_dim mask features tile loop_instructions loop_hgmma loop_local"
@@ -281,14 +324,19 @@ def test_what_ptxas_made_is_judged(tmp_path):
     spills, without = [*good[:-1], "30"], [*good[:-2], "0", "0"]
     sm80 = ["sm80", *spills[1:]]
     capped = [*spills[:5], "capped", *spills[6:]]
-    for rows, ok in (([good, sm80, capped], True), ([good, spills], False), ([without], False)):
+    for rows, ok in (
+        ([good, sm80, capped], True), ([good, spills], False), ([without], False), ([sm80], False)
+    ):  # fmt: skip
         text = "\n".join(",".join(row) for row in (names.split(), *rows)) + "\n"
-        m = SimpleNamespace(jobs=2, build=tmp_path, kernels=tmp_path / "gpu_kernels.csv")
+        m = SimpleNamespace(
+            jobs=2, build=tmp_path, kernels=tmp_path / "kernels.csv", arch="90a-real"
+        )
         m.run = lambda *_, text=text, **__: (0, text, 1.0)
         part = gpu_script().machine_code(m)
         assert part["ok"] is ok and part["kernels"] == len(rows)
         assert m.kernels.read_text() == text
-        assert ok or "in the main loop: sm90 forward bf16 64" in part["why"]
+        why = "no kernels of sm90" if rows == [sm80] else "main loop: sm90 forward bf16 64"
+        assert ok or why in part["why"]
 
 
 def test_machine_code_that_cannot_be_read_fails(tmp_path):

@@ -2,12 +2,13 @@
 
 python machine_code.py LIBRARY [--jobs N] > kernels.csv
 
-Reads a library or extension with cuobjdump. Instructions are counted in all and, as `loop_…`, in
-the main loops: the innermost loops with instructions of the tensor cores. `local` are loads from
-and stores to local memory, which is where registers are spilled to. A loop is what its back edge
-closes, an edge to a block that dominates the one it leaves (Aho, Sethi, Ullman, Compilers, 10.4).
-By addresses alone nearly all of a kernel would be one, as ptxas puts the blocks that spin on a
-barrier behind all others.
+Reads a library or extension with cuobjdump. Kernels are those that compute, and the joins of split
+forwards, not the first and last passes of a backward, which have no products; one that two files
+hold is there twice. Instructions are counted in all and, as `loop_…`, in the main loops: the
+innermost loops with instructions of the tensor cores. `local` are loads from and stores to local
+memory, where registers are spilled to. A loop is what its back edge closes, an edge to a block that
+dominates the one it leaves (Aho, Sethi, Ullman, Compilers, 10.4). By addresses alone nearly all of
+a kernel would be one, as ptxas puts the blocks that spin on a barrier behind all others.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ NAMED = re.compile(r"Traits_sm90_forward_[a-z]+16_d(\d+(?:x\d+)?)_[A-Za-z]+_(\d+
 
 
 def described(name: str) -> dict[str, str]:
-    """What a mangled name says: sm90, forward, bf16, 128, all masks, none, 128x128."""
+    """What a mangled name says: sm90, forward, bf16, 128, all masks, none, 128x128 and so on."""
     if "join_parts_kernel" in name:
         op = "join of a split forward"
     elif "8KeySplit" in name:
@@ -54,11 +55,12 @@ def described(name: str) -> dict[str, str]:
     backend = "sm90" if "4sm90" in name else "sm80"
     if named := NAMED.search(name):
         head_dim, m, n = named.groups()
+        rest = []
     else:  # arguments of the traits: head_dim, of sm90 head_dim_v too, block_m, block_n
         head_dim, *numbers = re.findall(r"L[ib](\d+)E", name.partition("Traits")[2])
         if backend == "sm90" and (head_dim_v := numbers.pop(0)) != head_dim:
             head_dim += f"x{head_dim_v}"
-        m, n = numbers[:2]
+        m, n, *rest = numbers
     found = re.search(r"FeaturesE(\d+)E", name)
     features = FEATURES[int(found[1])] if found else "none"
     if backend == "sm90" and re.search(r"FeaturesE\d+ELb1E", name):
@@ -71,6 +73,7 @@ def described(name: str) -> dict[str, str]:
         "mask": next((short for long, short in POLICY.items() if long in name), "all masks"),
         "features": features,
         "tile": f"{m}x{n}",
+        "more": "_".join(rest),  # of sm80's traits: warps, stages and so on, as in sm80_table.cmake
     }
 
 
@@ -90,9 +93,17 @@ class Instruction:
     def is_of(self, kinds: tuple[str, ...]) -> bool:
         return self.op.partition(".")[0] in kinds
 
+    def always_jumps(self) -> bool:
+        """Not by a predicate of its own or among its operands, nor by whether lanes differ."""
+        bare = not self.predicated and not re.search(r"\bU?P\d", self.operands)
+        return self.is_of(JUMPS) and bare and self.op not in ("BRA.DIV", "BRA.CONV")
+
     def target(self) -> int | None:
         found = re.search(r"0x([0-9a-f]+)\s*$", self.operands)
         return int(found[1], 16) if found else None
+
+
+JUMPS = ("BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU", "BSYNC", "EXIT", "RET")
 
 
 class Code:
@@ -102,40 +113,32 @@ class Code:
         self.instructions = instructions
         at = {x.address: i for i, x in enumerate(instructions)}
         meets = reconvergence(instructions)
+
+        def places(x: Instruction) -> list[int]:
+            """Those of a jump's targets that are told: a jump by a table has none here."""
+            target = meets.get(x.address) if x.is_of(("BSYNC",)) else x.target()
+            return [at[target]] if x.is_of(("BRA", "JMP", "BSYNC")) and target in at else []
+
         leaders = {0}
         for i, x in enumerate(instructions):
-            ends = self._ends(x)
-            if ends is not None:
-                leaders |= {i + 1, *(at[t] for t in self._jumps(x, meets) if t in at)}
+            if x.is_of(JUMPS):
+                leaders |= {i + 1, *places(x)}
         first = sorted(i for i in leaders if i < len(instructions))
         self.blocks = list(itertools.pairwise([*first, len(instructions)]))
         block = {start: n for n, start in enumerate(first)}
         self.next: list[list[int]] = []
         for _, end in self.blocks:
             last = instructions[end - 1]
-            follow = [at[t] for t in self._jumps(last, meets) if t in at]
-            if self._ends(last) is not True and end < len(instructions):
+            follow = places(last)
+            if not last.always_jumps() and end < len(instructions):
                 follow.append(end)
             self.next.append(sorted({block[i] for i in follow}))
 
-    @staticmethod
-    def _ends(x: Instruction) -> bool | None:
-        """Whether what follows is never reached; None where no block ends."""
-        if x.op in ("BRA", "BRX", "JMP", "EXIT", "RET.REL.NODEC", "BSYNC"):
-            return not x.predicated and not re.search(r"\bU?P\d", x.operands)
-        return False if x.is_of(("BRA", "BRX", "RET")) else None
-
-    @staticmethod
-    def _jumps(x: Instruction, meets: dict[int, int]) -> list[int]:
-        if x.is_of(("BRA",)) and (target := x.target()) is not None:
-            return [target]
-        return [meets[x.address]] if x.address in meets else []
-
-    def loops(self) -> list[set[int]]:
-        """The blocks of each, those of one header together."""
-        order, seen = [], set()
+    def order(self) -> list[int]:
+        """The blocks that are reached, each before those that follow it but for loops."""
+        order: list[int] = []
+        seen = {0}
         stack: list[tuple[int, Iterator[int]]] = [(0, iter(self.next[0]))]
-        seen.add(0)
         while stack:  # depth first, by hand: kernels have thousands of blocks
             here, rest = stack[-1]
             step = next((n for n in rest if n not in seen), None)
@@ -145,7 +148,14 @@ class Code:
             else:
                 seen.add(step)
                 stack.append((step, iter(self.next[step])))
-        order.reverse()
+        return order[::-1]
+
+    def reached(self) -> set[int]:
+        return set(self.order())
+
+    def loops(self) -> list[set[int]]:
+        """The blocks of each, those of one header together."""
+        order = self.order()
         place = {n: i for i, n in enumerate(order)}
         before: dict[int, list[int]] = {n: [] for n in order}
         for n in order:
@@ -206,16 +216,23 @@ def reconvergence(instructions: list[Instruction]) -> dict[int, int]:
     found = {}
     for x in instructions:
         barrier = re.match(r"\s*(B\d+)", x.operands)
-        if x.op == "BSSY" and barrier and (target := x.target()) is not None:
+        if x.is_of(("BSSY",)) and barrier and (target := x.target()) is not None:
             said[barrier[1]] = target
-        elif x.op == "BSYNC" and barrier and barrier[1] in said:
+        elif x.is_of(("BSYNC",)) and barrier and barrier[1] in said:
             found[x.address] = said[barrier[1]]
     return found
 
 
 def counted(code: Code) -> dict[str, int]:
-    """Instructions in all, and of the main loops."""
+    """Instructions in all, and of the main loops.
+
+    Jumps by a table (BRX, BRXU) do not say where they lead. What only they reach has no part in a
+    loop, which would be wrong if it held instructions of the tensor cores.
+    """
     main = code.main_loops()
+    if unseen := set(code.blocks_with(TENSOR_CORES)) - code.reached():
+        places = ", ".join(hex(code.instructions[code.blocks[n][0]].address) for n in unseen)
+        raise ValueError(f"tensor cores at {places}, which no jump that can be read leads to")
     found = {name: code.blocks_with(kinds) for name, kinds in COUNTED.items()}
     sizes = {"instructions": {n: end - start for n, (start, end) in enumerate(code.blocks)}}
     both = {**sizes, **found}.items()
