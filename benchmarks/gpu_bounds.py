@@ -5,9 +5,10 @@
 
 Of each cell ours and cuDNN's, in turns: TFLOP/s, and the medians of nvidia-smi's clock and power
 while it runs. Once on random numbers and once on zeros, for which the instructions are the same and
-the energy is not: what is faster on zeros is bound by the power limit, not by its instructions.
-`visited` counts the products of all tiles that the mask does not leave out, `of_peak` is their
-share of what the tensor cores do at that clock (4096 operations a cycle and multiprocessor).
+fewer bits switch: what is faster on zeros is bound by what that costs, not by its instructions.
+`visited` is the part of the scores in tiles of which the mask leaves something, `of_peak` what the
+products of these take of what the tensor cores do at that clock (4096 operations a cycle and
+multiprocessor).
 
 Of a backward also each of our kernels by itself, from PyTorch's profiler, with the bytes that a
 pass has to move beside those of a copy in the same run.
@@ -62,6 +63,7 @@ class Meter:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.reader.join()
+        self.process.communicate()
 
     def medians(self) -> tuple[float, float]:
         """Of the second half, when clock and power have settled."""
@@ -134,12 +136,9 @@ def bound(op: Any, dim: int, causal: bool, seqlen: int, seconds: float, rounds: 
         rows.append(row)
         print(row, flush=True)
     if op == "bwd":
-        mhz = rows[0]["mhz"]
         for part, ms in parts(runs[backend, "random"]).items():
             row = {**cell, "name": backend, "data": "random", "part": part, "ms": round(ms, 4)}
-            if part == "main":
-                row |= {"of_peak": round(flops * share / ms * 1e3 / (cycles * mhz), 4)}
-            else:
+            if part != "main":
                 row |= {"gb_per_s": round(moved(part, dim) / ms / 1e6)}
             rows.append(row)
             print(row, flush=True)
@@ -158,7 +157,8 @@ def parts(run: Callable[[], object], calls: int = 20) -> dict[str, float]:
         torch.cuda.synchronize()
     events = sorted(profiled.events(), key=lambda e: e.time_range.start)
     kernels = [e for e in events if "flashsdk" in e.name]
-    assert len(kernels) == 3 * calls, [e.name[:80] for e in kernels[:4]]
+    if len(kernels) != 3 * calls:  # sm80 has other passes
+        return {}
     names = ("first", "main", "last")
     return {
         name: statistics.median(e.time_range.elapsed_us() for e in kernels[i::3]) / 1e3
