@@ -4,13 +4,13 @@
     python3 scripts/soak.py --seed S       # one problem again, with all that there is to say
 
 A problem is one of `flashsdk verify`, made larger and without what the fast kernels leave to
-others; every eighth has instead as many heads as make more tiles than there are multiprocessors,
-each of which then computes several. Forward and backward run on the fast backend and on the slow
-one, out of and into memory of a GPU that holds NaN where nothing was written, workspaces too. What
-an output may be off by comes from flashsdk/_tolerance.py, element by element: each backend may be
-so far from float64, and the two from each other by the sum. Of every 50th problem the bits are
-kept, and some hundred problems later all of these run once more, on several streams at a time and
-in another order.
+others; every eighth has its sequences many times over instead, so that most of these have more
+tiles than there are multiprocessors, each of which then computes several. Forward and backward run
+on the fast backend and on the slow one, out of and into memory of a GPU that holds NaN where
+nothing was written, workspaces too. What an output may be off by comes from flashsdk/_tolerance.py,
+element by element: each backend may be so far from float64, and the two from each other by the sum.
+Of every 50th problem the bits are kept, and some hundred problems later all of these run once more,
+on several streams at a time and in another order.
 
 The last line is a record in JSON. Any number of these processes may share a GPU, or have others
 beside them; CUDA_VISIBLE_DEVICES picks one.
@@ -42,8 +42,8 @@ OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 FACTORS = (1, 2, 4, 8, 16)  # by which lengths grow
 LARGEST = 1_000_000  # scores of a problem: they bound the time that a definition takes
 CROWDED = 8  # of so many problems one has
-HEADS = 640  # in all sequences together, of at most
-MOST = 4_000_000  # scores
+HEADS = 640  # of its sequences together, at most
+MOST = 4_000_000  # scores of it, at most
 BATCH = 256  # problems, after which the GPU is asked for what was found
 REPEATED = 50  # of so many problems one is run again
 STREAMS = 4

@@ -35,7 +35,8 @@ SAME_SCORES = {"float32": True, "float16": False, "bfloat16": False}
 # reaches some bits below float32's last of the largest term (Fasi et al. 2021, "Numerical behavior
 # of NVIDIA tensor cores"), as products of float16, of 22 bits, do, and those of bfloat16, of 16,
 # hardly. Of terms of one sign each loses half of such a bit of the sum so far, which on average is
-# half of the whole: 1/8 to 1/4 where one bit more is kept than float32 has, half of it with two.
+# half of the whole: 1/8 to 1/4 where one bit more is kept than float32 has, half of it with two, as
+# Hopper seems to; 1/8 is enough for both, as a sum's own roundings are allowed for besides.
 CUT_OFF = {"float32": 0.0, "float16": 1 / 8, "bfloat16": 0.0}
 # Relative error of exp: a polynomial as precise as the dtype of P asks for.
 EXP_ERROR = {"float32": 2.0**-22, "float16": 2.0**-13, "bfloat16": 2.0**-13}

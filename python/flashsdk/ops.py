@@ -252,8 +252,9 @@ class Explanation:
     tile: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
-        tiles = f"{self.kernel}, tiles of {self.tile[0]} queries x {self.tile[1]} keys"
-        lines = [tiles if self.kernel else "no kernel fits"]
+        lines = ["no kernel fits"]
+        if self.kernel:
+            lines = [f"{self.kernel}, tiles of {self.tile[0]} queries x {self.tile[1]} keys"]
         lines += [f"  {self.packing}"] if self.packing else []
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.refused])
 

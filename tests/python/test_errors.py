@@ -450,6 +450,17 @@ def test_a_layout_for_other_problems_is_told_as_a_whole(batch, shape, what):
         fs.mha_fwd(q, k, v, mask=mask)
 
 
+@pytest.mark.parametrize("op", ["fwd", "bwd"])
+def test_explain_tells_the_tile(op):
+    q = np.zeros((1, 8, 2, 16), np.float32)
+    why = fs.explain(q, q, q, op=op)
+    (kernel,) = [k for k in fs.kernels() if k["name"] == why.kernel]
+    assert why.tile == (kernel["tile_m"], kernel["tile_n"])
+    first = f"{why.kernel}, tiles of {why.tile[0]} queries x {why.tile[1]} keys"
+    assert str(why).splitlines()[0] == first
+    assert str(fs.Explanation("")) == "no kernel fits"
+
+
 def test_explain_takes_the_calls_of_dropout():
     q = np.zeros((1, 8, 2, 16), np.float32)
     call = {"dropout_p": 0.5, "seed": 3, "offset": 2**40}
