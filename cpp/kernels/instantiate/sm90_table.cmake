@@ -4,8 +4,8 @@
 # take it where there is no Dropout. Alibi and Bias are these alone, BiasDropout is a bias beside dropout (up to head_dim
 # 128), other sets are left to sm80: ALiBi with the tiles of None, a bias with what its tile in shared memory leaves of
 # them, backward up to head_dim 128.
-# Each kernel spills some (gpu_kernels.csv): the warps that load, walk and add have 24 registers, and what happens once a
-# tile need not stay in registers. In the main loops of plain kernels there is one load at 192x128, of 656 instructions.
+# Each kernel spills some (gpu_kernels.csv), also below: in the warps that load, walk and add, with 24 registers, and of
+# values used once a tile. What of it is in the main loops: docs/gpu.md, "What ptxas made of the kernels".
 # forward: block_m x block_n _ buffers of K _ of V _ of Q _ tries the maximum so far.
 # Measurements: docs/sm90-forward.md.
 set(FLASHSDK_SM90_HEAD_DIMS 64 96 128 192x128 192 256)
@@ -39,8 +39,6 @@ set(FLASHSDK_SM90_FORWARD_256_Capped 128x64_2_2_1_false)
 set(FLASHSDK_SM90_FORWARD_256_Alibi 128x80_2_2_1_true 128x64_2_2_1_false)
 set(FLASHSDK_SM90_FORWARD_256_Bias 128x64_2_2_1_false)
 
-# Spills as above. In the main loops of plain kernels there are none at 64, 96 and 192, one load at 128, and 11 loads and
-# stores of 1289 instructions at 256; up to 46 of 3044 with a bias and dropout at 64.
 # backward: block_m x block_n _ buffers of dO _ of K _ staggered. Q has as many as dO up to head_dim 128, one more above.
 # Measurements: docs/sm90-backward.md.
 set(FLASHSDK_SM90_BACKWARD_FEATURES None Dropout Capped Alibi Bias BiasDropout)
