@@ -8,7 +8,8 @@
 namespace flashsdk::sm90 {
 
 // Layouts need tiles that divide their blocks, and dropout a number of keys that is a multiple of 32. Long tiles waste
-// rows and keys, and leave multiprocessors idle, where sequences are short or cut by a band.
+// rows and keys, and leave multiprocessors idle, where sequences are short or cut by a band: at head_dim 64 to 640
+// queries, which is right for windows and dropout; causal ALiBi is 7 to 12 % faster with the long ones from 384 on.
 inline Tile forward_tile(const ForwardParams& p) {
   const bool bias = p.score.bias.ptr != nullptr;  // takes shared memory
   const bool plain = !bias && !(p.score.softcap > 0.f) && p.score.dropout.threshold == 0;
