@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import gpu_goals
 from flashsdk._commands import goals
 from flashsdk._commands.table import length, markdown_table
 
@@ -42,6 +43,10 @@ def bench_section(name: str, record: Record) -> str:
         f"![{name}](images/{name}.png)",
         "bf16, batch × seqlen = 16384, heads × head_dim = 2048, TFLOP/s. cuDNN and FA2 are "
         "PyTorch's scaled_dot_product_attention, timed in turns with ours.",
+        "### Goals",
+        "What was asked of the kernels, in how many cells this run shows it, and the lowest and "
+        "highest of them. Why some are missed: [gpu.md](gpu.md).",
+        gpu_goals.table(record),
     ]
     for op, title in DIRECTIONS.items():
         parts += [f"### {title.capitalize()}", dense_table(record["dense"], op)]

@@ -360,6 +360,38 @@ def test_the_page_counts_the_tests_of_the_record():
     assert f"({step['passed']} passed, {step['skipped']} skipped by name)" in page
 
 
+def test_goals_are_counted(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    goals = importlib.import_module("gpu_goals")
+    # The fastest peer has 1.19 of cuDNN there (4K), and cuDNN itself is the fastest at 512.
+    dense = [
+        {"op": "fwd", "head_dim": dim, "causal": False, "seqlen": n, "name": name, "tflops": t}
+        for dim, n, name, t in (
+            (128, 4096, "sm90", 600), (128, 4096, "cudnn", 600),
+            (128, 512, "sm90", 600), (128, 512, "cudnn", 500),
+        )
+    ]  # fmt: skip
+    row, mean, *rest = goals.over_peers({"dense": dense})
+    assert row[2:] == [
+        "1 of 2",
+        "0.840 (forward 128 no mask 4K) to 1.200 (forward 128 no mask 512)",
+    ]
+    assert mean[2:] == ["0 of 1", "1.004 (all 2)"]
+    assert rest[0][2] == "–"  # nothing of the backward
+    (features,) = goals.features_off(
+        {"features_off": [{"name": "sm80", "op": "bwd", "head_dim": 64, "compiled_in": "all",
+                           "of_plain": 1.2}]}
+    )  # fmt: skip
+    assert features[2:] == ["0 of 1", "1.200 (all, backward 64)"]
+
+
+def test_every_goal_of_the_record_has_cells():
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    table = text[text.index("### Goals") :].partition("### Forward")[0]
+    rows = [line for line in table.splitlines() if line.startswith(("| sm80", "| sm90"))]
+    assert len(rows) == 20 and not any("–" in row for row in rows)
+
+
 def test_every_row_of_a_table_has_a_cell_for_each_column():
     """What has no header is not shown."""
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")

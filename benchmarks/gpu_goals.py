@@ -1,0 +1,235 @@
+"""What the GPU kernels were to reach, and what of it a record of `make bench-gpu` shows.
+
+The ratio to beat is that of the fastest peer to cuDNN, cell by cell (`results/fastest_peers.csv`:
+FlashAttention-3, FA4 and cuDNN 9.19 on an H200, TFLOP/s): clocks move, so ours is compared by its
+ratio to the cuDNN of its own run.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from flashsdk._commands import goals
+from flashsdk._commands.table import length, markdown_table
+
+Record = dict[str, Any]
+Cell = tuple[float, str]  # a figure and where it is from
+PEERS = Path(__file__).parent / "results" / "fastest_peers.csv"
+DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+
+OVER_PEERS = 1.05  # geometric mean of our ratio over theirs
+OVER_FA2 = 0.98  # counts as equal
+CAUSAL_16K = 0.55  # of the time without a mask
+SPARSE_SM80 = 0.17  # of the dense time, at density 0.125
+PACKED = 0.9  # of the rate of equally long sequences
+GPT2_MS = {0.0: 1.5, 0.1: 1.9}  # forward and backward, by dropout
+DROPOUT = 1.15  # of the forward without
+DETERMINISTIC = 1.2  # of the default backward
+FEATURES_OFF = 1.15  # of the plain kernels
+
+
+def table(record: Record) -> str:
+    rows = [row for rows in GOALS for row in rows(record)]
+    return markdown_table(["goal", "asked", "reached in", "range"], rows, 2)
+
+
+def line(goal: str, asked: str, cells: Iterable[Cell], met: Callable[[float], bool]) -> list[str]:
+    """One row: in how many cells it is met, the lowest and the highest, and where those are."""
+    found = sorted(cells)
+    if not found:
+        return [goal, asked, "–", "–"]
+    ends = [found[0], found[-1]] if len(found) > 1 else [found[0]]
+    text = " to ".join(f"{value:.3f} ({place})" for value, place in ends)
+    return [goal, asked, f"{sum(met(value) for value, _ in found)} of {len(found)}", text]
+
+
+def dense(record: Record) -> dict[tuple[str, int, bool, int], dict[str, float]]:
+    """TFLOP/s by (op, head_dim, causal, seqlen) and name."""
+    cells: dict[tuple[str, int, bool, int], dict[str, float]] = {}
+    for r in record["dense"]:
+        cell = r["op"], r["head_dim"], r["causal"], r["seqlen"]
+        cells.setdefault(cell, {})[r["name"]] = r["tflops"]
+    return cells
+
+
+def place(op: str, dim: int, causal: bool, seqlen: int) -> str:
+    return f"{DIRECTIONS[op]} {dim} {'causal' if causal else 'no mask'} {length(seqlen)}"
+
+
+def peers() -> dict[tuple[str, int, bool, int], float]:
+    with PEERS.open() as file:
+        return {
+            (op, int(r["head_dim"]), r["causal"] == "1", int(r["seqlen"])): float(
+                r[f"{op}_best_over_cudnn"]
+            )
+            for r in csv.DictReader(file)
+            for op in DIRECTIONS
+        }
+
+
+def over_peers(record: Record) -> list[list[str]]:
+    theirs, rows = peers(), []
+    for op, direction in DIRECTIONS.items():
+        cells = [
+            (of["sm90"] / of["cudnn"] / theirs[cell], place(*cell))
+            for cell, of in dense(record).items()
+            if cell[0] == op and {"sm90", "cudnn"} <= of.keys()
+        ]
+        goal = f"sm90 {direction}: ratio to cuDNN over the fastest peer's"
+        rows.append(line(goal, "1", cells, lambda x: x >= 1))
+        if cells:
+            mean = math.exp(sum(math.log(x) for x, _ in cells) / len(cells))
+            rows += [line(f"{goal}, geometric mean", str(OVER_PEERS), [(mean, f"all {len(cells)}")],
+                          lambda x: x >= OVER_PEERS)]  # fmt: skip
+    return rows
+
+
+def over(record: Record, name: str, peer: str, least: float) -> list[list[str]]:
+    cells = [
+        (of[name] / of[peer], place(*cell))
+        for cell, of in dense(record).items()
+        if {name, peer} <= of.keys()
+    ]
+    goal = f"{name} over {'cuDNN' if peer == 'cudnn' else 'FA2'}, both directions"
+    return [line(goal, f"{least:g}", cells, lambda x: x >= least)]
+
+
+def causal(record: Record) -> list[list[str]]:
+    cells = dense(record)
+    return [
+        line(
+            f"{name}: causal at 16K, of the time without a mask", f"at most {CAUSAL_16K}",
+            [
+                (0.5 * cells[op, dim, False, seqlen][name] / of[name], f"{DIRECTIONS[op]} {dim}")
+                for (op, dim, is_causal, seqlen), of in cells.items()
+                if is_causal and seqlen == 16384 and name in of
+            ],
+            lambda x: x <= CAUSAL_16K,
+        )
+        for name in ("sm80", "sm90")
+    ]  # fmt: skip
+
+
+def windows(record: Record) -> list[list[str]]:
+    return [
+        line(
+            f"{name}: window of 1024 at 16K, time over the part of the blocks visited",
+            f"at most {goals.SPARSE_SLOPE}",
+            [
+                (
+                    r["of_dense"] / r["visited"],
+                    f"{DIRECTIONS[r['op']]} {r['head_dim']} {r['sides']}",
+                )
+                for r in record["windows"]
+                if r["name"] == name
+            ],
+            lambda x: x <= goals.SPARSE_SLOPE,
+        )
+        for name in ("sm80", "sm90")
+    ]
+
+
+def sparse(record: Record) -> list[list[str]]:
+    def cells(name: str) -> list[Record]:
+        return [r for r in record["sparse"] if r["name"] == name]
+
+    rows = [
+        line(
+            f"{name}: block-sparse, time over {goals.SPARSE_SLOPE} × density + "
+            f"{100 * goals.SPARSE_OFFSET:.0f} % of dense",
+            "at most 1",
+            [
+                (
+                    r["of_dense"] / goals.sparse_limit(r["density"]),
+                    f"{DIRECTIONS[r['op']]} {r['head_dim']} at {r['density']:.3g}",
+                )
+                for r in cells(name)
+            ],
+            lambda x: x <= 1,
+        )
+        for name in ("sm80", "sm90")
+    ]
+    eighth = [
+        (r["of_dense"], f"{DIRECTIONS[r['op']]} {r['head_dim']}")
+        for r in cells("sm80")
+        if r["density"] == 0.125
+    ]
+    rows.append(
+        line("sm80: block-sparse at density 0.125, of dense", f"at most {SPARSE_SM80}", eighth,
+             lambda x: x <= SPARSE_SM80)
+    )  # fmt: skip
+    return rows
+
+
+def packed(record: Record) -> list[list[str]]:
+    cells = [
+        (
+            r["of_equal"],
+            f"{DIRECTIONS[r['op']]} {r['head_dim']} {'causal' if r['causal'] else 'no mask'}",
+        )
+        for r in record["packed"]
+        if r["name"] == "sm90"
+    ]
+    goal = "sm90: packed, of the rate of equally long sequences"
+    return [line(goal, str(PACKED), cells, lambda x: x >= PACKED)]
+
+
+def gpt2(record: Record) -> list[list[str]]:
+    of = {(r["name"], r["dropout"]): r for r in record["gpt2_medium"]}
+    rows = []
+    for dropout, limit in GPT2_MS.items():
+        r = of.get(("sm90", dropout))
+        cells = [(r["fwd_ms"] + r["bwd_ms"], "both directions")] if r else []
+        goal = f"sm90: GPT-2 medium, dropout {dropout:g}, ms"
+        rows.append(line(goal, f"at most {limit}", cells, lambda x, limit=limit: x <= limit))
+    if ("sm90", 0.1) in of:
+        ratio = of["sm90", 0.1]["fwd_ms"] / of["sm90", 0.0]["fwd_ms"]
+        rows.append(
+            line("sm90: GPT-2 medium's forward with dropout, of that without",
+                 f"at most {DROPOUT}", [(ratio, "dropout 0.1")], lambda x: x <= DROPOUT)
+        )  # fmt: skip
+    if {("sm80", 0.1), ("fa2", 0.1)} <= of.keys():
+        both = {name: of[name, 0.1]["fwd_ms"] + of[name, 0.1]["bwd_ms"] for name in ("sm80", "fa2")}
+        rows.append(
+            line("sm80: GPT-2 medium with dropout, of FA2's time", "below 1",
+                 [(both["sm80"] / both["fa2"], "dropout 0.1")], lambda x: x < 1)
+        )  # fmt: skip
+    return rows
+
+
+def deterministic(record: Record) -> list[list[str]]:
+    cells = [
+        (r["of_default"], place("bwd", r["head_dim"], r["causal"], r["seqlen"]))
+        for r in record["deterministic"]
+        if r["name"] == "sm90"
+    ]
+    goal = "sm90: deterministic, of the default's time"
+    return [line(goal, f"at most {DETERMINISTIC}", cells, lambda x: x <= DETERMINISTIC)]
+
+
+def features_off(record: Record) -> list[list[str]]:
+    cells = [
+        (r["of_plain"], f"{r['compiled_in']}, {DIRECTIONS[r['op']]} {r['head_dim']}")
+        for r in record["features_off"]
+        if r["name"] == "sm80"
+    ]
+    goal = "sm80: features compiled in and off, of the plain kernels' time"
+    return [line(goal, f"at most {FEATURES_OFF}", cells, lambda x: x <= FEATURES_OFF)]
+
+
+GOALS: tuple[Callable[[Record], list[list[str]]], ...] = (
+    over_peers,
+    lambda record: over(record, "sm90", "cudnn", 1.0),
+    lambda record: over(record, "sm80", "fa2", OVER_FA2),
+    causal,
+    windows,
+    sparse,
+    packed,
+    gpt2,
+    deterministic,
+    features_off,
+)
