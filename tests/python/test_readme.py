@@ -1,10 +1,11 @@
-"""README.md: its examples work as they stand."""
+"""README.md: its examples work as they stand, and its figures are those of the records."""
 
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,11 @@ def test_cpp(tmp_path):
         [*command, f"-I{ROOT / 'cpp' / 'include'}", program], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_figures_are_those_of_the_records():
+    """docs/benchmarks.md and the README's tables, as render.py would write them now."""
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, str(ROOT / "benchmarks" / "render.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
