@@ -32,9 +32,12 @@ import torch
 from flashsdk._commands import gpu_record
 from gpu_calls import (
     PEERS,
+    TOKENS,
+    WIDTH,
     WITH_BIAS,
     Runs,
     backends,
+    flops,
     graphed,
     median_ms,
     ours,
@@ -46,7 +49,6 @@ from gpu_calls import (
 from harness import Harness, Problem
 
 KERNELS = Path(__file__).resolve().parent.parent / "build" / "gpu" / "libflashsdk_gpu_harness.so"
-TOKENS, WIDTH = 16384, 2048  # batch · seqlen, heads · head_dim
 Row = dict[str, Any]
 
 
@@ -68,12 +70,11 @@ def cell(x: list[Any], causal: bool, rounds: int = 5) -> list[Row]:
         runs |= ours(x, backend, mask=fs.Causal() if causal else None)
     for name in PEERS:
         runs |= peer(x, name, causal)
-    forward = 4 * batch * heads * seqlen**2 * dim * (0.5 if causal else 1)
     rows = []
     for (op, name), ms in median_ms(runs, rounds=rounds).items():
-        flops = forward * (2.5 if op == "bwd" else 1)
         row = {"head_dim": dim, "causal": causal, "seqlen": seqlen, "op": op}
-        rows.append({**row, "name": name, "ms": ms, "tflops": flops / ms / 1e9})
+        rate = batch * seqlen**2 * flops(op, heads, dim, causal) / ms / 1e9
+        rows.append({**row, "name": name, "ms": ms, "tflops": rate})
     ratios = ", ".join(f"{n} {r:.2f}" for n, r in over(rows, "cudnn"))
     print(f"d{dim} {'causal' if causal else 'full'} {seqlen}: {ratios}", flush=True)
     return rows
@@ -230,13 +231,12 @@ def packed(total: int) -> list[Row]:
             runs |= named("packed", peer_packed(x, ends, max(each), causal))
             runs |= named("equal", peer(equal, "fa2", causal))
             ms = median_ms(runs)
-            per_square = 4 * heads * dim * (0.5 if causal else 1)
             for op, name in dict.fromkeys((op, name) for _, op, name in ms):
                 if ("packed", op, name) not in ms or ("equal", op, name) not in ms:
                     continue
-                flops = per_square * (2.5 if op == "bwd" else 1)
-                rate = flops * squares / ms["packed", op, name] / 1e9
-                of_equal = flops * batch * seqlen**2 / ms["equal", op, name] / 1e9
+                per_square = flops(op, heads, dim, causal)
+                rate = per_square * squares / ms["packed", op, name] / 1e9
+                of_equal = per_square * batch * seqlen**2 / ms["equal", op, name] / 1e9
                 row = {"name": name, "op": op, "head_dim": dim, "causal": causal}
                 row |= {"sequences": len(each), "longest": max(each), "tokens": total}
                 row |= {"equal_batch": batch, "equal_seqlen": seqlen, "tflops": rate}

@@ -33,9 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 
 import flashsdk as fs
 import torch
-from gpu_calls import backends, median_ms, ours, peer, tensors
+from gpu_calls import TOKENS, WIDTH, backends, flops, median_ms, ours, peer, tensors
 
-TOKENS, WIDTH = 16384, 2048  # batch · seqlen, heads · head_dim: the 36 cells
 PER_CYCLE = 4096  # operations of a Hopper multiprocessor's tensor cores, 16-bit
 CELLS = ["fwd:128:none:4096", "fwd:128:none:16384", "bwd:128:none:16384", "bwd:256:causal:512"]
 Row = dict[str, Any]
@@ -121,18 +120,19 @@ def bound(op: Any, dim: int, causal: bool, seqlen: int, seconds: float, rounds: 
     for _ in range(rounds):
         for key, run in runs.items():
             seen[key].append(sustained(run, seconds))
-    flops = 4 * TOKENS * seqlen * WIDTH * (2.5 if op == "bwd" else 1)
+    products = TOKENS * seqlen * flops(op, WIDTH // dim, dim, causal=False)
+    limit = power_limit()
     cycles = torch.cuda.get_device_properties(0).multi_processor_count * PER_CYCLE * 1e6
     cell = {"op": op, "head_dim": dim, "mask": "causal" if causal else "none", "seqlen": seqlen}
     rows = []
     for (name, data), times in seen.items():
         ms, mhz, watts = (statistics.median(t) for t in zip(*times, strict=True))
         row = {**cell, "name": name, "data": data, "part": "call", "ms": round(ms, 4)}
-        row |= {"tflops": round(flops * (0.5 if causal else 1) / ms / 1e9, 1)}
-        row |= {"mhz": mhz, "watts": watts, "limit_watts": power_limit()}
+        row |= {"tflops": round(products * (0.5 if causal else 1) / ms / 1e9, 1)}
+        row |= {"mhz": mhz, "watts": watts, "limit_watts": limit}
         if name == backend:
             row |= {"kernel": why.kernel, "visited": round(share, 4)}
-            row |= {"of_peak": round(flops * share / ms * 1e3 / (cycles * mhz), 4)}
+            row |= {"of_peak": round(products * share / ms * 1e3 / (cycles * mhz), 4)}
         rows.append(row)
         print(row, flush=True)
     if op == "bwd":

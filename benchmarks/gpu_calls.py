@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 PEERS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 WITH_BIAS = {"cudnn": PEERS["cudnn"], "efficient": SDPBackend.EFFICIENT_ATTENTION}
 Runs = dict[Any, Callable[[], object]]
+TOKENS, WIDTH = 16384, 2048  # of the dense cells: batch · seqlen, heads · head_dim
 
 
 def median_ms(runs: Runs, budget_ms: float = 25.0, rounds: int = 5) -> dict[Any, float]:
@@ -40,6 +41,11 @@ def median_ms(runs: Runs, budget_ms: float = 25.0, rounds: int = 5) -> dict[Any,
         for name, run in runs.items():
             times[name].append(elapsed(run, counts[name]))
     return {name: statistics.median(t) for name, t in times.items()}
+
+
+def flops(op: str, heads: int, dim: int, causal: bool) -> float:
+    """Of a sequence, for each of its queries and keys: times seqlen²."""
+    return 4 * heads * dim * (0.5 if causal else 1) * (2.5 if op == "bwd" else 1)
 
 
 def backends() -> list[str]:

@@ -8,18 +8,17 @@ ratio to the cuDNN of its own run.
 from __future__ import annotations
 
 import csv
-import math
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from flashsdk._commands import goals
 from flashsdk._commands.table import length, markdown_table
+from gpu_tables import DIRECTIONS, Record, by_name
 
-Record = dict[str, Any]
 Cell = tuple[float, str]  # a figure and where it is from
 PEERS = Path(__file__).parent / "results" / "fastest_peers.csv"
-DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 OVER_PEERS = 1.05  # geometric mean of our ratio over theirs
 OVER_FA2 = 0.98  # counts as equal
@@ -47,13 +46,9 @@ def line(goal: str, asked: str, cells: Iterable[Cell], met: Callable[[float], bo
     return [goal, asked, f"{sum(met(value) for value, _ in found)} of {len(found)}", text]
 
 
-def dense(record: Record) -> dict[tuple[str, int, bool, int], dict[str, float]]:
-    """TFLOP/s by (op, head_dim, causal, seqlen) and name."""
-    cells: dict[tuple[str, int, bool, int], dict[str, float]] = {}
-    for r in record["dense"]:
-        cell = r["op"], r["head_dim"], r["causal"], r["seqlen"]
-        cells.setdefault(cell, {})[r["name"]] = r["tflops"]
-    return cells
+def dense(record: Record) -> dict[tuple[Any, ...], dict[str, float]]:
+    """TFLOP/s of each cell by name."""
+    return by_name(record["dense"], ("op", "head_dim", "causal", "seqlen"), "tflops")
 
 
 def place(op: str, dim: int, causal: bool, seqlen: int) -> str:
@@ -82,7 +77,7 @@ def over_peers(record: Record) -> list[list[str]]:
         goal = f"sm90 {direction}: ratio to cuDNN over the fastest peer's"
         rows.append(line(goal, "1", cells, lambda x: x >= 1))
         if cells:
-            mean = math.exp(sum(math.log(x) for x, _ in cells) / len(cells))
+            mean = statistics.geometric_mean(x for x, _ in cells)
             rows += [line(f"{goal}, geometric mean", str(OVER_PEERS), [(mean, f"all {len(cells)}")],
                           lambda x: x >= OVER_PEERS)]  # fmt: skip
     return rows

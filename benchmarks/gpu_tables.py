@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from typing import Any
 
-import gpu_goals
 from flashsdk._commands import goals
 from flashsdk._commands.table import length, markdown_table
 
@@ -36,7 +35,7 @@ FURTHER = (  # cells besides the dense ones
 )  # fmt: skip
 
 
-def bench_section(name: str, record: Record) -> str:
+def bench_section(name: str, record: Record, goals_table: str) -> str:
     parts = [
         f"## {record['device']}: `make bench-gpu`",
         about(record),
@@ -46,7 +45,7 @@ def bench_section(name: str, record: Record) -> str:
         "### Goals",
         "What was asked of the kernels, in how many cells this run shows it, and the lowest and "
         "highest of them. Why some are missed: [gpu.md](gpu.md).",
-        gpu_goals.table(record),
+        goals_table,
     ]
     for op, title in DIRECTIONS.items():
         parts += [f"### {title.capitalize()}", dense_table(record["dense"], op)]
@@ -97,8 +96,7 @@ def dense_table(rows: list[Record], op: str) -> str:
     for name in ours:
         for peer in PEERS:
             found = ratios.get((name, peer), [])
-            logs = [math.log(r) for r in found]
-            mean.append(f"{math.exp(sum(logs) / len(logs)):.2f}" if logs else "–")
+            mean.append(f"{statistics.geometric_mean(found):.2f}" if found else "–")
     return markdown_table(header, [*table, mean], 3)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_figure
+import gpu_goals
 import gpu_tables
 from flashsdk._commands import bench, demo, figures
 from flashsdk._commands.table import markdown_table
@@ -69,7 +70,9 @@ def fenced(text: str) -> str:
 SECTIONS = {
     "demo": demo_section,
     "bench": bench_section,
-    "gpu_bench": gpu_tables.bench_section,
+    "gpu_bench": lambda name, record: gpu_tables.bench_section(
+        name, record, gpu_goals.table(record)
+    ),
     "gpu_tests": lambda _, record: gpu_tables.tests_section(record),
 }
 
