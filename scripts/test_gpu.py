@@ -141,19 +141,16 @@ def machine_code(m: Machine) -> Part:
         if k["features"].startswith("none")
         and int(k["loop_local"]) > 0.01 * int(k["loop_instructions"])
     ]
-    missing = ["no kernels of sm90"] if m.arch == "90a-real" and not sm90 else []
-    ok = not (missing or without or spilling)
-    part: Part = {"ok": ok, "seconds": round(seconds)}
+    wrong = ["no kernels of sm90"] if m.arch == "90a-real" and not sm90 else []
+    wrong += [f"no wgmma in the main loop: {name}" for name in without]
+    wrong += [f"spills in the main loop: {name}" for name in spilling]
+    part: Part = {"ok": not wrong, "seconds": round(seconds)}
     part |= {"kernels": len(kernels), "sm90": len(sm90), "sm90_without_wgmma": len(without)}
     part["local_in_main_loops"] = {
         name: sum(k["loop_local"] != "0" for k in kernels if k["backend"] == name)
         for name in ("sm80", "sm90")
     }
-    if not part["ok"]:
-        missing += [f"no wgmma in the main loop: {name}" for name in without]
-        missing += [f"spills in the main loop: {name}" for name in spilling]
-        part["why"] = "\n".join(missing)
-    return part
+    return part | ({"why": "\n".join(wrong)} if wrong else {})
 
 
 def called(kernel: dict[str, str]) -> str:

@@ -87,11 +87,17 @@ touched 2 kernels
 """
 
 
+def loaded(path):
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where its dataclasses look for their types
+    spec.loader.exec_module(module)
+    return module
+
+
 def gpu_script():
-    spec = importlib.util.spec_from_file_location("gpu_script", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+    return loaded(SCRIPT)
 
 
 def sanitizer(folder, version=(0, "Version 2026.4.0"), families=(0, FAMILIES)):
@@ -206,12 +212,7 @@ def test_soak_that_launched_nothing():
 
 @pytest.fixture(scope="module")
 def machine_code():
-    path = ROOT / "tests" / "cpp" / "gpu" / "machine_code.py"
-    spec = importlib.util.spec_from_file_location("machine_code", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["machine_code"] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "tests" / "cpp" / "gpu" / "machine_code.py")
 
 
 def test_every_set_of_features_has_a_name(machine_code):
@@ -300,13 +301,13 @@ def test_jumps_of_other_kinds(machine_code):
     found = machine_code.counted(code)
     assert found["loop_instructions"] == 7 and found["loop_hmma"] == 1
     assert found["local"] == 3 and found["loop_local"] == 1
-    assert len(code.reached()) == len(code.blocks) - 1
+    assert len(code.order) == len(code.blocks) - 1
     unread = OTHER_JUMPS.replace("LDL R4, [R1]", "HMMA.16816.F32 R24, R8, R4, R24")
     with pytest.raises(ValueError, match=r"^tensor cores at 0xb0, which no jump"):
         machine_code.counted(machine_code.Code(read(unread)))
 
 
-def test_the_record_counts_the_kernels_of_its_table(machine_code):
+def test_the_record_counts_the_kernels_of_its_table():
     record = json.loads((ROOT / gpu_record.TESTS).read_text())["steps"]["machine_code"]
     with (ROOT / "benchmarks" / "results" / "gpu_kernels.csv").open() as file:
         kernels = list(csv.DictReader(file))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import itertools
 import os
 import re
@@ -61,8 +62,7 @@ def described(name: str) -> dict[str, str]:
         if backend == "sm90" and (head_dim_v := numbers.pop(0)) != head_dim:
             head_dim += f"x{head_dim_v}"
         m, n, *rest = numbers
-    found = re.search(r"FeaturesE(\d+)E", name)
-    features = FEATURES[int(found[1])] if found else "none"
+    features = FEATURES[int(re.findall(r"FeaturesE(\d+)E", name)[0])]
     if backend == "sm90" and re.search(r"FeaturesE\d+ELb1E", name):
         features += " packed"  # the backward has kernels of its own for packed sequences
     return {
@@ -134,6 +134,7 @@ class Code:
                 follow.append(end)
             self.next.append(sorted({block[i] for i in follow}))
 
+    @functools.cached_property
     def order(self) -> list[int]:
         """The blocks that are reached, each before those that follow it but for loops."""
         order: list[int] = []
@@ -150,12 +151,9 @@ class Code:
                 stack.append((step, iter(self.next[step])))
         return order[::-1]
 
-    def reached(self) -> set[int]:
-        return set(self.order())
-
     def loops(self) -> list[set[int]]:
         """The blocks of each, those of one header together."""
-        order = self.order()
+        order = self.order
         place = {n: i for i, n in enumerate(order)}
         before: dict[int, list[int]] = {n: [] for n in order}
         for n in order:
@@ -230,7 +228,7 @@ def counted(code: Code) -> dict[str, int]:
     loop, which would be wrong if it held instructions of the tensor cores.
     """
     main = code.main_loops()
-    if unseen := set(code.blocks_with(TENSOR_CORES)) - code.reached():
+    if unseen := set(code.blocks_with(TENSOR_CORES)) - set(code.order):
         places = ", ".join(hex(code.instructions[code.blocks[n][0]].address) for n in unseen)
         raise ValueError(f"tensor cores at {places}, which no jump that can be read leads to")
     found = {name: code.blocks_with(kinds) for name, kinds in COUNTED.items()}
