@@ -95,9 +95,7 @@ def grown(p: Problem, rng: np.random.Generator) -> Problem:
     factors = [n * int(rng.choice(FACTORS)) for n in least]
 
     def too_large() -> bool:
-        rows = [p.batch * n * factor for n, factor in zip(p.max_seqlen, factors)]
-        vectors = max(rows[0] * p.num_heads, rows[1] * p.num_heads_kv)
-        numbers = vectors * max(p.head_dim, p.head_dim_v)
+        numbers = vectors(p, *factors) * max(p.head_dim, p.head_dim_v)
         return math.prod(factors) > most or numbers > POOL // 2  # and rows behind the last sequence
 
     while too_large() and factors != least:
@@ -132,16 +130,21 @@ def grown(p: Problem, rng: np.random.Generator) -> Problem:
     return replace(p, lengths_q=lengths_q, lengths_k=lengths_k, slack=slack, mask=mask)
 
 
+def vectors(p: Problem, factor_q: int = 1, factor_k: int = 1) -> int:
+    """Rows of all heads of q or of k, whichever are more, with lengths so many times as large."""
+    longest_q, longest_k = p.max_seqlen
+    of_q, of_k = longest_q * factor_q * p.num_heads, longest_k * factor_k * p.num_heads_kv
+    return p.batch * max(of_q, of_k)
+
+
 def crowded(p: Problem) -> Problem:
     """Its sequences many times over, each with numbers of its own."""
     if isinstance(p.mask, Blocks) and p.mask.full.shape[0] > 1:  # the grid says how many there are
         return p
-    rows = [p.batch * n for n in p.max_seqlen]
-    vectors = max(rows[0] * p.num_heads, rows[1] * p.num_heads_kv)
     times = min(
         HEADS // (p.batch * p.num_heads),
         MOST // max(1, p.batch * p.num_heads * math.prod(p.max_seqlen)),
-        POOL // 2 // max(1, vectors * (max(p.head_dim, p.head_dim_v) + LARGEST_GAP)),
+        POOL // 2 // max(1, vectors(p) * (max(p.head_dim, p.head_dim_v) + LARGEST_GAP)),
     )
     times = max(1, times)
     return replace(p, lengths_q=p.lengths_q * times, lengths_k=p.lengths_k * times)

@@ -55,10 +55,12 @@ def _sum_of_equals(terms: int) -> float:
     return _sum_error(terms) + U32 * min(terms, 512) / 2
 
 
-def _dot_error(a: Float64, b: Float64, xp: Any) -> Float64:
+def _dot_error(a: Float64, b: Float64, xp: Any, cut_off: float = 0.0) -> Float64:
     """Largest errors (m, n) of the float32 dot products of rows a (m, d) and b (n, d)."""
     b = transposed(b)
-    return _walk_error(a @ b, a**2 @ b**2, abs(a) @ abs(b), a.shape[-1], xp)
+    total, terms = a @ b, a.shape[-1]
+    error = _walk_error(total, a**2 @ b**2, abs(a) @ abs(b), terms, xp)
+    return error + cut_off * U32 * terms * abs(total) if cut_off else error
 
 
 def _walk_error(
@@ -117,10 +119,11 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
     # Score: the dot product, then a few operations on the result.
     size = xp.where(xp.isfinite(m.score), abs(m.score), 0)
     e_operations = 4 * U32 * size
-    e_dot = _dot_error(q, k, xp)
-    if cut := CUT_OFF[dtype] * U32 * q.shape[-1]:
-        e_dot = e_dot + cut * abs(q @ transposed(k))
-    e_score = scale * e_dot * m.slope + e_operations + 8 * U32 * head.f.softcap
+    e_score = (
+        scale * _dot_error(q, k, xp, CUT_OFF[dtype]) * m.slope
+        + e_operations
+        + 8 * U32 * head.f.softcap
+    )
     e_score += 2 * U32 * abs(head.alibi_slope) * (seqlen_q + seqlen_k)
     e_scores = (m.p * e_score).sum(-1)[..., None]  # what they do to the sum of a row
     e_sum = _sum_of_equals(seqlen_k)  # of taking that sum
