@@ -309,7 +309,9 @@ def tests_section(record: Record) -> str:
         return {"passed": 0, "failed": 0, "skipped": 0, **steps.get(key, {})}
 
     build = of("build")
-    text = f"for {build.get('arch')} in {build.get('seconds')} s on {build.get('jobs')} cores"
+    text = f"for {build.get('arch')}"
+    if "seconds" in build:  # a build of everything
+        text += f" in {build['seconds']} s on {build['jobs']} cores"
     row("build", "build", text)
     row("machine code", "machine_code", machine_code_text(of("machine_code")))
     for name in ("ctest", "pytest"):
