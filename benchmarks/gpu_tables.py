@@ -360,7 +360,7 @@ def soak_text(soak: Record) -> str:
     text += f" on sm90 in {soak.get('seconds')} s, {soak.get('repeated')} of them for equal bits"
     for pair, shares in soak.get("shares", {}).items():
         if pair.startswith("sm90 from "):
-            parts = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
+            parts = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
             other = pair.removeprefix("sm90 from ")
             text += f"; largest error beside {other} as a part of what is allowed: {parts}"
     return text

@@ -13,7 +13,7 @@ install(DIRECTORY cpp/include/flashsdk ${PROJECT_BINARY_DIR}/generated/include/f
 install(DIRECTORY cpp/kernels/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/flashsdk/kernels
   COMPONENT development FILES_MATCHING PATTERN "*.h" PATTERN "instantiate" EXCLUDE)
 
-install(FILES docs/semantics.md DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT development)
+install(FILES docs/semantics.md docs/numerics.md LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT development)
 
 configure_package_config_file(cmake/flashsdkConfig.cmake.in ${PROJECT_BINARY_DIR}/flashsdkConfig.cmake
   INSTALL_DESTINATION ${package_dir})

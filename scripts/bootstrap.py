@@ -6,7 +6,7 @@ The packages of a group are read from pyproject.toml, the only place that lists 
 system's Python with nothing but the standard library. Missing Debian packages are installed when
 this runs as root, and asked for by name otherwise.
 
-Environment: TORCH_SPEC (default torch==2.13.0; empty = none), VENV (default .venv).
+Environment: TORCH_SPEC (default torch==2.13.0; empty = none).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / os.environ.get("VENV", ".venv")
+VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 TORCH_SPEC = os.environ.get("TORCH_SPEC", "torch==2.13.0")
 PROBE = "int main() { return 0; }\n"

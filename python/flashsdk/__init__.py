@@ -46,9 +46,9 @@ def kernels() -> list[dict[str, Any]]:
 
     Keys: name, op ("fwd", "bwd"), backend ("cpu", "sm80", "sm90"), arch (instruction set or GPU
     architecture), dtype, head_dim (the largest it takes), mask ("dense", "band", "block_sparse"),
-    score_features (bias, ALiBi, softcap and dropout compiled in), splits_keys (of few queries,
-    among thread blocks of a GPU), tile_m, tile_n (queries, keys),
-    available (whether this machine runs it).
+    score_features (some of bias, ALiBi, softcap and dropout compiled in, on a CPU all: ``explain``
+    says whether a call gets the kernel), splits_keys (of few queries, among thread blocks of a
+    GPU), tile_m, tile_n (queries, keys), available (whether this machine runs it).
     """
     return _bindings.kernels()
 

@@ -16,7 +16,7 @@ struct KernelInfo {
   std::string dtype;
   int head_dim;         // largest head_dim and head_dim_v it takes
   std::string mask;     // "dense", "band", "block_sparse"
-  bool score_features;  // bias, ALiBi, softcap, dropout
+  bool score_features;  // some of bias, ALiBi, softcap, dropout; on a CPU all
   bool splits_keys;     // of few queries, among thread blocks of a GPU
   int tile_m, tile_n;   // queries x keys
   bool available;       // this machine can run it

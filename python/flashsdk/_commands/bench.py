@@ -42,7 +42,7 @@ def cpu_notes(record: Record) -> list[str]:
     if of:
         lines.append(f"goals in parentheses: {of - missed} of {of} reached, ✗ marks the others")
     if left_out := bench_cpu_tables.left_out(record):
-        lines.append(f"PyTorch ratios were stated for AMD Zen 5; not applied here: {left_out}")
+        lines.append(f"goals beside PyTorch, for AMD's AVX-512 alone, not applied here: {left_out}")
     return lines
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +318,7 @@ def describe(data: dict[str, Any]) -> str:
     ]
     parts = sorted({r["measured_part"] for r in data["rows"]} - {1})
     if parts:
-        of = " and ".join(f"1/{round(1 / part)}" for part in parts)
+        of = " and ".join(str(Fraction(part).limit_denominator(64)) for part in parts)
         lines.append(
             f"* standard attention measured on {of} of the heads and query rows, scaled up"
         )
