@@ -3,12 +3,12 @@
     python3 benchmarks/gpu_bounds.py [--out benchmarks/results/gpu_bounds.csv]
                                      [--cells fwd:128:none:4096 bwd:256:causal:512]
 
-Of each cell ours and cuDNN's, in turns: TFLOP/s, and the medians of nvidia-smi's clock and power
-while it runs. Once on random numbers and once on zeros, for which the instructions are the same and
-fewer bits switch: what is faster on zeros is bound by what that costs, not by its instructions.
-`visited` is the part of the scores in tiles of which the mask leaves something, `of_peak` what the
-products of these take of what the tensor cores do at that clock (4096 operations a cycle and
-multiprocessor).
+Of each cell ours and cuDNN's, in turns: TFLOP/s, the medians of nvidia-smi's clock and power while
+it runs, and what nvidia-smi says lowers the clock, with its share of the time. Once on random
+numbers and once on zeros, for which the instructions are the same and fewer bits switch: what is
+faster on zeros is bound by what that costs, not by its instructions. `visited` is the part of the
+scores in tiles of which the mask leaves something, `of_peak` what the products of these take of
+what the tensor cores do at that clock (4096 operations a cycle and multiprocessor).
 
 Of a backward also each of our kernels by itself, from PyTorch's profiler, with the bytes that a
 pass has to move beside those of a copy in the same run.
@@ -37,15 +37,17 @@ from gpu_calls import TOKENS, WIDTH, backends, flops, median_ms, ours, peer, ten
 
 PER_CYCLE = 4096  # operations of a Hopper multiprocessor's tensor cores, 16-bit
 CELLS = ["fwd:128:none:4096", "fwd:128:none:16384", "bwd:128:none:16384", "bwd:256:causal:512"]
+# Bits of clocks_event_reasons.active: nvmlClocksEventReasons in NVML's reference.
+REASONS = {0x4: "power limit", 0x8: "hardware slowdown", 0x20: "temperature", 0x80: "power brake"}
 Row = dict[str, Any]
 
 
 class Meter:
-    """nvidia-smi's SM clock (MHz) and power (W), every 20 ms while the block runs."""
+    """nvidia-smi's SM clock (MHz), power (W) and REASONS, every 20 ms while the block runs."""
 
     def __enter__(self) -> Meter:
-        self.samples: list[tuple[float, float]] = []
-        query = "--query-gpu=clocks.sm,power.draw.instant"
+        self.samples: list[tuple[float, float, int]] = []
+        query = "--query-gpu=clocks.sm,power.draw.instant,clocks_event_reasons.active"
         command = [*nvidia_smi(query), "-lms", "20"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.reader = threading.Thread(target=self._read)
@@ -55,22 +57,26 @@ class Meter:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            found = re.fullmatch(r"\s*([\d.]+), ([\d.]+)\s*", line)
+            found = re.fullmatch(r"\s*([\d.]+), ([\d.]+), 0x([\dA-Fa-f]+)\s*", line)
             if found:
-                self.samples.append((float(found[1]), float(found[2])))
+                self.samples.append((float(found[1]), float(found[2]), int(found[3], 16)))
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.reader.join()
         self.process.communicate()
 
-    def medians(self) -> tuple[float, float]:
-        """Of the second half, when clock and power have settled."""
+    def settled(self) -> dict[str, float]:
+        """Of the second half: medians of clock and power, and each reason's share of the time."""
         settled = self.samples[len(self.samples) // 2 :]
         if not settled:
             sys.exit("gpu_bounds: nvidia-smi says nothing of clock and power")
-        mhz, watts = zip(*settled, strict=True)
-        return statistics.median(mhz), statistics.median(watts)
+        mhz, watts, reasons = zip(*settled, strict=True)
+        shares = {
+            name: sum(bool(now & bit) for now in reasons) / len(reasons)
+            for bit, name in REASONS.items()
+        }
+        return {"mhz": statistics.median(mhz), "watts": statistics.median(watts), **shares}
 
 
 def nvidia_smi(query: str) -> list[str]:
@@ -83,8 +89,8 @@ def power_limit() -> float:
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def sustained(run: Callable[[], object], seconds: float) -> tuple[float, float, float]:
-    """Milliseconds of a call, MHz and W while it is all that runs."""
+def sustained(run: Callable[[], object], seconds: float) -> dict[str, float]:
+    """Milliseconds of a call, and what the meter says while it is all that runs."""
     ms = median_ms({"": run})[""]
     calls = max(1, round(50 / ms))
     times = []
@@ -92,7 +98,7 @@ def sustained(run: Callable[[], object], seconds: float) -> tuple[float, float, 
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             times.append(median_ms({"": run}, budget_ms=5 * ms * calls)[""])
-    return statistics.median(times[len(times) // 2 :]), *meter.medians()
+    return {"ms": statistics.median(times[len(times) // 2 :]), **meter.settled()}
 
 
 def visited(tile: tuple[int, int], causal: bool, seqlen: int) -> float:
@@ -116,7 +122,7 @@ def bound(op: Any, dim: int, causal: bool, seqlen: int, seconds: float, rounds: 
         runs["cudnn", data] = peer(inputs, "cudnn", causal)[op, "cudnn"]
     why = fs.explain(*x[:3], op=op, mask=mask, backend=backend)
     share = visited(why.tile, causal, seqlen)
-    seen: dict[Any, list[tuple[float, float, float]]] = {key: [] for key in runs}
+    seen: dict[Any, list[dict[str, float]]] = {key: [] for key in runs}
     for _ in range(rounds):
         for key, run in runs.items():
             seen[key].append(sustained(run, seconds))
@@ -126,10 +132,13 @@ def bound(op: Any, dim: int, causal: bool, seqlen: int, seconds: float, rounds: 
     cell = {"op": op, "head_dim": dim, "mask": "causal" if causal else "none", "seqlen": seqlen}
     rows = []
     for (name, data), times in seen.items():
-        ms, mhz, watts = (statistics.median(t) for t in zip(*times, strict=True))
+        found = {what: statistics.median(t[what] for t in times) for what in times[0]}
+        ms, mhz = found["ms"], found["mhz"]
         row = {**cell, "name": name, "data": data, "part": "call", "ms": round(ms, 4)}
         row |= {"tflops": round(products * (0.5 if causal else 1) / ms / 1e9, 1)}
-        row |= {"mhz": mhz, "watts": watts, "limit_watts": limit}
+        row |= {"mhz": mhz, "watts": found["watts"], "limit_watts": limit}
+        shares = {reason: found[reason] for reason in REASONS.values() if found[reason]}
+        row |= {"lowered_by": ", ".join(f"{reason} {x:.0%}" for reason, x in shares.items())}
         if name == backend:
             row |= {"kernel": why.kernel, "visited": round(share, 4)}
             row |= {"of_peak": round(products * share / ms * 1e3 / (cycles * mhz), 4)}
