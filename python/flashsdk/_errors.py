@@ -31,10 +31,24 @@ def shown(value: object) -> str:
     The extension asks here too; the library's own ``shown`` does the same for what it is given.
     """
     try:
-        text = " ".join(repr(value).split())
+        text = in_short(repr(value))
     except Exception:  # of the caller's type
-        text = f"a {type(value).__name__}"
+        text = ""
+    return text or in_short(f"a {type(value).__name__}")
+
+
+def in_short(text: str) -> str:
+    """``text`` on one line, without what cannot be printed, of at most 80 characters."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return text if len(text) <= 80 else text[:79] + "…"
+
+
+def has(value: object, attribute: str) -> bool:
+    """Whether it has one that is not None; whatever else asking for it raises, it has not."""
+    try:
+        return getattr(value, attribute, None) is not None
+    except Exception:  # of the caller's type
+        return False
 
 
 def integer(

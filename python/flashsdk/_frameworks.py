@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import _bindings
-from ._errors import Error
+from ._errors import Error, has
 
 Shape = tuple[int, ...]
 
@@ -45,6 +45,9 @@ class Framework(Protocol):
 
     def to_device(self, array: Any, like: Any) -> Any:
         """A NumPy array copied to the GPU of ``like``."""
+
+    def lasting(self, array: Any) -> bool:
+        """Whether what ``to_device`` gave may be kept for later calls."""
 
     def stream(self, like: Any) -> int:
         """Address of the current CUDA stream on the GPU of ``like``."""
@@ -85,6 +88,9 @@ class _NumPy:
     def to_device(self, array: Any, like: Any) -> Any:
         return array
 
+    def lasting(self, array: Any) -> bool:
+        return True
+
     def stream(self, like: Any) -> int:
         return 0  # the default one
 
@@ -102,6 +108,7 @@ class _Torch(_NumPy):
         self.new_like, self.row_major = torch.empty_like, torch.contiguous_format
         self.tensor, self.is_grad_enabled = torch.Tensor, torch.is_grad_enabled
         self.increment_version = torch.autograd.graph.increment_version
+        self.is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
     def empty(self, like: Any, shape: Shape) -> Any:
         return self.new(shape, dtype=like.dtype, device=like.device)
@@ -134,6 +141,10 @@ class _Torch(_NumPy):
 
     def to_device(self, array: Any, like: Any) -> Any:
         return self.from_numpy(array.copy()).to(like.device)
+
+    def lasting(self, array: Any) -> bool:
+        # Neither a fake one nor one of a transform of torch.func, which ends with it.
+        return type(array) is self.tensor and not self.is_wrapped(array)
 
     def stream(self, like: Any) -> int:
         return int(self.cuda.current_stream(like.device).cuda_stream)
@@ -190,7 +201,9 @@ class _Jax(_NumPy):
         return sys.modules["jax"].device_put(array, self.device(like))
 
     def stream(self, like: Any) -> int:
-        return int(self.device(like).get_stream_for_external_ready_events())
+        device = self.device(like)
+        # Of an array on the host, beside another on a GPU: which is for the library to refuse.
+        return 0 if device is None else int(device.get_stream_for_external_ready_events())
 
 
 class _JaxMemory:
@@ -287,14 +300,14 @@ def of(array: Any) -> Framework:
 def _find(array: Any) -> Framework:
     if isinstance(array, np.ndarray):
         return _NumPy()
-    packages = {base.__module__.partition(".")[0] for base in type(array).__mro__}
+    packages = {str(base.__module__).partition(".")[0] for base in type(array).__mro__}
     if "torch" in packages and isinstance(array, sys.modules["torch"].Tensor):
         return _Torch()
     if packages & {"jax", "jaxlib"}:
         return _Jax()
     if "cupy" in packages:
         return _Cupy()
-    if hasattr(array, "__array_namespace__"):
+    if has(array, "__array_namespace__"):
         return _ArrayApi()
     return _Unknown()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
-from . import _torch_flops, ops
+from . import _frameworks, _torch_flops, ops
 from ._block_lists import INT32_MAX, LISTS, Csr
 from ._errors import Error, integer, shown
 from ._torch_checks import (
@@ -113,16 +113,16 @@ def _blocks(mask: Mask | None, like: Tensor | None) -> Tensor | None:
     """All lists of a layout in one tensor; a GPU gets them once for each mask."""
     if not isinstance(mask, BlockMask):
         return None
-    blocks = torch.from_numpy(mask._flat)
     if like is None or not like.is_cuda:
-        return blocks
+        return torch.from_numpy(mask._flat)
     if torch.compiler.is_compiling():
-        return blocks.to(like.device)
+        return torch.from_numpy(mask._flat).to(like.device)
     copies: dict[torch.device, Tensor] = mask.__dict__.setdefault("_blocks_on_gpu", {})
     if like.device in copies:
         return copies[like.device]
-    copy = blocks.to(like.device)
-    if type(copy) is Tensor:  # a fake one is nothing to keep
+    with torch.inference_mode(False):  # training may come later, and cannot save those of inference
+        copy = torch.from_numpy(mask._flat).to(like.device)
+    if _frameworks.of(copy).lasting(copy):
         copies[like.device] = copy
     return copy
 
@@ -252,6 +252,7 @@ def _operator(
     name = schema.partition("(")[0]
     operator = getattr(torch.ops.flashsdk, name).default
     names = [argument.name for argument in operator._schema.arguments]
+    constants = [names.index(name) for name in ("bias", "alibi_slopes")]
 
     def below(keys: Any, *inputs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -276,6 +277,10 @@ def _operator(
         if forward_ad._current_level >= 0:
             for argument, x in zip(names, inputs, strict=True):
                 no_tangent(argument, x)
+        # Again: what vmap and functionalize wrap says that it requires none until it comes here.
+        for i in constants:
+            if inputs[i] is not None:
+                check_constant(names[i], inputs[i])
         if not recorded(x for x in inputs if isinstance(x, Tensor)):
             return below(keys, *inputs)
         # Not Function.apply, which goes through the transforms of torch.func: the dispatcher does

@@ -46,7 +46,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from . import _bindings, _frameworks
-from ._errors import Error, shown
+from ._errors import Error, has, shown
 from .masks import Band, BlockMask, Dense, Mask, no_mask
 
 __all__ = [
@@ -337,7 +337,7 @@ def _forward(
 def _check_shapes(**arrays: Any) -> None:
     """Of arrays that results are made like: what has __dlpack__ alone has none."""
     for name, x in arrays.items():
-        if not hasattr(x, "shape"):
+        if not has(x, "shape"):
             raise Error(f"{name}: {shown(x)}; an array with a shape, or results to write to")
 
 
@@ -387,6 +387,9 @@ def _lists(mask: BlockMask, q: Any) -> tuple[Any, ...]:
         return mask._arrays
     key = type(framework), device
     copies: dict[Any, tuple[Any, ...]] = mask.__dict__.setdefault("_on_gpu", {})
-    if key not in copies:
-        copies[key] = tuple(framework.to_device(array, q) for array in mask._arrays)
-    return copies[key]
+    if key in copies:
+        return copies[key]
+    placed = tuple(framework.to_device(array, q) for array in mask._arrays)
+    if all(map(framework.lasting, placed)):
+        copies[key] = placed
+    return placed

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import reference
 from cases import CPU_DTYPES, assert_same_bits, both, normal, qkv
+from flashsdk import _frameworks, ops
 
 
 def address(x) -> int:
@@ -515,3 +516,50 @@ def test_results_outlive_their_inputs():
     np.full((4, 300, 300, 64), np.nan)
     assert_same_bits((out, lse, *grads), copies)
     assert np.abs(out[:, :5] - exact).max() < 2e-6
+
+
+class Placed(np.ndarray):
+    """An array that claims to be on a GPU."""
+
+
+def test_only_what_lasts_is_kept_of_a_layout_on_a_gpu(monkeypatch):
+    """Copies that a transform or a fake made would spoil the mask for all later calls."""
+    made = []
+
+    class Framework(type(_frameworks.of(np.zeros(1)))):
+        lasts = False
+
+        def device(self, like):
+            return 0
+
+        def to_device(self, array, like):
+            made.append(array)
+            return array
+
+        def lasting(self, array):
+            return self.lasts
+
+    monkeypatch.setitem(_frameworks._known, Placed, framework := Framework())
+    q = np.zeros((1, 64, 1, 16), np.float32).view(Placed)
+    mask = fs.layouts.causal(64, 64, 16)
+    calls = [ops._mask(mask, q) for framework.lasts in (False, True, True)]
+    assert calls[0] == calls[1] == calls[2]
+    assert len(made) == 16, "copied by each call until the copies last"
+
+
+def test_what_lasts_in_torch():
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    found = []
+
+    def look(x):
+        found.append(_frameworks.of(x).lasting(x))
+        return x.sum()
+
+    look(torch.zeros(2))
+    for transform in (torch.func.grad, torch.func.vmap, torch.func.functionalize):
+        transform(look)(torch.zeros(2))
+    with FakeTensorMode() as mode:
+        look(mode.from_tensor(torch.zeros(2)))
+    assert found == [True, False, False, False, False]

@@ -497,6 +497,41 @@ def test_adapter_draws_seeds_without_waiting(backend):
     assert torch.equal(a, b) and not torch.equal(a, c)
 
 
+def test_layouts_outlive_calls_that_failed(backend):
+    """What a transform or a fake tensor left behind is not taken for a layout's lists."""
+    from flashsdk.torch import attention
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = qkv(seqlen=256)[:3]
+
+    def transformed(mask):
+        torch.func.grad(lambda q: fs.mha_fwd(q, *x[1:], mask=mask)[0].sum())(x[0].float())
+
+    def faked(mask):
+        with FakeTensorMode() as mode:
+            fs.mha_fwd(*map(mode.from_tensor, x), mask=mask)
+
+    for fails in (transformed, faked):
+        mask = fs.layouts.bigbird(256, 256, 128)
+        with pytest.raises(fs.Error):
+            fails(mask)
+        out, _ = fs.mha_fwd(*x, mask=mask, backend=backend)
+        assert torch.equal(attention(*x, mask=mask, backend=backend), out)
+
+
+def test_layouts_may_be_trained_with_after_inference(backend):
+    from flashsdk.torch import attention
+
+    q, k, v, _ = qkv(seqlen=256)
+    mask = fs.layouts.bigbird(256, 256, 128)
+    with torch.inference_mode(), torch.profiler.profile():  # through the operator
+        want = attention(q, k, v, mask=mask, backend=backend)
+    with torch.profiler.profile():
+        got = attention(q.requires_grad_(), k, v, mask=mask, backend=backend)
+        got.sum().backward()
+    assert torch.equal(got, want) and q.grad is not None
+
+
 def test_adapter_layouts_do_not_wait(backend):
     """A layout's lists go to the GPU once, and are not read back."""
     from flashsdk.torch import attention

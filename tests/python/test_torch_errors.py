@@ -163,6 +163,30 @@ def test_numbers_that_require_gradients(argument):
         refused("scaled_dot_product_attention", match, "unsupported", scale=value)
 
 
+WRAPPED = {
+    "vmap": lambda f, q, x: torch.func.vmap(f)(q, x),
+    "vmap in grad": lambda f, q, x: torch.func.grad(lambda x: torch.func.vmap(f)(q, x).sum())(x),
+    "functionalize": lambda f, q, x: torch.func.functionalize(f)(q[0], x[0]),
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
+@pytest.mark.parametrize("argument", ["bias", "alibi_slopes"])
+def test_no_gradient_of_what_a_transform_wraps(argument, wrapped):
+    """Inside of it such a tensor says that it requires none."""
+    q = torch.randn(2, BATCH, SEQLEN, HEADS, DIM)
+    shape = (HEADS,) if argument == "alibi_slopes" else (1, 1, SEQLEN, SEQLEN)
+    constant = torch.rand(2, *shape)
+
+    def function(q, x):
+        return adapter.attention(q, q, q, **{argument: x})
+
+    wrapped(function, q, constant) if wrapped is not WRAPPED["vmap in grad"] else None
+    with pytest.raises(fs.Error, match=f"^{argument}: a tensor that requires a gradient") as caught:
+        wrapped(function, q.clone().requires_grad_(), constant.clone().requires_grad_())
+    assert caught.value.code == "unsupported"
+
+
 # ---- forward-mode differentiation
 
 
