@@ -4,6 +4,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -15,8 +16,8 @@ namespace flashsdk {
 [[noreturn]] void fail(const std::string& argument, const std::string& given, const std::string& allowed,
                        ErrorCode code = ErrorCode::kInvalidArgument);
 
-// What a caller wrote, for a message: on one line, of at most 80 bytes. flashsdk._errors.shown is the same in Python.
-std::string shown(std::string text);
+// What a caller wrote, for a message: on one line, of at most so many bytes. flashsdk._errors.shown is it in Python.
+std::string shown(std::string text, std::size_t longest = 80);
 
 // A dimension as messages name it, and the extent it must have.
 struct Dim {

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "check.h"
+
 namespace flashsdk::python {
 namespace {
 
@@ -39,7 +41,7 @@ struct DlManagedTensorVersioned {
   std::uint64_t flags;
   DlTensor tensor;
 };
-constexpr std::uint64_t kDlReadOnly = 1;
+constexpr std::uint64_t kDlReadOnly = 1, kDlCopied = 2;
 struct DlExchangeApi {
   DlVersion version;
   void* previous;
@@ -92,9 +94,15 @@ TensorView check_rank(const char* name, const TensorView& t) {
   return t;
 }
 
+// What a caller's type raised means "no" here, but for Ctrl-C and the like.
+void forget_exception() {
+  if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(PyExc_Exception) == 0) throw nb::python_error();
+  PyErr_Clear();
+}
+
 nb::object attribute(nb::handle object, const char* name) {
   nb::object value = nb::steal(PyObject_GetAttrString(object.ptr(), name));
-  if (!value.is_valid()) PyErr_Clear();
+  if (!value.is_valid()) forget_exception();
   return value;
 }
 
@@ -110,7 +118,7 @@ bool is_masked(nb::handle type) {
 bool is_negative_view(nb::handle array) {
   static PyObject* const name = PyUnicode_InternFromString("is_neg");
   const nb::object answer = nb::steal(PyObject_CallMethodObjArgs(array.ptr(), name, nullptr));
-  if (!answer.is_valid()) PyErr_Clear();
+  if (!answer.is_valid()) forget_exception();
   return answer.ptr() == Py_True;
 }
 
@@ -162,7 +170,7 @@ DType dtype_of(ArrayImporter::Role role, nb::handle array, const ArrayStruct& a)
   // NumPy calls the bfloat16 of the package ml_dtypes void, and spelling a dtype out costs microseconds.
   static std::atomic<PyObject*> bfloat16{nullptr};  // owned
   if (a.typekind == 'V' && dtype.ptr() == bfloat16.load(std::memory_order_relaxed)) return DType::kBFloat16;
-  const std::string given = nb::str(dtype).c_str();
+  const std::string given = text_of(dtype);
   if (a.typekind == 'V' && given == "bfloat16") {
     Py_INCREF(dtype.ptr());
     bfloat16.store(dtype.ptr(), std::memory_order_relaxed);
@@ -179,7 +187,7 @@ bool on_gpu(nb::handle array) {
   const nb::object device = nb::steal(PyObject_CallNoArgs(method.ptr()));
   const nb::object type = device.is_valid() ? nb::steal(PySequence_GetItem(device.ptr(), 0)) : nb::object();
   const long number = type.is_valid() ? PyLong_AsLong(type.ptr()) : -1;
-  PyErr_Clear();
+  forget_exception();
   constexpr long kCuda = 2, kCudaManaged = 13;  // DLPack's, which device_from_dlpack() takes for the same
   return number == kCuda || number == kCudaManaged;
 }
@@ -198,11 +206,23 @@ bool ArrayImporter::tells_stream(nb::handle array) {
   return protocol_of(Py_TYPE(array.ptr())).current_stream != nullptr;
 }
 
-std::string class_name(nb::handle object) { return nb::inst_name(object).c_str(); }
+std::string text_of(nb::handle object) {
+  nb::object text = nb::steal(PyObject_Str(object.ptr()));
+  if (!text.is_valid()) {
+    forget_exception();
+    return "(its text cannot be had)";
+  }
+  // A str may hold what is no character, and UTF-8 cannot say.
+  const nb::object bytes = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+  if (!bytes.is_valid()) throw nb::python_error();
+  const std::string all(PyBytes_AS_STRING(bytes.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(bytes.ptr())));
+  return shown(all.substr(0, all.find('\n')), 200);
+}
+
+std::string class_name(nb::handle object) { return text_of(nb::inst_name(object)); }
 
 std::string describe(const nb::python_error& error) {
-  const std::string text = nb::str(error.value()).c_str();
-  return class_name(error.value()) + ": " + text.substr(0, text.find('\n'));
+  return class_name(error.value()) + ": " + text_of(error.value());
 }
 
 const nb::object& ArrayImporter::keep(nb::object capsule) {
@@ -281,6 +301,8 @@ TensorView ArrayImporter::from_dlpack(Role role, nb::handle array, Access access
     if (managed->version.major != 1)
       fail(role.name, "DLPack version " + std::to_string(managed->version.major) + "; 1");
     if (access == Access::kWrite && (managed->flags & kDlReadOnly) != 0) fail(role.name, "read-only; a writable array");
+    if (access == Access::kWrite && (managed->flags & kDlCopied) != 0)
+      fail(role.name, "its __dlpack__ lends a copy; an array that lends its own memory");
     tensor = &managed->tensor;
   } else if (PyCapsule_IsValid(capsule.ptr(), "dltensor")) {
     tensor = static_cast<DlTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));  // the first member

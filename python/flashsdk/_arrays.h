@@ -63,6 +63,9 @@ class ArrayImporter {
   int capsules_ = 0;
 };
 
+// str(object) for a message: its first line, in short.
+std::string text_of(nb::handle object);
+
 // "list", as messages name what was given instead of an array.
 std::string class_name(nb::handle object);
 

@@ -56,6 +56,7 @@ float to_float(const char* name, nb::handle value) { return narrowed(name, value
 // dropout_p just below 1 must not round up to it.
 float to_probability(const char* name, nb::handle value) {
   const double x = to_double(name, value, kProbability);
+  if (x < 0.) fail(name, value, kProbability);  // also one that float32 makes 0 of
   const float p = narrowed(name, value, x, kProbability);
   return p == 1.f && x < 1. ? std::nextafter(1.f, 0.f) : p;
 }

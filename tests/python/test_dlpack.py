@@ -204,6 +204,17 @@ def test_read_only_memory():
         fs.mha_fwd(q, k, v, out=Lent(given["out"], flags=1))
 
 
+def test_copies_that_are_lent():
+    """To read they will do; what is written into one is seen by nobody."""
+    q, k, v, _ = qkv((20, 30), 2, 16)
+    want = fs.mha_fwd(q, k, v)
+    given = outputs(q, v)
+    fs.mha_fwd(*(Lent(x, flags=2) for x in (q, k, v)), **given)
+    assert_same_bits(given.values(), want)
+    with pytest.raises(fs.Error, match=r"^out: its __dlpack__ lends a copy; "):
+        fs.mha_fwd(q, k, v, out=Lent(given["out"], flags=2))
+
+
 def test_no_capsule():
     class Liar:
         shape = (1, 2, 3, 4)
@@ -219,39 +230,50 @@ def test_no_capsule():
         fs.mha_fwd(q, Liar(), v)
 
 
-def test_producers_that_fail():
-    """Their own words are in the line."""
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("out of paper\nand ink"), "out of paper"),
+        (RuntimeError("out\0 of \x1b[1mpaper"), r"out  of  \[1mpaper"),
+        (RuntimeError("no character: \ud800"), r"no character: \\ud800"),
+        (RuntimeError("x" * 10_000), "x{100,200}…"),
+        (Unspeakable(), "its text cannot be had"),
+    ],
+)
+def test_producers_that_fail(error, words):
+    """Their own words are in the line, in short."""
 
     class Broken:
         shape = (1, 2, 3, 4)
 
         def __dlpack__(self, **_):
-            raise RuntimeError("out of paper\nand ink")
+            raise error
 
         def __dlpack_device__(self):
             return CPU, 0
 
     q, _, v, _ = qkv((20, 30), 2, 16)
-    with pytest.raises(fs.Error, match=r"^k: .*out of paper.*; ") as caught:
+    with pytest.raises(fs.Error, match=rf"^k: .*{words}.*; ") as caught:
         fs.mha_fwd(q, Broken(), v)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).isprintable()
 
 
-def test_producers_that_are_interrupted():
+@pytest.mark.parametrize("where", ["__dlpack__", "__dlpack_device__", "is_neg"])
+def test_producers_that_are_interrupted(where):
     """Ctrl-C stays what it is."""
 
-    class Interrupted:
-        shape = (1, 2, 3, 4)
+    def interrupted(self, **_):
+        raise KeyboardInterrupt
 
-        def __dlpack__(self, **_):
-            raise KeyboardInterrupt
-
-        def __dlpack_device__(self):
-            return CPU, 0
-
-    q, _, v, _ = qkv((20, 30), 2, 16)
+    kind = type("Interrupted", (Lent,), {where: interrupted})
+    q, k, v, _ = qkv((20, 30), 2, 16)
     with pytest.raises(KeyboardInterrupt):
-        fs.mha_fwd(q, Interrupted(), v)
+        fs.mha_fwd(q, kind(k), v)
 
 
 def test_numpy_fields_of_records():

@@ -321,6 +321,54 @@ def test_no_arrays(bad):
     refused("mha_fwd", batched() | {"bias": bad if bad is not None else 1}, "bias")
 
 
+class Unaskable:
+    """Raises whatever it is asked for."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+class Shapeless:
+    """An array but for its shape."""
+
+    shape = None
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **keywords):
+        return self.array.__dlpack__(**keywords)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_odd_types():
+    """What a caller's type raises does not get through, nor what its name holds."""
+    q, k, v = (batched()[name] for name in "qkv")
+    foreign = type("Foreign", (), {"__module__": 5})
+    for bad in (Unaskable(), type("a\nb", (), {})(), foreign()):
+        for name, call in {
+            "q": lambda x: fs.mha_fwd(x, k, v),
+            "k": lambda x: fs.mha_fwd(q, x, v),
+            "out": lambda x: fs.mha_fwd(q, k, v, out=x),
+            "lse": lambda x: fs.mha_fwd(q, k, v, lse=x),
+        }.items():
+            with pytest.raises(fs.Error, match=f"^{name}: .*; ") as caught:
+                call(bad)
+            assert str(caught.value).isprintable()
+    with pytest.raises(fs.Error, match=r"^q: .*; an array with a shape"):
+        fs.mha_fwd(Shapeless(q), k, v)
+    with pytest.raises(fs.Error, match=r"^v: .*; an array with a shape"):
+        fs.mha_fwd(q, k, Shapeless(v))
+
+
+@pytest.mark.parametrize("bad", [-1e-50, -1e-300, -0.1])
+def test_a_probability_below_zero(bad):
+    """Also one that float32 makes 0 of."""
+    refused("mha_fwd", batched() | {"dropout_p": bad}, "dropout_p", "0 <= dropout_p < 1")
+
+
 @pytest.mark.parametrize("name", ["seed", "offset"])
 @pytest.mark.parametrize("bad", [-1, 2**64, 1.5, "1", True])
 def test_seeds(name, bad):
