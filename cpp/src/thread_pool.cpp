@@ -7,8 +7,8 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 #include "processors.h"
@@ -116,8 +116,8 @@ class ThreadPool {
         pthread_setname_np(worker.native_handle(), "flashsdk");
         worker.detach();
       }
-    } catch (const std::system_error&) {
-      // The machine gives no more threads: those there are do the work.
+    } catch (const std::exception&) {
+      // The machine gives no more threads, or no memory for one: those there are do the work.
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }

@@ -42,7 +42,8 @@ __all__ = [
 
 
 def kernels() -> list[dict[str, Any]]:
-    """Every kernel of this build, in the order in which a call tries them.
+    """Every kernel of this build, in the order in which a call tries them, but that it first tries
+    those that split keys.
 
     Keys: name, op ("fwd", "bwd"), backend ("cpu", "sm80", "sm90"), arch (instruction set or GPU
     architecture), dtype, head_dim (the largest it takes), mask ("dense", "band", "block_sparse"),

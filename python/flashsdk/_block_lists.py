@@ -41,17 +41,19 @@ def amount(name: str, value: object, minimum: int = 0) -> int:
     return integer(name, value, minimum, INT32_MAX)
 
 
-def check_block_size(block_size: BlockSize | tuple[int, ...]) -> tuple[int, int]:
-    """(block_q, block_k) from a pair or from one number; both must be multiples of 16."""
+def check_block_size(
+    block_size: BlockSize | tuple[int, ...], multiple: int = 16
+) -> tuple[int, int]:
+    """(block_q, block_k) from a pair or from one number; both must be multiples of ``multiple``."""
     pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     try:
         if len(pair) == 2:
-            block_q, block_k = (integer("block_size", n, 16, _LARGEST_BLOCK) for n in pair)
-            if block_q % 16 == 0 and block_k % 16 == 0:
+            block_q, block_k = (integer("block_size", n, 1, _LARGEST_BLOCK) for n in pair)
+            if block_q % multiple == 0 and block_k % multiple == 0:
                 return block_q, block_k
     except Error:
         pass
-    allowed = f"one or two positive multiples of 16, at most {_LARGEST_BLOCK}"
+    allowed = f"one or two positive multiples of {multiple}, at most {_LARGEST_BLOCK}"
     raise Error(f"block_size: {shown(block_size)}; {allowed}")
 
 
@@ -109,6 +111,18 @@ def as_int32(name: str, values: ArrayLike) -> Int32s:
     if array.size and not 0 <= array.min() <= array.max() <= INT32_MAX:
         raise Error(f"{name}: {array.min()} to {array.max()}; 0 to {INT32_MAX}")
     return array.astype(np.int32)
+
+
+def as_csr(name: str, lists: object) -> Csr:
+    """The finished lists of a ``BlockMask``, of the right dtype and rank; values are not read."""
+    if not isinstance(lists, tuple) or len(lists) != 2:
+        raise Error(f"{name}: {shown(lists)}; a tuple of offsets and indices")
+    offsets, indices = (as_int32(name, array) for array in lists)
+    if offsets.ndim != 3:
+        raise Error(f"{name}.offsets: shape {offsets.shape}; (batch, num_heads, lines + 1)")
+    if indices.ndim != 1:
+        raise Error(f"{name}.indices: shape {indices.shape}; (blocks,)")
+    return Csr(offsets, indices)
 
 
 def fits(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -90,6 +90,7 @@ class Band:
 
     def shift(self, seqlen_q: int, seqlen_k: int) -> int:
         """The key at which query 0 stands."""
+        seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 0)
         return seqlen_k - seqlen_q if self.alignment == "bottom_right" else 0
 
     @untraced
@@ -122,8 +123,11 @@ class Band:
         """(touched, inside), both bool (block rows, block columns).
 
         A block is touched if the band shows any of its elements and inside if it shows all of
-        them. Blocks at the ends count the elements that exist. Makes no element matrix.
+        them. Blocks at the ends count the elements that exist. Makes no element matrix. Block sizes
+        are any from 1 on.
         """
+        seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 0)
+        block_size = lists.check_block_size(block_size, 1)
         first_query, last_query = lists.block_bounds(seqlen_q, block_size[0])
         first_key, last_key = lists.block_bounds(seqlen_k, block_size[1])
         at = self.shift(seqlen_q, seqlen_k)
@@ -235,10 +239,7 @@ class BlockMask:
         for name in ("seqlen_q", "seqlen_k"):
             object.__setattr__(self, name, lists.length(name, getattr(self, name)))
         band_or_all(self.band)
-        for name in LISTS:
-            if not isinstance(of := getattr(self, name), tuple) or len(of) != 2:
-                raise Error(f"{name}: {shown(of)}; a tuple of offsets and indices")
-        given = [lists.as_int32(name, array) for name in LISTS for array in getattr(self, name)]
+        given = [array for name in LISTS for array in lists.as_csr(name, getattr(self, name))]
         # The lists are views of one array: to move a mask to a device is to move that. It stays
         # writable, as torch warns of what is not, and nobody has it but the adapter.
         flat = np.concatenate([array.reshape(-1) for array in given])

@@ -414,6 +414,8 @@ def test_lengths_may_be_tensors():
         ({"band": 3}, "band: 3; a Band, Causal(), SlidingWindow() or None"),
         ({"row_full": Csr([[[0.0, 1.0]]], [0])}, "row_full: dtype float64; integers"),
         ({"row_full": Csr([[[0, 2**32]]], [0])}, "row_full: 0 to 4294967296; 0 to 2147483647"),
+        ({"row_full": Csr([0, 1], [0])}, "row_full.offsets: shape (2,); (batch, num_heads, lines"),
+        ({"col_full": Csr([[[0, 1]]], [[0]])}, "col_full.indices: shape (1, 1); (blocks,)"),
     ],
 )
 def test_the_constructor_refuses_what_is_no_field(fields, line):
@@ -443,6 +445,10 @@ def with_row_full(lists):
         (lambda: Causal("centre"), """alignment: 'centre'; "bottom_right" or "top_left\""""),
         (lambda: Causal().to_dense(-1, 2), "seqlen_q: -1; an integer >= 0"),
         (lambda: Causal().density(1, 2.0), "seqlen_k: 2.0; an integer >= 0"),
+        (lambda: Causal().shift(0.5, 3), "seqlen_q: 0.5; an integer >= 0"),
+        (lambda: Causal().blocks(-5, 40, (16, 16)), "seqlen_q: -5; an integer >= 0"),
+        (lambda: Causal().blocks(40, 40, (7, -3)), "block_size: (7, -3); one or two positive"),
+        (lambda: Causal().blocks(40, 40, (0, 16)), "block_size: (0, 16); one or two positive"),
         (lambda: from_dense(size=24), "block_size: 24; one or two positive multiples of 16"),
         (lambda: from_dense(size=(16, 0)), "block_size: (16, 0); one or two positive"),
         (lambda: from_dense(size=(16, 16, 16)), "block_size: (16, 16, 16); one or two"),
