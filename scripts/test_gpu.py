@@ -284,7 +284,8 @@ def soak(m: Machine) -> Part:
 
 
 UNSHOWN = ("why", "seeds", "failures")  # while the steps run
-SOAKERS = 6  # processes, which take turns on the GPU; most of a problem's time is the host's
+# Processes, which take turns on the GPU: most of a problem's time is the host's. Each holds up to 9 GB.
+SOAKERS = 6
 
 
 def count(pattern: str, text: str) -> int:

@@ -222,6 +222,7 @@ def test_strides_beyond_two_to_the_31(backend):
 def test_tensors_above_two_to_the_31_elements(backend):
     """The last heads of a window of 64 over 262144 tokens, forward and backward."""
     seqlen, heads, dim = 2**18, 132, 64
+    torch.cuda.empty_cache()  # of the other backend's turn
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:
         pytest.skip("needs 60 GiB")
     q, k, v, dout = (torch.empty(1, seqlen, heads, dim, device="cuda", dtype=BF16) for _ in "qkvd")
