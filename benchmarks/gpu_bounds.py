@@ -136,7 +136,7 @@ def bound(op: Any, dim: int, causal: bool, seqlen: int, seconds: float, rounds: 
         ms, mhz = found["ms"], found["mhz"]
         row = {**cell, "name": name, "data": data, "part": "call", "ms": round(ms, 4)}
         row |= {"tflops": round(products * (0.5 if causal else 1) / ms / 1e9, 1)}
-        row |= {"mhz": mhz, "watts": found["watts"], "limit_watts": limit}
+        row |= {"mhz": mhz, "watts": round(found["watts"], 1), "limit_watts": limit}
         shares = {reason: found[reason] for reason in REASONS.values() if found[reason]}
         row |= {"lowered_by": ", ".join(f"{reason} {x:.0%}" for reason, x in shares.items())}
         if name == backend:

@@ -284,7 +284,7 @@ def soak(m: Machine) -> Part:
 
 
 UNSHOWN = ("why", "seeds", "failures")  # while the steps run
-# Processes, which take turns on the GPU: most of a problem's time is the host's. Each holds up to 9 GB.
+# Processes, which take turns on the GPU: most of a problem's time is the host's; 9 GB each, at most
 SOAKERS = 6
 
 
