@@ -37,8 +37,17 @@ from gpu_calls import TOKENS, WIDTH, backends, flops, median_ms, ours, peer, ten
 
 PER_CYCLE = 4096  # operations of a Hopper multiprocessor's tensor cores, 16-bit
 CELLS = ["fwd:128:none:4096", "fwd:128:none:16384", "bwd:128:none:16384", "bwd:256:causal:512"]
-# Bits of clocks_event_reasons.active: nvmlClocksEventReasons in NVML's reference.
-REASONS = {0x4: "power limit", 0x8: "hardware slowdown", 0x20: "temperature", 0x80: "power brake"}
+# Bits of clocks_event_reasons.active: nvmlClocksEventReasons in NVML's reference. All but "idle".
+REASONS = {
+    0x2: "clocks set by a user",
+    0x4: "power limit",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "temperature",
+    0x40: "hardware temperature",
+    0x80: "power brake",
+    0x100: "display clocks",
+}
 Row = dict[str, Any]
 
 
@@ -133,6 +142,7 @@ def bound(op: Any, dim: int, causal: bool, seqlen: int, seconds: float, rounds: 
     rows = []
     for (name, data), times in seen.items():
         found = {what: statistics.median(t[what] for t in times) for what in times[0]}
+        found |= {name: statistics.mean(t[name] for t in times) for name in REASONS.values()}
         ms, mhz = found["ms"], found["mhz"]
         row = {**cell, "name": name, "data": data, "part": "call", "ms": round(ms, 4)}
         row |= {"tflops": round(products * (0.5 if causal else 1) / ms / 1e9, 1)}

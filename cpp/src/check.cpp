@@ -10,10 +10,11 @@ void fail(const std::string& argument, const std::string& given, const std::stri
   throw Error(code, argument + ": " + given + "; " + allowed);
 }
 
-std::string shown(std::string text, std::size_t longest) {
+std::string shown(std::string text) {
+  constexpr std::size_t kLongest = 80;
   std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c < ' ' || c == 0x7f; }, ' ');
-  if (text.size() <= longest) return text;
-  std::size_t end = longest;
+  if (text.size() <= kLongest) return text;
+  std::size_t end = kLongest;
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;  // between characters of UTF-8
   return text.substr(0, end) + "…";
 }

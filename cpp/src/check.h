@@ -4,7 +4,6 @@
 #pragma once
 
 #include <array>
-#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -16,8 +15,8 @@ namespace flashsdk {
 [[noreturn]] void fail(const std::string& argument, const std::string& given, const std::string& allowed,
                        ErrorCode code = ErrorCode::kInvalidArgument);
 
-// What a caller wrote, for a message: on one line, of at most so many bytes. flashsdk._errors.shown is it in Python.
-std::string shown(std::string text, std::size_t longest = 80);
+// What a caller wrote, for a message: on one line, cut behind 80 bytes. flashsdk._errors.shown is its like in Python.
+std::string shown(std::string text);
 
 // A dimension as messages name it, and the extent it must have.
 struct Dim {

@@ -42,8 +42,8 @@ __all__ = [
 
 
 def kernels() -> list[dict[str, Any]]:
-    """Every kernel of this build, in the order in which a call tries them, but that it first tries
-    those that split keys.
+    """Every kernel of this build, in the order in which a call tries them, except that it tries
+    those that split keys first.
 
     Keys: name, op ("fwd", "bwd"), backend ("cpu", "sm80", "sm90"), arch (instruction set or GPU
     architecture), dtype, head_dim (the largest it takes), mask ("dense", "band", "block_sparse"),

@@ -10,8 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "check.h"
-
 namespace flashsdk::python {
 namespace {
 
@@ -207,19 +205,12 @@ bool ArrayImporter::tells_stream(nb::handle array) {
 }
 
 std::string text_of(nb::handle object) {
-  nb::object text = nb::steal(PyObject_Str(object.ptr()));
-  if (!text.is_valid()) {
-    forget_exception();
-    return "(its text cannot be had)";
-  }
-  // A str may hold what is no character, and UTF-8 cannot say.
-  const nb::object bytes = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
-  if (!bytes.is_valid()) throw nb::python_error();
-  const std::string all(PyBytes_AS_STRING(bytes.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(bytes.ptr())));
-  return shown(all.substr(0, all.find('\n')), 200);
+  return nb::cast<std::string>(nb::module_::import_("flashsdk._errors").attr("first_line")(object));
 }
 
-std::string class_name(nb::handle object) { return text_of(nb::inst_name(object)); }
+std::string class_name(nb::handle object) {
+  return nb::cast<std::string>(nb::module_::import_("flashsdk._errors").attr("type_name")(object));
+}
 
 std::string describe(const nb::python_error& error) {
   return class_name(error.value()) + ": " + text_of(error.value());

@@ -63,7 +63,7 @@ class ArrayImporter {
   int capsules_ = 0;
 };
 
-// str(object) for a message: its first line, in short.
+// The first line of str(object), in short, for a message.
 std::string text_of(nb::handle object);
 
 // "list", as messages name what was given instead of an array.

@@ -54,6 +54,8 @@ def check_block_size(
     except Error:
         pass
     allowed = f"one or two positive multiples of {multiple}, at most {_LARGEST_BLOCK}"
+    if multiple == 1:
+        allowed = f"one or two integers from 1 to {_LARGEST_BLOCK}"
     raise Error(f"block_size: {shown(block_size)}; {allowed}")
 
 
@@ -113,11 +115,11 @@ def as_int32(name: str, values: ArrayLike) -> Int32s:
     return array.astype(np.int32)
 
 
-def as_csr(name: str, lists: object) -> Csr:
-    """The finished lists of a ``BlockMask``, of the right dtype and rank; values are not read."""
-    if not isinstance(lists, tuple) or len(lists) != 2:
-        raise Error(f"{name}: {shown(lists)}; a tuple of offsets and indices")
-    offsets, indices = (as_int32(name, array) for array in lists)
+def as_csr(name: str, csr: object) -> Csr:
+    """One of a ``BlockMask``'s finished lists, of the right dtype and rank; values are not read."""
+    if not isinstance(csr, tuple) or len(csr) != 2:
+        raise Error(f"{name}: {shown(csr)}; a tuple of offsets and indices")
+    offsets, indices = (as_int32(name, array) for array in csr)
     if offsets.ndim != 3:
         raise Error(f"{name}.offsets: shape {offsets.shape}; (batch, num_heads, lines + 1)")
     if indices.ndim != 1:
@@ -218,7 +220,7 @@ def from_flex(block_mask: Any, kind: str, cols: int) -> Bools:
 def flex_field(block_mask: Any, name: str) -> Any:
     try:
         return getattr(block_mask, name)
-    except AttributeError:
+    except Exception:  # of the caller's type
         allowed = f"a BlockMask of FlexAttention, with {name}"
         raise Error(f"block_mask: {shown(block_mask)}; {allowed}") from None
 

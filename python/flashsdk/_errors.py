@@ -34,13 +34,29 @@ def shown(value: object) -> str:
         text = in_short(repr(value))
     except Exception:  # of the caller's type
         text = ""
-    return text or in_short(f"a {type(value).__name__}")
+    return text or f"a {type_name(value)}"
 
 
-def in_short(text: str) -> str:
-    """``text`` on one line, without what cannot be printed, of at most 80 characters."""
+def type_name(value: object) -> str:
+    """Of its type, for a message: "list", "torch.Tensor"."""
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return in_short(f"{module}{kind.__name__}")
+
+
+def first_line(value: object) -> str:
+    """The first line of ``str(value)``, for a message; the extension asks for it."""
+    try:
+        return in_short((str(value).splitlines() or [""])[0], 200)
+    except Exception:  # of the caller's type
+        return "(its text cannot be had)"
+
+
+def in_short(text: str, longest: int = 80) -> str:
+    """``text`` on one line, without what cannot be printed, of at most so many characters."""
+    text = text[: 5 * longest]  # it may be the data of an array; spaces are to be joined
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return text if len(text) <= 80 else text[:79] + "…"
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def has(value: object, attribute: str) -> bool:

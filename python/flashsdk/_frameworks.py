@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import _bindings
-from ._errors import Error, has
+from ._errors import Error, has, type_name
 
 Shape = tuple[int, ...]
 
@@ -198,7 +198,9 @@ class _Jax(_NumPy):
         return device if device.platform == "gpu" else None
 
     def to_device(self, array: Any, like: Any) -> Any:
-        return sys.modules["jax"].device_put(array, self.device(like))
+        jax = sys.modules["jax"]
+        with jax.ensure_compile_time_eval():  # not traced, as under jax.jit: it is kept
+            return jax.device_put(array, self.device(like))
 
     def stream(self, like: Any) -> int:
         device = self.device(like)
@@ -277,7 +279,7 @@ class _Unknown(_NumPy):
     """What is no array, or an array of a framework that tells no way to make another."""
 
     def empty(self, like: Any, shape: Shape) -> Any:
-        raise Error(f"out: None; an array, as there is no way to make a {type(like).__name__}")
+        raise Error(f"out: None; an array, as there is no way to make a {type_name(like)}")
 
     empty_float32 = empty
 
@@ -316,7 +318,7 @@ def own(name: str, array: Any) -> Any:
     """An array of the caller's to write into; raises Error if its framework forbids that."""
     framework = of(array)
     if not framework.writable:
-        raise Error(f"{name}: an immutable {type(array).__name__}; None for a new array")
+        raise Error(f"{name}: an immutable {type_name(array)}; None for a new array")
     # Autograd would go on with what was there before; torch's own out= refuses as well.
     if framework.recorded(array):
         raise Error(f"{name}: a tensor that requires a gradient; one without, or torch.no_grad()")

@@ -16,7 +16,7 @@ from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
 from ._block_lists import MOST_ROWS
-from ._errors import REAL, Error, has, integer, real, shown, truth
+from ._errors import REAL, Error, has, integer, real, shown, truth, type_name
 
 flag = truth
 PROBABILITY = "a number, 0 <= dropout_p < 1"
@@ -40,7 +40,7 @@ def renamed(error: Error, names: Mapping[str, str]) -> Error:
 def tensor(name: str, x: object) -> Tensor:
     """``x`` if it is a tensor with strides."""
     if not isinstance(x, Tensor):
-        given = f"a {type(x).__name__}" if has(x, "shape") else shown(x)  # another's repr is data
+        given = f"a {type_name(x)}" if has(x, "shape") else shown(x)  # another's repr is data
         raise Error(f"{name}: {given}; a tensor")
     if x.is_nested:
         raise Error(f"{name}: a nested tensor; a dense one, or varlen_attention", "unsupported")

@@ -89,8 +89,7 @@ class Band:
             raise Error(f'alignment: {shown(self.alignment)}; "bottom_right" or "top_left"')
 
     def shift(self, seqlen_q: int, seqlen_k: int) -> int:
-        """The key at which query 0 stands."""
-        seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 0)
+        """The key at which query 0 stands. Lengths may be the compiler's: they are not checked."""
         return seqlen_k - seqlen_q if self.alignment == "bottom_right" else 0
 
     @untraced
@@ -124,7 +123,7 @@ class Band:
 
         A block is touched if the band shows any of its elements and inside if it shows all of
         them. Blocks at the ends count the elements that exist. Makes no element matrix. Block sizes
-        are any from 1 on.
+        are any integers from 1 to 2^24.
         """
         seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 0)
         block_size = lists.check_block_size(block_size, 1)

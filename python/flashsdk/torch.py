@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from ._errors import Error
+from ._errors import Error, has
 from ._flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -303,7 +303,7 @@ def scaled_dot_product_attention(
         if flag("is_causal", is_causal):
             raise Error("is_causal: True with an attn_mask; False, or no attn_mask")
         # CausalBias of torch.nn.attention.bias, by its fields: to import it takes seconds.
-        if hasattr(attn_mask, "variant"):
+        if has(attn_mask, "variant"):
             mask = _causal_bias(attn_mask, scores)
         else:
             bias = _bias(tensor("attn_mask", attn_mask), batch, scores)

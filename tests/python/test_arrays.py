@@ -312,7 +312,7 @@ def test_jax_arrays_on_several_devices():
 def test_what_belongs_to_a_framework_and_is_no_array():
     torch = pytest.importorskip("torch")
     q, k, v, _ = qkv()
-    with pytest.raises(fs.Error, match=r"^out: dtype; an array of NumPy, PyTorch, "):
+    with pytest.raises(fs.Error, match=r"^out: torch.dtype; an array of NumPy, PyTorch, "):
         fs.mha_fwd(q, k, v, out=torch.float32)
 
 
@@ -563,3 +563,21 @@ def test_what_lasts_in_torch():
     with FakeTensorMode() as mode:
         look(mode.from_tensor(torch.zeros(2)))
     assert found == [True, False, False, False, False]
+
+
+def test_a_layout_that_jax_places_while_it_traces(monkeypatch):
+    """Its lists are arrays, to be kept for later calls, and no part of what is traced."""
+    jax = pytest.importorskip("jax")
+    framework = _frameworks.of(jax.numpy.zeros(1))
+    monkeypatch.setattr(type(framework), "device", lambda self, like: jax.devices("cpu")[0])
+    q = jax.numpy.zeros((1, 64, 1, 16))
+    mask = fs.layouts.causal(64, 64, 16)
+
+    @jax.jit
+    def traced(x):
+        ops._mask(mask, q)
+        return x
+
+    traced(q)
+    lists = ops._mask(mask, q)[5:]
+    assert [np.asarray(x).tolist() for x in lists] == [x.tolist() for x in mask._arrays]

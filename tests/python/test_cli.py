@@ -232,6 +232,9 @@ def test_demo_draws_and_records(small_demo, tmp_path, capsys):
     data = json.loads(record.read_text())
     assert all(row["ok"] and 0 < row["error_out"] < 1e-5 for row in data["rows"])
     assert demo.describe(data) in out
+    for row, part in zip(data["rows"], (1, 20 / 32, 1 / 2**14), strict=False):
+        row["measured_part"] = part
+    assert "measured on 1/16384 and 5/8 of" in demo.describe(data)
 
 
 def test_demo_fails_when_a_result_is_wrong(small_demo, tmp_path, monkeypatch, capsys):

@@ -239,8 +239,8 @@ class Unspeakable(Exception):
     ("error", "words"),
     [
         (RuntimeError("out of paper\nand ink"), "out of paper"),
-        (RuntimeError("out\0 of \x1b[1mpaper"), r"out  of  \[1mpaper"),
-        (RuntimeError("no character: \ud800"), r"no character: \\ud800"),
+        (RuntimeError("out\0 of \x1b[1mpaper"), r"out of \[1mpaper"),
+        (RuntimeError("no character: \ud800, no line: \u2028"), "no character: , no line:"),
         (RuntimeError("x" * 10_000), "x{100,200}…"),
         (Unspeakable(), "its text cannot be had"),
     ],

@@ -357,6 +357,9 @@ def test_odd_types():
             with pytest.raises(fs.Error, match=f"^{name}: .*; ") as caught:
                 call(bad)
             assert str(caught.value).isprintable()
+    named = type("a\nb", (Shapeless,), {"shape": (2, 20, 4, 24)})(q)
+    with pytest.raises(fs.Error, match=r"^out: None; .*\.a b$"):
+        fs.mha_fwd(named, k, v)
     with pytest.raises(fs.Error, match=r"^q: .*; an array with a shape"):
         fs.mha_fwd(Shapeless(q), k, v)
     with pytest.raises(fs.Error, match=r"^v: .*; an array with a shape"):

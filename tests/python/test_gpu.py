@@ -506,7 +506,7 @@ def test_layouts_outlive_calls_that_failed(backend):
     x = qkv(seqlen=256)[:3]
 
     def transformed(mask):
-        torch.func.grad(lambda q: fs.mha_fwd(q, *x[1:], mask=mask)[0].sum())(x[0].float())
+        torch.func.grad(lambda q: fs.mha_fwd(q, *x[1:], mask=mask)[0].sum())(x[0])
 
     def faked(mask):
         with FakeTensorMode() as mode:
@@ -517,6 +517,11 @@ def test_layouts_outlive_calls_that_failed(backend):
         with pytest.raises(fs.Error):
             fails(mask)
         out, _ = fs.mha_fwd(*x, mask=mask, backend=backend)
+        assert torch.equal(attention(*x, mask=mask, backend=backend), out)
+
+    mask = fs.layouts.bigbird(256, 256, 128)
+    torch.func.grad(lambda q: attention(q, *x[1:], mask=mask, backend=backend).float().sum())(x[0])
+    with torch.profiler.profile():  # through the operator
         assert torch.equal(attention(*x, mask=mask, backend=backend), out)
 
 

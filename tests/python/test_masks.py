@@ -445,10 +445,15 @@ def with_row_full(lists):
         (lambda: Causal("centre"), """alignment: 'centre'; "bottom_right" or "top_left\""""),
         (lambda: Causal().to_dense(-1, 2), "seqlen_q: -1; an integer >= 0"),
         (lambda: Causal().density(1, 2.0), "seqlen_k: 2.0; an integer >= 0"),
-        (lambda: Causal().shift(0.5, 3), "seqlen_q: 0.5; an integer >= 0"),
         (lambda: Causal().blocks(-5, 40, (16, 16)), "seqlen_q: -5; an integer >= 0"),
-        (lambda: Causal().blocks(40, 40, (7, -3)), "block_size: (7, -3); one or two positive"),
-        (lambda: Causal().blocks(40, 40, (0, 16)), "block_size: (0, 16); one or two positive"),
+        (
+            lambda: Causal().blocks(40, 40, (7, -3)),
+            "block_size: (7, -3); one or two integers from 1 to 16777216",
+        ),
+        (
+            lambda: Causal().blocks(40, 40, (0, 16)),
+            "block_size: (0, 16); one or two integers from 1 to",
+        ),
         (lambda: from_dense(size=24), "block_size: 24; one or two positive multiples of 16"),
         (lambda: from_dense(size=(16, 0)), "block_size: (16, 0); one or two positive"),
         (lambda: from_dense(size=(16, 16, 16)), "block_size: (16, 16, 16); one or two"),

@@ -318,7 +318,7 @@ def describe(data: dict[str, Any]) -> str:
     ]
     parts = sorted({r["measured_part"] for r in data["rows"]} - {1})
     if parts:
-        of = " and ".join(str(Fraction(part).limit_denominator(64)) for part in parts)
+        of = " and ".join(str(Fraction(part).limit_denominator(2**16)) for part in parts)
         lines.append(
             f"* standard attention measured on {of} of the heads and query rows, scaled up"
         )
