@@ -19,95 +19,33 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
-import re
 import statistics
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
-
-import flashsdk as fs
 import torch
-from gpu_calls import TOKENS, WIDTH, backends, flops, median_ms, ours, peer, tensors
+from gpu_calls import TOKENS, WIDTH, backends, flops, fs, ours, peer, tensors
+from gpu_card import REASONS, Meter, card, summary
+from gpu_timing import WINDOWS, measured, prepared, timed
 
+STEP = 0.05  # seconds of a sample
 PER_CYCLE = 4096  # operations of a Hopper multiprocessor's tensor cores, 16-bit
 CELLS = ["fwd:128:none:4096", "fwd:128:none:16384", "bwd:128:none:16384", "bwd:256:causal:512"]
-# Bits of clocks_event_reasons.active: nvmlClocksEventReasons in NVML's reference. All but "idle".
-REASONS = {
-    0x2: "clocks set by a user",
-    0x4: "power limit",
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "temperature",
-    0x40: "hardware temperature",
-    0x80: "power brake",
-    0x100: "display clocks",
-}
 Row = dict[str, Any]
 
 
-class Meter:
-    """nvidia-smi's SM clock (MHz), power (W) and REASONS, every 20 ms while the block runs."""
-
-    def __enter__(self) -> Meter:
-        self.samples: list[tuple[float, float, int]] = []
-        query = "--query-gpu=clocks.sm,power.draw.instant,clocks_event_reasons.active"
-        command = [*nvidia_smi(query), "-lms", "20"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self.reader = threading.Thread(target=self._read)
-        self.reader.start()
-        return self
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            found = re.fullmatch(r"\s*([\d.]+), ([\d.]+), 0x([\dA-Fa-f]+)\s*", line)
-            if found:
-                self.samples.append((float(found[1]), float(found[2]), int(found[3], 16)))
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.reader.join()
-        self.process.communicate()
-
-    def settled(self) -> dict[str, float]:
-        """Of the second half: medians of clock and power, and each reason's share of the time."""
-        settled = self.samples[len(self.samples) // 2 :]
-        if not settled:
-            sys.exit("gpu_bounds: nvidia-smi says nothing of clock and power")
-        mhz, watts, reasons = zip(*settled, strict=True)
-        shares = {
-            name: sum(bool(now & bit) for now in reasons) / len(reasons)
-            for bit, name in REASONS.items()
-        }
-        return {"mhz": statistics.median(mhz), "watts": statistics.median(watts), **shares}
-
-
-def nvidia_smi(query: str) -> list[str]:
-    uuid = str(torch.cuda.get_device_properties(0).uuid).removeprefix("GPU-")
-    return ["nvidia-smi", "-i", f"GPU-{uuid}", query, "--format=csv,noheader,nounits"]
-
-
-def power_limit() -> float:
-    command = nvidia_smi("--query-gpu=power.limit")
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-def sustained(run: Callable[[], object], seconds: float) -> dict[str, float]:
-    """Milliseconds of a call, and what the meter says while it is all that runs."""
-    ms = median_ms({"": run})[""]
-    calls = max(1, round(50 / ms))
-    times = []
+def sustained(run: Callable[[], object], seconds: float) -> dict[str, Any]:
+    """Milliseconds of a call, and the clocks and power, of the second half of so long a time."""
+    samples, _ = prepared({"": run}, 1e3 * STEP)
     with Meter() as meter:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            times.append(median_ms({"": run}, budget_ms=5 * ms * calls)[""])
-    return {"ms": statistics.median(times[len(times) // 2 :]), **meter.settled()}
+        ms = measured(samples, round(seconds / STEP))[""]
+    (begin, end) = WINDOWS[-1]
+    found = summary(meter.during([((begin + end) / 2, end)]))
+    if found is None:
+        sys.exit("gpu_bounds: nvidia-smi says nothing of clock and power")
+    return {"ms": statistics.median(ms[len(ms) // 2 :]), **found}
 
 
 def visited(tile: tuple[int, int], causal: bool, seqlen: int) -> float:
@@ -131,24 +69,28 @@ def bound(op: Any, dim: int, causal: bool, seqlen: int, seconds: float, rounds: 
         runs["cudnn", data] = peer(inputs, "cudnn", causal)[op, "cudnn"]
     why = fs.explain(*x[:3], op=op, mask=mask, backend=backend)
     share = visited(why.tile, causal, seqlen)
-    seen: dict[Any, list[dict[str, float]]] = {key: [] for key in runs}
+    seen: dict[Any, list[dict[str, Any]]] = {key: [] for key in runs}
     for _ in range(rounds):
         for key, run in runs.items():
             seen[key].append(sustained(run, seconds))
     products = TOKENS * seqlen * flops(op, WIDTH // dim, dim, causal=False)
-    limit = power_limit()
+    limit = card()["limit_watts"]
     cycles = torch.cuda.get_device_properties(0).multi_processor_count * PER_CYCLE * 1e6
     cell = {"op": op, "head_dim": dim, "mask": "causal" if causal else "none", "seqlen": seqlen}
     rows = []
     for (name, data), times in seen.items():
-        found = {what: statistics.median(t[what] for t in times) for what in times[0]}
-        found |= {name: statistics.mean(t[name] for t in times) for name in REASONS.values()}
-        ms, mhz = found["ms"], found["mhz"]
+        ms, mhz, watts = (
+            statistics.median(t[what] for t in times) for what in ("ms", "sm_mhz", "watts")
+        )
         row = {**cell, "name": name, "data": data, "part": "call", "ms": round(ms, 4)}
         row |= {"tflops": round(products * (0.5 if causal else 1) / ms / 1e9, 1)}
-        row |= {"mhz": mhz, "watts": round(found["watts"], 1), "limit_watts": limit}
-        shares = {reason: found[reason] for reason in REASONS.values() if found[reason]}
-        row |= {"lowered_by": ", ".join(f"{reason} {x:.0%}" for reason, x in shares.items())}
+        row |= {"mhz": mhz, "watts": round(watts, 1), "limit_watts": limit}
+        shares = {
+            reason: statistics.mean(t["lowered_by"].get(reason, 0.0) for t in times)
+            for reason in REASONS.values()
+        }
+        lowered = [f"{reason} {share:.0%}" for reason, share in shares.items() if share]
+        row |= {"lowered_by": ", ".join(lowered)}
         if name == backend:
             row |= {"kernel": why.kernel, "visited": round(share, 4)}
             row |= {"of_peak": round(products * share / ms * 1e3 / (cycles * mhz), 4)}
@@ -197,7 +139,7 @@ def copied() -> float:
     """GB/s read and written by a copy of 256 MiB."""
     a = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     b = torch.empty_like(a)
-    return 2 * a.numel() / median_ms({"": lambda: b.copy_(a)}, rounds=9)[""] / 1e6
+    return 2 * a.numel() / timed({"": lambda: b.copy_(a)})[""].ms / 1e6
 
 
 def main() -> int:
@@ -207,6 +149,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
     rows: list[Row] = []
     for cell in args.cells:
         op, dim, mask, seqlen = cell.split(":")

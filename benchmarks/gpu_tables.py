@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flashsdk._commands import goals
@@ -11,8 +12,15 @@ from flashsdk._commands.table import length, markdown_table
 Record = dict[str, Any]
 PEERS = ("cudnn", "fa2")
 WITH_BIAS = ("cudnn", "efficient")
+OURS = ("sm80", "sm90")
+READ = "read"  # a sum over the bytes of K and V
 NAMES = {"cudnn": "cuDNN", "fa2": "FA2", "efficient": "efficient", "sm80": "sm80", "sm90": "sm90"}
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+OF_AN_OLDER_BENCH = (
+    "This record was not timed alike: a peer's backward began right after the card had been waited "
+    "for, so that the host's time counted, and peers allocated what ours was given. Its ratios to "
+    "cuDNN and FA2 are therefore too high."
+)
 
 
 def about(record: Record) -> str:
@@ -26,6 +34,76 @@ def about(record: Record) -> str:
     )
 
 
+def how(record: Record) -> str:
+    """How calls were made and timed; of a record that does not say, what is wrong with it."""
+    timing = record.get("timing")
+    if timing is None:
+        return OF_AN_OLDER_BENCH
+    ways = {
+        "graph": "captured in CUDA graphs",
+        "queued": "queued one by one, with the card held back until the host was ahead",
+    }
+    used = timing["ways"]
+    text = " or ".join(ways[way] for way in ways if way in used)
+    if len(used) > 1:
+        text += f" ({used['queued']} of {sum(used.values())} rows)"
+    return (
+        "Ours and the peers' calls go the same way: through PyTorch's autograd, which allocates "
+        f"what they return; {text}. They take turns in an order drawn anew in each of "
+        f"{timing['rounds']} rounds. Times are medians; a spread is from the 10th to the 90th "
+        "percentile."
+    )
+
+
+def clocks(record: Record) -> str:
+    """The card, and what its clocks were while calls were timed."""
+    card = record.get("card")
+    if card is None:
+        return "Of the card's clocks this record says nothing."
+    parts = [card["name"]]
+    if "driver" in card:
+        parts += [f"driver {card['driver']}", f"power limit {card['limit_watts']:.0f} W"]
+        parts += [f"SM clock at most {card['max_sm_mhz']:.0f} MHz"]
+    text = ", ".join(parts) + "."
+    if (dense := record.get("clocks", {}).get("dense")) is None:
+        return f"{text} No clocks were read while the dense cells ran."
+    text += (
+        f" While the dense cells ran: SM clock {dense['sm_mhz']:.0f} MHz in the median "
+        f"({dense['sm_mhz_p10']:.0f} to {dense['sm_mhz_p90']:.0f}), memory "
+        f"{dense['memory_mhz']:.0f} MHz, {dense['watts']:.0f} W"
+    )
+    lowered = [f"{name} {100 * share:.0f} %" for name, share in dense["lowered_by"].items()]
+    return text + (f"; lowered by {', '.join(lowered)} of the time." if lowered else ".")
+
+
+def with_spread(
+    header: list[str], table: list[list[str]], groups: Iterable[list[Record]], value: str = "ms"
+) -> tuple[list[str], list[list[str]]]:
+    """With a last column: the widest spread, as a part of the median, of what a line is made from.
+
+    groups: the rows of the record behind each line. An older record has no spread and no column.
+    """
+
+    def widest(rows: list[Record]) -> str:
+        parts = [(r[f"{value}_p90"] - r[f"{value}_p10"]) / r[value] for r in rows]
+        return f"{100 * max(parts):.1f} %"
+
+    behind = list(groups)
+    if any(f"{value}_p10" not in r for rows in behind for r in rows):
+        return header, table
+    lines = [[*line, widest(rows)] for line, rows in zip(table, behind, strict=True)]
+    return [*header, "widest spread"], lines
+
+
+def milliseconds(row: Record, digits: int = 2, value: str = "ms") -> str:
+    """With the spread beside it, where the record has one."""
+    text = f"{row[value]:.{digits}f} ms"
+    if f"{value}_p10" in row:
+        low, high = row[f"{value}_p10"], row[f"{value}_p90"]
+        text += f" ({low:.{digits}f} to {high:.{digits}f})"
+    return text
+
+
 FURTHER = (  # cells besides the dense ones
     (
         "lengths", "Short and long sequences",
@@ -35,32 +113,32 @@ FURTHER = (  # cells besides the dense ones
 )  # fmt: skip
 
 
-def bench_section(name: str, record: Record, goals_table: str) -> str:
+def bench_section(name: str, record: Record, goals_text: str) -> str:
     parts = [
         f"## {record['device']}: `make bench-gpu`",
         about(record),
+        clocks(record),
         f"![{name}](images/{name}.png)",
         "bf16, batch × seqlen = 16384, heads × head_dim = 2048, TFLOP/s. cuDNN and FA2 are "
-        "PyTorch's scaled_dot_product_attention, timed in turns with ours.",
+        f"PyTorch's scaled_dot_product_attention, timed in turns with ours. {how(record)}",
         "### Goals",
-        "What was asked of the kernels, in how many cells this run shows it, and the lowest and "
-        "highest of them. Why some are missed: [gpu.md](gpu.md).",
-        goals_table,
+        goals_text,
     ]
+    if "part" in record:
+        given = ", ".join(f"{name} {value}" for name, value in record["part"].items() if value)
+        parts.insert(2, f"A part of the bench: {given}.")
     for op, title in DIRECTIONS.items():
         parts += [f"### {title.capitalize()}", dense_table(record["dense"], op)]
     for key, title, text in FURTHER:
-        for op, direction in DIRECTIONS.items():
-            parts += [f"### {title}, {direction}", text, dense_table(record[key], op)]
-    parts += ["### Few queries, many keys", few_queries_table(record["few_queries"])]
-    parts += ["### Sliding windows", windows_table(record["windows"])]
-    parts += ["### Packed sequences of long-tailed lengths", packed_table(record["packed"])]
-    parts += ["### Block-sparse, blocks of 128 × 128", sparse_table(record["sparse"])]
-    parts += ["### The attention of GPT-2 medium", gpt2_table(record["gpt2_medium"])]
-    parts += ["### Bias", bias_table(record["bias"])]
-    parts += ["### ALiBi", alibi_table(record["alibi"])]
-    parts += ["### Deterministic backward", deterministic_table(record["deterministic"])]
-    parts += ["### Features compiled in, all off", features_table(record["features_off"])]
+        if key in record:
+            for op, direction in DIRECTIONS.items():
+                parts += [f"### {title}, {direction}", text, dense_table(record[key], op)]
+    for key, (title, of_rows) in TABLES.items():
+        if record.get(key):
+            parts += [f"### {title}", of_rows(record[key])]
+    every = [*(key for key, *_ in FURTHER), *TABLES]
+    if missing := [key for key in every if not record.get(key)]:
+        parts.append(f"Not in this record: {', '.join(missing)}.")
     return "\n\n".join(parts)
 
 
@@ -75,8 +153,8 @@ def dense_table(rows: list[Record], op: str) -> str:
     rate = {key[1:]: x for key, x in rates(rows).items() if key[0] == op}
     ours = sorted({name for *_, name in rate} - set(PEERS))
     cells = list(dict.fromkeys(key[:3] for key in rate))
-    header = ["head_dim", "mask", "seqlen", *(NAMES[n] for n in (*PEERS, *ours))]
-    header += [f"{NAMES[n]} / {NAMES[peer]}" for n in ours for peer in PEERS]
+    header = ["head_dim", "mask", "seqlen", *(NAMES.get(n, n) for n in (*PEERS, *ours))]
+    header += [f"{NAMES.get(n, n)} / {NAMES[peer]}" for n in ours for peer in PEERS]
     ratios: dict[tuple[str, str], list[float]] = {}
     table = []
     for cell in cells:
@@ -97,13 +175,16 @@ def dense_table(rows: list[Record], op: str) -> str:
         for peer in PEERS:
             found = ratios.get((name, peer), [])
             mean.append(f"{statistics.geometric_mean(found):.2f}" if found else "–")
-    return markdown_table(header, [*table, mean], 3)
+    of_op = [r for r in rows if r["op"] == op]
+    header, table = with_spread(
+        header, table, grouped(of_op, ("head_dim", "causal", "seqlen")).values()
+    )
+    return markdown_table(header, [*table, mean + [""] * (len(header) - len(mean))], 3)
 
 
 def headline(record: Record) -> str:
     """The fastest of our backends in each cell: TFLOP/s, and over cuDNN's."""
     rate = rates(record["dense"])
-    backends = {key[-1] for key in rate} - set(PEERS)
     lines = list(dict.fromkeys(key[:3] for key in rate))
     seqlens = sorted({key[3] for key in rate})
     table = []
@@ -111,14 +192,14 @@ def headline(record: Record) -> str:
         op, dim, causal = line
         cells = [DIRECTIONS[op], str(dim), "causal" if causal else "none"]
         for seqlen in seqlens:
-            ours = max(rate.get((*line, seqlen, name), 0.0) for name in backends)
+            ours = max(rate.get((*line, seqlen, name), 0.0) for name in OURS)
             theirs = rate.get((*line, seqlen, "cudnn"))
             cells.append(f"{ours:.0f}" + (f" ({ours / theirs:.2f}×)" if theirs else ""))
         table.append(cells)
     header = ["", "head_dim", "mask", *map(length, seqlens)]
     text = (
         f"{record['device']}, bf16, batch × seqlen = 16384, heads × head_dim = 2048: TFLOP/s, and "
-        "how many times cuDNN's:"
+        f"how many times cuDNN's. {how(record)}"
     )
     return f"{text}\n\n{markdown_table(header, table, 3)}"
 
@@ -128,7 +209,7 @@ def sparse_table(rows: list[Record]) -> str:
     table = [
         [
             r["name"], r["op"], str(r["head_dim"]), length(r["seqlen"]),
-            f"{100 * r['density']:.1f} %", f"{r['ms']:.3f} ms", f"{100 * r['of_dense']:.1f} %",
+            f"{100 * r['density']:.1f} %", milliseconds(r, 3), f"{100 * r['of_dense']:.1f} %",
             f"{100 * goals.sparse_limit(r['density']):.1f} %",
         ]
         for r in rows
@@ -140,15 +221,23 @@ def by_name(
     rows: list[Record], shape: tuple[str, ...], value: str
 ) -> dict[tuple[Any, ...], dict[str, float]]:
     """What each name has for a shape."""
-    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    return {
+        cell: {r["name"]: r[value] for r in of_cell}
+        for cell, of_cell in grouped(rows, shape).items()
+    }
+
+
+def grouped(rows: list[Record], shape: tuple[str, ...]) -> dict[tuple[Any, ...], list[Record]]:
+    found: dict[tuple[Any, ...], list[Record]] = {}
     for r in rows:
-        found.setdefault(tuple(r[key] for key in shape), {})[r["name"]] = r[value]
+        found.setdefault(tuple(r[key] for key in shape), []).append(r)
     return found
 
 
 def few_queries_table(rows: list[Record]) -> str:
-    ours = sorted({r["name"] for r in rows} - {*PEERS, "flashsdk"})
+    ours = sorted({r["name"] for r in rows} - {*PEERS, "flashsdk", READ})
     columns = [*PEERS, *ours, "flashsdk"]
+    with_read = any(r["name"] == READ for r in rows)
     shape = ("batch", "queries", "keys", "heads", "heads_kv", "head_dim", "bytes", "kernel")
     times = by_name(rows, shape, "us")
     table = []
@@ -156,18 +245,48 @@ def few_queries_table(rows: list[Record]) -> str:
         line = [str(batch), str(queries), length(keys), f"{heads} / {heads_kv}", str(dim)]
         line += [f"{of[name]:.1f}" if name in of else "–" for name in columns]
         line += [f"{of[name] / of['flashsdk']:.2f}" if name in of else "–" for name in PEERS]
-        table.append([*line, f"{size / of['flashsdk'] / 1e6:.2f}", f"`{kernel}`"])
+        line.append(f"{size / of['flashsdk'] / 1e6:.2f}")
+        if with_read:
+            line.append(f"{of[READ] / of['flashsdk']:.2f}")
+        table.append([*line, f"`{kernel}`"])
     header = ["batch", "queries", "keys", "heads / of keys", "head_dim"]
     header += [NAMES.get(name, name) for name in columns]
     header += [f"{NAMES[name]} / ours" for name in PEERS]
+    header += ["TB/s", *(["of a read"] if with_read else []), "kernel"]
     text = (
         "Forward, bf16; several queries are causal, aligned to the last key. µs a call from a CUDA "
         "graph, each with another K and V, together more than any cache holds; TB/s are of K and "
         'V. sm90 is the same call with backend="sm90", which does not split keys; flashsdk what a '
         "call gets by itself, the kernel named. cuDNN is left out where there are several queries: "
-        "PyTorch hands it their mask as a matrix.\n\n"
+        "PyTorch hands it their mask as a matrix."
     )
-    return text + markdown_table([*header, "TB/s", "kernel"], table, 5)
+    if with_read:
+        text += " Of a read: the rate beside that of PyTorch's sum over the same bytes."
+    header, table = with_spread(header, table, grouped(rows, shape).values(), "us")
+    return f"{text}\n\n{markdown_table(header, table, 5)}"
+
+
+def many_short_table(rows: list[Record]) -> str:
+    ours = sorted({r["name"] for r in rows} - set(PEERS))
+    columns = [*PEERS, *ours]
+    shape = ("sequences", "seqlen", "head_dim", "kind", "op")
+    memory = by_name(rows, shape, "extra_bytes")
+    table = []
+    for cell, ms in by_name(rows, shape, "ms").items():
+        line = [str(cell[0]), *map(str, cell[1:])]
+        line += [f"{ms[name]:.3f} ms" if name in ms else "–" for name in columns]
+        extra = memory[cell]
+        line += [f"{extra[name] / 2**20:.1f}" if name in extra else "–" for name in columns]
+        table.append(line)
+    names = [NAMES.get(name, name) for name in columns]
+    header = ["sequences", "tokens of each", "head_dim", "", "op", *names]
+    header += [f"{name}, MiB" for name in names]
+    header, table = with_spread(header, table, grouped(rows, shape).values())
+    text = (
+        "bf16, 16 heads, no mask. MiB: the peak of a call beyond its inputs and what it returns, "
+        "of ours the workspace. FA2 on packed sequences is PyTorch's varlen_attn.\n\n"
+    )
+    return text + markdown_table(header, table, 5)
 
 
 def windows_table(rows: list[Record]) -> str:
@@ -177,7 +296,7 @@ def windows_table(rows: list[Record]) -> str:
     table = [
         [
             r["name"], r["op"], str(r["head_dim"]), length(r["seqlen"]),
-            sides[r["sides"]].format(r["window"]), f"{r['ms']:.3f} ms",
+            sides[r["sides"]].format(r["window"]), milliseconds(r, 3),
             f"{100 * r['of_dense']:.1f} %", f"{100 * r['visited']:.1f} %",
             f"{100 * goals.SPARSE_SLOPE * r['visited']:.1f} %",
         ]
@@ -190,16 +309,8 @@ def windows_table(rows: list[Record]) -> str:
 
 
 def packed_table(rows: list[Record]) -> str:
-    header = [
-        "backend",
-        "op",
-        "head_dim",
-        "mask",
-        "packed",
-        "equally long",
-        "packed / equally long",
-        "by blocks",
-    ]
+    header = ["backend", "op", "head_dim", "mask", "packed", "equally long",
+              "packed / equally long", "by blocks"]  # fmt: skip
     table = [
         [
             NAMES[r["name"]], r["op"], str(r["head_dim"]), "causal" if r["causal"] else "none",
@@ -208,6 +319,7 @@ def packed_table(rows: list[Record]) -> str:
         ]
         for r in rows
     ]  # fmt: skip
+    header, table = with_spread(header, table, ([r] for r in rows))
     first = rows[0]
     text = (
         f"{first['sequences']} sequences of at most {first['longest']} tokens, {first['tokens']} "
@@ -222,8 +334,8 @@ def gpt2_table(rows: list[Record]) -> str:
     header = ["", "dropout", "forward", "backward", "both"]
     table = [
         [
-            NAMES[r["name"]], str(r["dropout"]), f"{r['fwd_ms']:.2f} ms", f"{r['bwd_ms']:.2f} ms",
-            f"{r['fwd_ms'] + r['bwd_ms']:.2f} ms",
+            NAMES[r["name"]], str(r["dropout"]), milliseconds(r, value="fwd_ms"),
+            milliseconds(r, value="bwd_ms"), f"{r['fwd_ms'] + r['bwd_ms']:.2f} ms",
         ]
         for r in rows
     ]  # fmt: skip
@@ -235,8 +347,8 @@ def bias_table(rows: list[Record]) -> str:
     ours = sorted({r["name"] for r in rows} - set(WITH_BIAS))
     columns = [*WITH_BIAS, *ours]
     table = []
-    cells = by_name(rows, ("bias", "dropout", "op", "head_dim", "seqlen"), "ms")
-    for (kind, dropout, op, dim, seqlen), ms in cells.items():
+    shape = ("bias", "dropout", "op", "head_dim", "seqlen")
+    for (kind, dropout, op, dim, seqlen), ms in by_name(rows, shape, "ms").items():
         line = [kind, str(dropout), op, str(dim), length(seqlen)]
         line += [f"{ms[name]:.2f} ms" if name in ms else "–" for name in columns]
         for name in ours:
@@ -245,6 +357,7 @@ def bias_table(rows: list[Record]) -> str:
     header = ["bias", "dropout", "op", "head_dim", "seqlen"]
     header += [NAMES[name] for name in columns]
     header += [f"{NAMES[peer]} / {name}" for name in ours for peer in WITH_BIAS]
+    header, table = with_spread(header, table, grouped(rows, shape).values())
     text = (
         "(1, 1, seqlen, seqlen), batch × seqlen = 16384. efficient is the memory-efficient "
         "attention of PyTorch; its FlashAttention-2 takes none.\n\n"
@@ -257,7 +370,7 @@ def alibi_table(rows: list[Record]) -> str:
     table = [
         [
             r["name"], r["op"], str(r["head_dim"]), "causal" if r["causal"] else "none",
-            f"{r['ms']:.2f} ms", f"{r['of_plain']:.2f}",
+            milliseconds(r), f"{r['of_plain']:.2f}",
         ]
         for r in rows
     ]  # fmt: skip
@@ -270,7 +383,7 @@ def deterministic_table(rows: list[Record]) -> str:
     table = [
         [
             r["name"], str(r["head_dim"]), "causal" if r["causal"] else "none",
-            length(r["seqlen"]), f"{r['ms']:.2f} ms", f"{r['of_default']:.2f}",
+            length(r["seqlen"]), milliseconds(r), f"{r['of_default']:.2f}",
         ]
         for r in rows
     ]  # fmt: skip
@@ -286,6 +399,20 @@ def features_table(rows: list[Record]) -> str:
     ]
     text = "Kernels that calls with features take, launched without any.\n\n"
     return text + markdown_table(header, table, 4)
+
+
+TABLES: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
+    "many_short": ("Many short sequences", many_short_table),
+    "few_queries": ("Few queries, many keys", few_queries_table),
+    "windows": ("Sliding windows", windows_table),
+    "packed": ("Packed sequences of long-tailed lengths", packed_table),
+    "sparse": ("Block-sparse, blocks of 128 × 128", sparse_table),
+    "gpt2_medium": ("The attention of GPT-2 medium", gpt2_table),
+    "bias": ("Bias", bias_table),
+    "alibi": ("ALiBi", alibi_table),
+    "deterministic": ("Deterministic backward", deterministic_table),
+    "features_off": ("Features compiled in, all off", features_table),
+}
 
 
 def tests_section(record: Record) -> str:

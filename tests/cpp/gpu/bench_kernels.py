@@ -7,34 +7,19 @@ from __future__ import annotations
 
 import argparse
 import csv
-import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import numpy as np
 import torch
+from gpu_timing import timed
 from harness import Harness, Mask, Problem
 
 
-def median_ms(runs: dict, budget_ms=25.0, rounds=5):
-    """Median milliseconds of each callable, all of them in turn in every round."""
-    counts, times = {}, {name: [] for name in runs}
-    for name, run in runs.items():
-        run()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        counts[name] = max(1, min(50, int(budget_ms / rounds / max(begin.elapsed_time(end), 1e-3))))
-    for _ in range(rounds):
-        for name, run in runs.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(counts[name]):
-                run()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) / counts[name])
-    return {name: statistics.median(t) for name, t in times.items()}
+def median_ms(runs: dict) -> dict:
+    return {key: times.ms for key, times in timed(runs).items()}
 
 
 def runs_of(harness, p, causal, all_kernels, torch_too=True):
@@ -132,6 +117,7 @@ def main():
     )
     parser.add_argument("--all-kernels", action="store_true")
     args = parser.parse_args()
+    torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
     harness = Harness(args.library)
     rows = []
     for head_dim in args.head_dims:
