@@ -71,7 +71,7 @@ SECTIONS = {
     "demo": demo_section,
     "bench": bench_section,
     "gpu_bench": lambda name, record: gpu_tables.bench_section(
-        name, record, gpu_goals.table(record)
+        name, record, gpu_goals.text(record)
     ),
     "gpu_tests": lambda _, record: gpu_tables.tests_section(record),
 }
@@ -91,7 +91,9 @@ def readme(text: str, found: dict[str, Record]) -> str:
         "picture": "\n\n".join(f"![{name}](docs/images/{name}.png)" for name in demos),
         "figures": "\n\n".join(map(headline, benches)),
         "gpu": "\n\n".join(
-            gpu_tables.headline(r) for r in found.values() if r["kind"] == "gpu_bench"
+            f"{gpu_tables.headline(r)}\n\n{gpu_goals.beside_peers(r)}"
+            for r in found.values()
+            if r["kind"] == "gpu_bench"
         ),
     }
     for name, block in blocks.items():
