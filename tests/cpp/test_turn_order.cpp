@@ -47,7 +47,7 @@ struct Problem {
 
   // In the order in which thread blocks take it.
   std::vector<Work> schedule() const {
-    const cuda::TileSchedule tiles = cuda::backward_schedule(p, tile.n, 2, 132);
+    const cuda::BackwardSchedule tiles = cuda::backward_schedule(p, tile.n, 2, {50 << 20, 132});
     std::vector<Work> found;
     if (order.empty()) {
       for (int index = 0; index < tiles.size(); ++index) found.push_back(work(tiles.work(index)));

@@ -92,7 +92,8 @@ struct ForwardParams {
 // The backward needs all the forward had, and the gradients.
 struct BackwardParams : ForwardParams {
   TensorParam dout, dq, dk, dv;
-  RowParam dlse;  // ptr null: zero
+  RowParam dlse;       // ptr null: zero
+  int first_head = 0;  // heads of all sequences before these, where they are a part of a batch: what dropout counts by
 };
 
 }  // namespace flashsdk

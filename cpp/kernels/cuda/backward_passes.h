@@ -8,14 +8,15 @@
 
 namespace flashsdk::cuda {
 
-// The sequence that a place (common/packed_tiles.h) belongs to, found by a warp. batch at least 1.
+// The sequence that a place (common/packed_tiles.h) belongs to, found by a warp; the first one for places ahead of all.
+// batch at least 1.
 template <int kTileRows>
 __device__ __forceinline__ int sequence_at(const std::int32_t* cu_seqlens, int batch, int place) {
   int first = 0;
   for (int count = batch; count > 1;) {
     const int step = ceil_div(count, 32), ahead = threadIdx.x % 32 * step;
     const bool begun = ahead < count && first_packed_tile(cu_seqlens[first + ahead], kTileRows, first + ahead) <= place;
-    const int before = (__popc(__ballot_sync(0xffffffffu, begun)) - 1) * step;
+    const int before = max_of(__popc(__ballot_sync(0xffffffffu, begun)) - 1, 0) * step;
     first += before;
     count = min_of(step, count - before);
   }
@@ -34,17 +35,21 @@ inline dim3 query_tile_grid(const ForwardParams& p, int tile_rows) {
   return dim3(static_cast<unsigned>(max_of(1, tiles)),
               static_cast<unsigned>(max_of(1, min_of(heads, kMost))));  // no third: see branch_if()
 }
-// kPacked: of packed sequences, here and in all kernels.
+// kPacked: of packed sequences, here and in all kernels. Heads come in reverse: the main kernel begins with the first
+// heads, whose dq_accum the first pass has then just cleared, and ends with the last ones, which the last pass then
+// finds in L2: 0 to 2 % of a call (benchmarks/results/sm90_backward_order.csv, run 43).
 template <bool kPacked, int kTileRows, class Body>
 __device__ void for_each_query_tile(const ForwardParams& p, Body&& body) {
   if constexpr (kPacked) {
     if (p.batch == 0) return;
     for (int head = blockIdx.y; head < p.num_heads; head += gridDim.y) {
       const int batch = sequence_at<kTileRows>(p.cu_seqlens_q, p.batch, blockIdx.x);
-      body(static_cast<int>(blockIdx.x) - first_packed_tile(p.cu_seqlens_q[batch], kTileRows, batch), head, batch);
+      const int first = first_packed_tile(p.cu_seqlens_q[batch], kTileRows, batch);
+      if (static_cast<int>(blockIdx.x) < first) return;  // a place ahead of the sequences of a part (batch_parts.h)
+      body(static_cast<int>(blockIdx.x) - first, head, batch);
     }
   } else {
-    for (int i = blockIdx.y; i < p.num_heads * p.batch; i += gridDim.y)
+    for (int i = p.num_heads * p.batch - 1 - static_cast<int>(blockIdx.y); i >= 0; i -= gridDim.y)
       body(static_cast<int>(blockIdx.x), i % p.num_heads, i / p.num_heads);
   }
 }

@@ -21,7 +21,7 @@ __device__ __forceinline__ auto rows_of_queries(const float* rows, const Coordin
 template <int kBlockM, int kBlockN, class Policy, Features kFeatures, bool kWholeCalls = false>
 class BackwardScores {
  public:
-  __device__ BackwardScores(const ForwardParams& p, const SeqlenInfo& seq, const TileWork& work)
+  __device__ BackwardScores(const BackwardParams& p, const SeqlenInfo& seq, const TileWork& work)
       : p_(p),
         seq_(seq),
         batch_(work.batch),
@@ -36,7 +36,9 @@ class BackwardScores {
 
   __device__ int first_key() const { return n0_; }
   __device__ int batch() const { return batch_; }
-  __device__ DropoutRng rng(int head) const { return DropoutRng(p_.score.dropout, batch_ * p_.num_heads + head); }
+  __device__ DropoutRng rng(int head) const {
+    return DropoutRng(p_.score.dropout, p_.first_head + batch_ * p_.num_heads + head);
+  }
 
   // Where ALiBi is the only feature. Slopes are divided by the softmax scale, as scores are products here: asked before
   // these are there, as the slope comes from memory.
@@ -277,7 +279,7 @@ class BackwardScores {
     }
   }
 
-  const ForwardParams& p_;
+  const BackwardParams& p_;
   const SeqlenInfo& seq_;
   int batch_, n0_;
   bool keys_end_here_;

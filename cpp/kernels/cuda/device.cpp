@@ -102,6 +102,7 @@ const DeviceLimits& device_limits(int device) {
     found.shared_memory_per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     found.shared_memory_per_multiprocessor = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     found.multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, device);
+    found.l2_bytes = device_attribute(cudaDevAttrL2CacheSize, device);
     if (!any_runs_on(built_architectures(), found.capability)) {
       cudaDeviceProp properties{};
       cudaGetDeviceProperties(&properties, device);

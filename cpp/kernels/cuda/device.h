@@ -10,6 +10,7 @@ struct DeviceLimits {
   int shared_memory_per_block = 0;  // bytes a thread block may opt in to
   int shared_memory_per_multiprocessor = 0;
   int multiprocessors = 0;
+  int l2_bytes = 0;
 };
 
 // The architectures this build has code for, as CMAKE_CUDA_ARCHITECTURES lists them, separated by spaces. Generated.

@@ -11,6 +11,7 @@
 
 #include "common/mask_policy.h"
 #include "cuda/device.h"
+#include "cuda/tile_scheduler.h"
 
 namespace flashsdk::cuda {
 
@@ -34,6 +35,12 @@ void allow_shared_memory(Kernel kernel, int bytes, int device, std::atomic<std::
   bytes = min_of(bytes, device_limits(device).shared_memory_per_block);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "preparing a kernel");
   done.fetch_or(bit, std::memory_order_relaxed);
+}
+
+// Of a device, for thread blocks that fill a multiprocessor, or clusters of these.
+inline Workers workers_of(int device, int cluster_size = 1) {
+  const DeviceLimits& limits = device_limits(device);
+  return {limits.l2_bytes, max_of(1, limits.multiprocessors / cluster_size)};
 }
 
 // When a kernel's thread blocks may start: when the kernel before it in the stream is done, or while that one runs.

@@ -38,7 +38,7 @@ struct TileSchedule {
 };
 
 // Heads whose operands of bytes_per_head stay in L2 together.
-inline constexpr std::int64_t kL2Share = 16 << 20;  // of 40 MiB (A100) to 60 MB (H200)
+inline constexpr std::int64_t kL2Share = 16 << 20;  // of 40 MiB (A100) to 60 MB (H200); of keys, for the forward
 inline int section_of(std::int64_t bytes_per_head, int heads_total, bool uniform_tiles,
                       std::int64_t l2_share = kL2Share) {
   if (uniform_tiles || heads_total == 0) return 1;
@@ -56,31 +56,57 @@ inline TileSchedule forward_schedule(const ForwardParams& p, int tile_queries, s
           section_of(kv_bytes, heads_total, uniform_tiles), true};
 }
 
-// The tiles of keys, whose heads share Q, dO and the fp32 dQ in L2. Under a band multiprocessors are idle at the end
-// of the last section, so a section has kTilesEach tiles for each of them; but only as many heads as leave kKeysAtOnce
-// keys of each at work at a time, as otherwise all key tiles read Q and dO anew. Key tiles of a layout share too
-// little of these for that. In a deterministic call key tiles of a head take turns (turn_order.h): of twice as many
-// heads fewer blocks queue for the same dQ, and more are slower again. Measurements: docs/sm90-backward.md, version
-// 10.
-inline TileSchedule backward_schedule(const ForwardParams& p, int tile_keys, std::size_t element_bytes,
-                                      int multiprocessors) {
-  constexpr int kTilesEach = 8, kKeysAtOnce = 512;
-  const int heads_total = p.num_heads_kv * p.batch;
-  const std::int64_t q_bytes = std::int64_t{p.seqlen_q} * p.heads_per_group() *
-                               ((p.head_dim + p.head_dim_v) * element_bytes + p.head_dim * sizeof(float));
-  TileSchedule schedule{ceil_div(p.seqlen_k, tile_keys), p.num_heads_kv, heads_total, 0, false};
-  if (p.deterministic) {
-    schedule.section = section_of(q_bytes, heads_total, false, 2 * kL2Share);
-    schedule.descending = last_keys_first(p.mask);
-    return schedule;
+// The tiles of keys: sections of the same width, and a last one that is wider.
+struct BackwardSchedule {
+  TileSchedule sections;  // of all heads but those of the last
+  int last;               // heads of the last
+
+  FLASHSDK_HD std::int64_t size() const { return sections.size() + std::int64_t{sections.num_blocks} * last; }
+
+  FLASHSDK_HD TileWork work(int index) const {
+    const int rest = index - static_cast<int>(sections.size());
+    if (rest < 0) return sections.work(index);
+    const int block = rest / last, head = sections.heads_total + rest % last;
+    return {sections.descending ? sections.num_blocks - 1 - block : block, head % sections.num_heads,
+            head / sections.num_heads};
   }
-  schedule.section = section_of(q_bytes, heads_total, p.mask.kind == MaskKind::kDense);
-  if (p.mask.kind == MaskKind::kBand) {
-    const int enough = ceil_div(kTilesEach * multiprocessors, max_of(1, schedule.num_blocks));
-    const int most = multiprocessors * tile_keys / kKeysAtOnce;
-    schedule.section = max_of(schedule.section, min_of(enough, most));
+
+  // Of one packed sequence alone, whose heads have so many tiles.
+  FLASHSDK_HD TileSchedule of_sequence(int blocks) const { return sections.of_sequence(blocks); }
+};
+
+// What the schedule has to know of the device: how much its L2 holds, and how many thread blocks, or clusters, work at
+// a time.
+struct Workers {
+  std::int64_t l2_bytes;
+  int count;
+};
+
+// Every key tile of a head reads its Q and dO and adds to its fp32 dQ, so a section holds no more heads than two thirds
+// of L2 hold these of. With more, memory is read and written anew for each: five times as much at head_dim 256
+// (docs/sm90-backward.md, "Bytes"). Heads of a group count once, as their tiles are walked one head after another.
+// Under a band the longest tiles of a section come first, and workers are idle at the end of the last one unless it has
+// kTilesEach tiles for each of them. So that one may hold twice the share, where a head has enough key tiles to use
+// often what is read once. Without a mask tiles are equally long, and one head after another is best. Key tiles of a
+// layout share less of what they read. In a deterministic call key tiles of a head take turns (turn_order.h): of more
+// heads fewer queue for the same dQ.
+inline BackwardSchedule backward_schedule(const ForwardParams& p, int tile_keys, std::size_t element_bytes,
+                                          Workers workers) {
+  constexpr int kTilesEach = 4, kUsedOften = 16;
+  const int heads_total = p.num_heads_kv * p.batch, num_blocks = ceil_div(p.seqlen_k, tile_keys);
+  const std::int64_t bytes_per_head =
+      std::int64_t{p.seqlen_q} * ((p.head_dim + p.head_dim_v) * element_bytes + p.head_dim * sizeof(float));
+  const bool in_turns = p.deterministic, longest_first = p.mask.kind == MaskKind::kBand && !in_turns;
+  const bool uniform = p.mask.kind == MaskKind::kDense && !in_turns;
+  const std::int64_t third = workers.l2_bytes / 3, share = longest_first || in_turns ? 2 * third : third;
+  const int section = section_of(bytes_per_head, heads_total, uniform, share);
+  int last = section;
+  if (longest_first && num_blocks >= kUsedOften) {
+    const int enough = ceil_div(kTilesEach * workers.count, num_blocks);
+    last = max_of(section, min_of(enough, section_of(bytes_per_head, heads_total, false, 2 * share)));
   }
-  return schedule;
+  last = min_of(last, heads_total);
+  return {{num_blocks, p.num_heads_kv, heads_total - last, section, in_turns && last_keys_first(p.mask)}, last};
 }
 
 }  // namespace flashsdk::cuda

@@ -85,7 +85,7 @@ __device__ void clear_blind_queries(const SmemTensor& q, const SmemTensor& dout,
 template <class Traits, class Policy, cuda::Features kFeatures>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ cuda::BackwardWorkspace ws,
-                    const __grid_constant__ cuda::TileSchedule schedule) {
+                    const __grid_constant__ cuda::BackwardSchedule schedule) {
   using Element = typename Traits::Element;
   using SmemQ = typename Traits::SmemQ;
   using SmemKV = typename Traits::SmemKV;

@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include "common/kernel_entry.h"
+#include "cuda/batch_parts.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
 #include "cuda/packed_tail.h"
@@ -166,16 +167,9 @@ using BackwardPolicy = std::conditional_t<kFeatures == cuda::Features::kAll && !
                                           BandPolicy, Policy>;
 
 template <class Traits, class Policy, cuda::Features kFeatures>
-void launch_backward(const ForwardParams& params, const LaunchContext& context) {
-  if constexpr (kTakesPlainCalls<Traits, Policy, kFeatures>) {  // as launch_forward()
-    if (!params.score.any_feature()) {
-      return launch_backward<Traits, Policy, cuda::Features::kNone>(params, context);
-    }
-  }
+void launch_backward_kernels(const BackwardParams& p, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
   using Element = typename Traits::Element;
-  const auto& p = static_cast<const BackwardParams&>(params);
-  cuda::DeviceGuard guard(p.device.index);
   auto stream = static_cast<cudaStream_t>(context.stream);
   auto kernel = backward_kernel<Traits, BackwardPolicy<Traits, Policy, kFeatures>, kFeatures>;
   constexpr int kSmemBytes = kBackwardSmemBytes<Traits, kFeatures>;
@@ -192,8 +186,8 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
                         : cuda::backward_prepare_kernel<Element, kPrepareThreads, false, true, false, Sums>,
                  query_tiles, kPrepareThreads, 0, stream, p, ws);
   }
-  const cuda::TileSchedule schedule =
-      cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element), cuda::device_limits(p.device.index).multiprocessors);
+  const cuda::BackwardSchedule schedule =
+      cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element), cuda::workers_of(p.device.index));
   if (schedule.size() != 0) {
     cuda::launch("launching the backward kernel", kernel, dim3(static_cast<unsigned>(schedule.size())),
                  Traits::kThreads, kSmemBytes, stream, p, ws, schedule);
@@ -205,7 +199,21 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
                  packed ? backward_convert_dq_kernel<Traits, true> : backward_convert_dq_kernel<Traits, false>,
                  query_tiles, Traits::kThreads, kTileBytes, stream, p, ws);
   }
-  cuda::clear_gradient_tails<Element>(p, stream);
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures>
+void launch_backward(const ForwardParams& params, const LaunchContext& context) {
+  if constexpr (kTakesPlainCalls<Traits, Policy, kFeatures>) {  // as launch_forward()
+    if (!params.score.any_feature()) {
+      return launch_backward<Traits, Policy, cuda::Features::kNone>(params, context);
+    }
+  }
+  const auto& p = static_cast<const BackwardParams&>(params);
+  cuda::DeviceGuard guard(p.device.index);
+  cuda::for_each_part(p, Traits::kBlockM, cuda::workers_of(p.device.index), [&](const BackwardParams& part) {
+    launch_backward_kernels<Traits, Policy, kFeatures>(part, context);
+  });
+  cuda::clear_gradient_tails<typename Traits::Element>(p, static_cast<cudaStream_t>(context.stream));
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
@@ -214,7 +222,9 @@ KernelEntry backward_entry() {
       key_of<Traits, Policy, kFeatures>(Op::kBackward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
       [](const ForwardParams& p) { return refuse<Traits, kFeatures>(p, true, kBackwardSmemBytes<Traits, kFeatures>); },
       [](const ForwardParams& p, int) {
-        return cuda::BackwardWorkspace(p, Traits::kBlockM, Traits::kHeadDim, nullptr).size;
+        ForwardParams part = p;  // the largest of the batch
+        part.batch = cuda::sequences_at_once(p, Traits::kBlockM, cuda::workers_of(p.device.index));
+        return cuda::BackwardWorkspace(part, Traits::kBlockM, Traits::kHeadDim, nullptr).size;
       },
       launch_backward<Traits, Policy, kFeatures>};
 }

@@ -11,17 +11,11 @@
 
 namespace flashsdk::sm90 {
 
+// The roles of a thread block.
 template <class Traits, class Policy, cuda::Features kFeatures, bool kPacked>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
-    backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
-                    const __grid_constant__ cuda::BackwardWorkspace ws,
-                    const __grid_constant__ cuda::TileSchedule schedule) {
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  auto& smem = *reinterpret_cast<typename Traits::Smem*>(smem_bytes);
-  if (threadIdx.x == 0) smem.init();
-  cutlass::arch::fence_barrier_init();
-  __syncthreads();
-
+__device__ __forceinline__ void backward_roles(const BackwardParams& p, const BackwardMaps& maps,
+                                               const cuda::BackwardWorkspace& ws,
+                                               const cuda::BackwardSchedule& schedule, typename Traits::Smem& smem) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same for all lanes
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
@@ -30,16 +24,47 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       plan_steps<Traits, Policy, kPacked>(p, ws, schedule, smem);
     } else if (warp == 1) {
       load_operands<Traits, kPacked>(p, maps, ws, smem);
-    } else {
+    } else if constexpr (Traits::kClusterSize == 1) {
       add_dq<Traits>(p, ws, smem, warp - 2);
+    } else if (warp == 2) {
+      send_ds<Traits>(smem);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kComputeRegisters>();
     if constexpr (Traits::kWide)
-      WideBackwardWarpgroup<Traits, Policy, kFeatures, kPacked>(p, smem, warp / 4 - 1).run();
+      WideBackwardWarpgroup<Traits, Policy, kFeatures, kPacked>(p, ws, smem, warp / 4 - 1).run();
     else
       BackwardWarpgroup<Traits, Policy, kFeatures, kPacked>(p, smem, warp / 4 - 1).run();
   }
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures, bool kPacked>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
+                    const __grid_constant__ cuda::BackwardWorkspace ws,
+                    const __grid_constant__ cuda::BackwardSchedule schedule) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  auto& smem = *reinterpret_cast<typename Traits::Smem*>(smem_bytes);
+  if (threadIdx.x == 0) smem.init();
+  cutlass::arch::fence_barrier_init();
+  __syncthreads();
+  backward_roles<Traits, Policy, kFeatures, kPacked>(p, maps, ws, schedule, smem);
+}
+
+// The same by clusters of two CTAs. Neither ends while the other may still reach into its shared memory.
+template <class Traits, class Policy, cuda::Features kFeatures, bool kPacked>
+__global__ void __cluster_dims__(Traits::kClusterSize) __launch_bounds__(Traits::kThreads, 1)
+    backward_cluster_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
+                            const __grid_constant__ cuda::BackwardWorkspace ws,
+                            const __grid_constant__ cuda::BackwardSchedule schedule) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  auto& smem = *reinterpret_cast<typename Traits::Smem*>(smem_bytes);
+  if (threadIdx.x == 0) smem.init();
+  cutlass::arch::fence_barrier_init();
+  cute::cluster_sync();
+  backward_roles<Traits, Policy, kFeatures, kPacked>(p, maps, ws, schedule, smem);
+  __syncwarp();  // of warps of which one lane worked
+  cute::cluster_sync();
 }
 
 // dq_accum times the softmax scale, in 16 bits, to dq, for one tile of queries.

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/backward_passes.h"
+#include "cuda/batch_parts.h"
 #include "cuda/builtin_policy.h"
 #include "cuda/packed_tail.h"
 #include "sm90/backward.h"
@@ -15,6 +16,14 @@ namespace flashsdk::sm90 {
 template <class Traits>
 cuda::BackwardWorkspace backward_workspace(const ForwardParams& p, void* base) {
   return cuda::BackwardWorkspace(p, Traits::kBlockM, Traits::kHeadDimQ, base, Traits::kDqPieces);
+}
+
+// Of the largest part of the batch.
+template <class Traits>
+std::size_t backward_workspace_size(const ForwardParams& p) {
+  ForwardParams part = p;
+  part.batch = cuda::sequences_at_once(p, Traits::kBlockM, cuda::workers_of(p.device.index));
+  return backward_workspace<Traits>(part, nullptr).size;
 }
 
 // Tiles of keys that thread blocks take off the schedule, at most.
@@ -29,6 +38,10 @@ std::int64_t key_tiles(const ForwardParams& p) {
 template <class Traits, cuda::Features kFeatures>
 const char* refuse_backward(const ForwardParams& p) {
   if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
+  if constexpr (Traits::kClusterSize > 1) {
+    if (p.deterministic) return "clusters add to dq in no fixed order";
+    if (p.seqlen_k <= Traits::kCtaKeys) return "there are keys for one of a cluster's blocks alone";
+  }
   const auto& b = static_cast<const BackwardParams&>(p);
   if (const char* reason = tensor_map_refusal(b.dout, query_extent(p, p.head_dim_v))) return reason;
   for (const TensorParam* t : {&b.out, &b.dq, &b.dk, &b.dv})
@@ -52,9 +65,13 @@ template <class Traits, cuda::Features kFeatures, bool kPacked>
 void launch_backward_kernels(const BackwardParams& p, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
   using Element = typename Traits::Element;
-  cuda::DeviceGuard guard(p.device.index);
   auto stream = static_cast<cudaStream_t>(context.stream);
-  auto kernel = backward_kernel<Traits, cuda::BuiltinPolicy, kFeatures, kPacked>;
+  constexpr auto kernel = [] {
+    if constexpr (Traits::kClusterSize == 1)
+      return backward_kernel<Traits, cuda::BuiltinPolicy, kFeatures, kPacked>;
+    else
+      return backward_cluster_kernel<Traits, cuda::BuiltinPolicy, kFeatures, kPacked>;
+  }();
   cuda::allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
   const cuda::BackwardWorkspace ws = backward_workspace<Traits>(p, context.workspace);
 
@@ -66,9 +83,9 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
                cuda::backward_prepare_kernel<Element, kPrepareThreads, true, Traits::kClearsDq, kPacked, Sums>,
                query_tiles, kPrepareThreads, 0, stream, p, ws);
 
-  const int multiprocessors = cuda::device_limits(p.device.index).multiprocessors;
-  const cuda::TileSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element), multiprocessors);
-  const int blocks = min_of(static_cast<int>(key_tiles<Traits>(p)), multiprocessors);
+  const cuda::Workers workers = cuda::workers_of(p.device.index, Traits::kClusterSize);
+  const cuda::BackwardSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element), workers);
+  const int blocks = min_of(static_cast<int>(key_tiles<Traits>(p)), workers.count) * Traits::kClusterSize;
   if (blocks != 0) {
     cuda::launch("launching the backward kernel", kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
                  Traits::kSmemBytes, stream, p, backward_maps<Traits>(p), ws, schedule);
@@ -76,7 +93,6 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
 
   cuda::launch("launching the backward's last pass", backward_convert_dq_kernel<Traits, kPacked>, query_tiles,
                Traits::kDqPieces * kWarpgroup, 0, stream, p, ws);
-  cuda::clear_gradient_tails<Element>(p, stream);
 }
 
 // Packed calls have kernels of their own: compiled into one, what these do more, though never done in other calls, cost
@@ -84,17 +100,21 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
 template <class Traits, cuda::Features kFeatures>
 void launch_backward(const ForwardParams& params, const LaunchContext& context) {
   const auto& p = static_cast<const BackwardParams&>(params);
-  if (p.cu_seqlens_q != nullptr)
-    launch_backward_kernels<Traits, kFeatures, true>(p, context);
-  else
-    launch_backward_kernels<Traits, kFeatures, false>(p, context);
+  cuda::DeviceGuard guard(p.device.index);
+  cuda::for_each_part(p, Traits::kBlockM, cuda::workers_of(p.device.index), [&](const BackwardParams& part) {
+    if (part.cu_seqlens_q != nullptr)
+      launch_backward_kernels<Traits, kFeatures, true>(part, context);
+    else
+      launch_backward_kernels<Traits, kFeatures, false>(part, context);
+  });
+  cuda::clear_gradient_tails<typename Traits::Element>(p, static_cast<cudaStream_t>(context.stream));
 }
 
 template <class Traits, cuda::Features kFeatures>
 KernelEntry backward_entry(MaskKind mask) {
   return {key_of<Traits, kFeatures>(Op::kBackward, mask), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           refuse_backward<Traits, kFeatures>,
-          [](const ForwardParams& p, int) { return backward_workspace<Traits>(p, nullptr).size; },
+          [](const ForwardParams& p, int) { return backward_workspace_size<Traits>(p); },
           launch_backward<Traits, kFeatures>};
 }
 

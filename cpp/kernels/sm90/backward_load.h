@@ -42,15 +42,22 @@ __device__ __forceinline__ void for_each_step(typename Traits::Smem& smem, unsig
   }
 }
 
-// One thread: Q and lse, or dO and delta, of the next step. The barrier is told of their bytes.
-template <class Tile, class Element, int kRows>
+// One thread: Q and lse, or dO and delta, of the next step. The barrier is told of their bytes. Other key tiles read
+// them soon, and add to the same dQ: L2 should keep these rather than keys and gradients, which are touched once.
+template <class Tile, int kClusterSize, class Element, int kRows>
 __device__ __forceinline__ void load_queries(const CUtensorMap& map, cutlass::arch::ClusterTransactionBarrier& barrier,
                                              Element* smem, TileOrigin at, const float* rows,
                                              float (&smem_rows)[kRows]) {
   constexpr int kRowBytes = kRows * static_cast<int>(sizeof(float));
   barrier.arrive_and_expect_tx(Tile::kBytes + kRowBytes);
-  load_tile<Tile>(map, barrier, smem, at);
+  load_shared_tile<Tile, kClusterSize>(map, barrier, smem, at, CacheHint::EVICT_LAST);
   cute::SM90_BULK_COPY_G2S::copy(rows, reinterpret_cast<std::uint64_t*>(&barrier), smem_rows, kRowBytes);
+}
+
+// The first key that this CTA owns, of a key tile.
+template <class Traits>
+__device__ __forceinline__ int first_key(const cuda::TileWork& work) {
+  return work.block * Traits::kBlockN + (Traits::kClusterSize > 1 ? cluster_rank() * Traits::kCtaKeys : 0);
 }
 
 // One thread: a tile of K or V, when its place is free.
@@ -62,7 +69,23 @@ __device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring<kBuffers>
   ring.wait_empty(use);
   ring.announce(use, Tile::kBytes);
   load_tile<Tile>(map, ring.full[use.stage], smem + use.stage * Tile::kElements,
-                  {seq.offset_k + work.block * Traits::kBlockN, work.head, kPacked ? 0 : work.batch});
+                  {seq.offset_k + first_key<Traits>(work), work.head, kPacked ? 0 : work.batch},
+                  CacheHint::EVICT_FIRST);
+}
+
+// In a cluster: K, and of the other CTA's K the columns whose dQ this CTA computes.
+template <class Traits, bool kPacked>
+__device__ __forceinline__ void load_pair_keys(const CUtensorMap& map, typename Traits::Smem& smem, unsigned n,
+                                               const cuda::TileWork& work, const SeqlenInfo& seq) {
+  using SmemK = typename Traits::SmemK;
+  using SmemPeerK = typename Traits::SmemPeerK;
+  const auto use = RingState<1>::after(n);
+  const int row = seq.offset_k + work.block * Traits::kBlockN, batch = kPacked ? 0 : work.batch;
+  smem.full_k.wait_empty(use);
+  smem.full_k.announce(use, SmemK::kBytes + SmemPeerK::kBytes);
+  load_tile<SmemK>(map, smem.full_k.full[0], smem.k, {row + cluster_rank() * Traits::kCtaKeys, work.head, batch});
+  load_tile<SmemPeerK>(map, smem.full_k.full[0], smem.peer_k, {row + peer_rank() * Traits::kCtaKeys, work.head, batch},
+                       CacheHint::EVICT_NORMAL, cluster_rank() * SmemPeerK::kColumns);
 }
 
 // Takes key tiles off the schedule, walks the queries that see them, and tells all what comes. A walk does not fit the
@@ -70,10 +93,11 @@ __device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring<kBuffers>
 // kPacked: called by its whole warp.
 template <class Traits, class Policy, bool kPacked>
 __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspace& ws,
-                           const cuda::TileSchedule& schedule, typename Traits::Smem& smem) {
+                           const cuda::BackwardSchedule& schedule, typename Traits::Smem& smem) {
   using Stream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy, Traits::kStaggered>;
   const bool leads = !kPacked || threadIdx.x % 32 == 0;
   unsigned works = 0, steps = 0;  // so far
+  [[maybe_unused]] unsigned taken = 0;
   auto tell = [&](const BackwardWork& work) {
     const auto use = RingState<2>::after(works++);
     smem.full_work.wait_empty(use);
@@ -85,9 +109,12 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
   // soon begins what it has taken: all but the last kStepsLeft steps of the work before have been read.
   const bool ahead = !p.deterministic;
   constexpr unsigned kStepsLeft = 2;
+  const int streams = gridDim.x / Traits::kClusterSize;  // a cluster's CTAs take the same work
   auto take = [&]() -> int {
     if (!leads) return 0;
-    if (ahead) return gridDim.x + atomicAdd(ws.next_work, 1);
+    auto draw = [&] { return streams + atomicAdd(ws.next_work, 1); };
+    if constexpr (Traits::kClusterSize > 1) return smem.next_index.next(taken++, draw);
+    if (ahead) return draw();
     smem.full_plan.wait_empty(RingState<kPlannedSteps>::after(steps + kPlannedSteps - 1 - kStepsLeft));
     return atomicAdd(ws.next_work, 1);
   };
@@ -106,7 +133,7 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
     return true;
   };
   cuda::TileWork work;
-  for (int index = ahead ? blockIdx.x : take(), next_index = 0; find(index, work);
+  for (int index = ahead ? blockIdx.x / Traits::kClusterSize : take(), next_index = 0; find(index, work);
        index = ahead ? next_index : take()) {
     if (!leads) continue;
     if (ahead) next_index = take();
@@ -142,7 +169,10 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
       const SeqlenInfo seq(p, work.tile.batch);
       const int batch = kPacked ? 0 : work.tile.batch;
       auto load_k = [&] {
-        load_keys<typename Traits::SmemK, Traits, kPacked>(maps.k, smem.full_k, key_tiles, smem.k, work.tile, seq);
+        if constexpr (Traits::kClusterSize > 1)
+          load_pair_keys<Traits, kPacked>(maps.k, smem, key_tiles, work.tile, seq);
+        else
+          load_keys<typename Traits::SmemK, Traits, kPacked>(maps.k, smem.full_k, key_tiles, smem.k, work.tile, seq);
       };
       if (Traits::kKeysAhead) load_k();
       bool first = true;
@@ -151,13 +181,15 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
         const auto q = RingState<Traits::kQueryStages>::after(steps);
         smem.full_q.wait_empty(q);
         smem.step[q.stage] = planned.step;
-        load_queries<SmemQ>(maps.q, smem.full_q.full[q.stage], smem.q + q.stage * SmemQ::kElements, at,
-                            ws.lse_of(planned.tile), smem.lse_log2[q.stage]);
+        if constexpr (Traits::kClusterSize > 1) smem.tile[q.stage] = planned.tile;
+        load_queries<SmemQ, Traits::kClusterSize>(maps.q, smem.full_q.full[q.stage],
+                                                  smem.q + q.stage * SmemQ::kElements, at, ws.lse_of(planned.tile),
+                                                  smem.lse_log2[q.stage]);
         const auto dout = RingState<Traits::kStages>::after(steps);
         smem.full_do.wait_empty(dout);
-        load_queries<SmemDo>(maps.dout, smem.full_do.full[dout.stage], smem.dout + dout.stage * SmemDo::kElements, at,
-                             ws.minus_delta + std::int64_t{planned.tile} * Traits::kBlockM,
-                             smem.minus_delta[dout.stage]);
+        load_queries<SmemDo, Traits::kClusterSize>(
+            maps.dout, smem.full_do.full[dout.stage], smem.dout + dout.stage * SmemDo::kElements, at,
+            ws.minus_delta + std::int64_t{planned.tile} * Traits::kBlockM, smem.minus_delta[dout.stage]);
         if (first) {
           load_keys<typename Traits::SmemV, Traits, kPacked>(maps.v, smem.full_v, key_tiles, smem.v, work.tile, seq);
           if (!Traits::kKeysAhead) load_k();
@@ -173,9 +205,10 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
 __device__ __forceinline__ void bulk_write(float* global, const float* shared, int bytes, bool adds) {
   const std::uint32_t from = cute::cast_smem_ptr_to_uint(shared);
   if (adds) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(from),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;" ::"l"(global),
+        "r"(from), "r"(bytes), "l"(CacheHint::EVICT_LAST)
+        : "memory");
   } else {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(from), "r"(bytes)
                  : "memory");
@@ -297,6 +330,24 @@ class DqAdder {
   int* held_ = nullptr;
   int next_ = 0;
 };
+
+// One thread of a cluster's CTA: sends dS of its keys to the other CTA, whose warpgroups need it for dQ.
+template <class Traits>
+__device__ void send_ds(typename Traits::Smem& smem) {
+  using Tile = typename Traits::SmemScores;
+  constexpr int kSlab = Tile::kElements / Tile::kSlabs;
+  unsigned steps = 0;
+  for_each_work<Traits>(smem, [&](const BackwardWork& work) {
+    if (!work.visited) return;
+    for_each_step<Traits>(smem, steps, [&](const PlannedStep&) {
+      const auto use = RingState<Traits::kScoreBuffers>::after(steps);
+      smem.own_ds.wait_full(use);
+      smem.full_ds.announce(use, Tile::kSlabBytes);  // of the other's, which may be there already
+      auto* slab = smem.ds + use.stage * Tile::kElements;
+      copy_to_peer(slab + kSlab, slab, Tile::kSlabBytes, smem.full_ds.full[use.stage]);
+    });
+  });
+}
 
 // One thread of each of the warps that add.
 template <class Traits>

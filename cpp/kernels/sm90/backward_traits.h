@@ -7,6 +7,7 @@
 
 #include "cuda/backward_workspace.h"
 #include "cuda/tile_scheduler.h"
+#include "sm90/cluster.h"
 #include "sm90/dropout_bytes.h"
 #include "sm90/pipeline.h"
 #include "sm90/traits.h"
@@ -40,9 +41,10 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBloc
           bool kStaggered_, bool kDraws_>
 struct NarrowBackwardTraits {
   static constexpr bool kWide = false;
+  static constexpr int kClusterSize = 1;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
-  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
+  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_, kCtaKeys = kBlockN;
   static constexpr int kWarpgroups = kBlockN / kWarpgroupRows;  // that compute; one more loads and writes
   static_assert(kWarpgroups <= 2, "one warp walks, one loads, and one for each of these writes");
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
@@ -120,9 +122,10 @@ template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBloc
           bool kStaggered_, bool kDraws_>
 struct WideBackwardTraits {
   static constexpr bool kWide = true;
+  static constexpr int kClusterSize = 1;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kHeadDimQ = kHeadDim_;
-  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
+  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_, kCtaKeys = kBlockN;
   static_assert(kBlockN == kWarpgroupRows && kHeadDim % 64 == 0 && kHeadDimV % 64 == 0);
   static_assert(kKeyBuffers_ == 1, "shared memory has no room for the next K");
   static_assert(!kDraws_, "dropout is drawn where it is applied");
@@ -193,11 +196,101 @@ struct WideBackwardTraits {
   static_assert(kSmemBytes <= 227 * 1024);
 };
 
+// Above head_dim 128 as above, but a cluster of two CTAs owns 128 keys, 64 each. What bounds the kernel above is the
+// rate at which L2 adds dQ in fp32 (docs/sm90-backward.md, "Pairs"). Here both CTAs hand each other their dS, 8 KiB of
+// 16 bits, and each computes half of the rows of dQᵀ over all 128 keys: half as much is added. So each CTA needs a half
+// of the other's K as well. dQ leaves from registers, as there is no shared memory left for it.
+template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_,
+          bool kStaggered_, bool kDraws_>
+struct PairBackwardTraits {
+  static constexpr bool kWide = true;
+  static constexpr int kClusterSize = 2;
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kHeadDimQ = kHeadDim_;
+  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_, kCtaKeys = kBlockN / kClusterSize;
+  static_assert(kCtaKeys == kWarpgroupRows && kHeadDim == 4 * kWarpgroupRows && kHeadDimV % 64 == 0);
+  static_assert(kStages_ == 1 && kKeyBuffers_ == 1, "shared memory has no room for more");
+  static_assert(!kDraws_, "dropout is drawn where it is applied");
+  static constexpr bool kDraws = false, kStaggered = kStaggered_;
+  static constexpr int kWarpgroups = 2;
+  static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
+  static constexpr int kLoadRegisters = 24, kComputeRegisters = 240;
+  static constexpr int kStages = 1, kQueryStages = 2, kKeyBuffers = 1, kScoreBuffers = 2;
+  static constexpr bool kKeysAhead = false;
+
+  using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kQueryStages>;
+  using SmemDo = SmemTile<Element, kBlockM, kHeadDimV, kStages>;
+  using SmemK = SmemTile<Element, kCtaKeys, kHeadDim>;
+  using SmemPeerK = SmemTile<Element, kCtaKeys, kHeadDim / kClusterSize>;  // the columns whose dQ this CTA computes
+  using SmemV = SmemTile<Element, kCtaKeys, kHeadDimV>;
+  using SmemScores = SmemTile<Element, kBlockM, kBlockN, kScoreBuffers>;  // dS: a slab of this CTA, one of the other
+  static_assert(SmemScores::kSlabs == kClusterSize);
+
+  using MmaScores = SmemMma<Element, kBlockM, kHeadDim, kSumContiguous, kSumContiguous>;
+  using MmaDk = RegisterMma<Element, kHeadDim, kBlockM, kSumStrided>;
+  using MmaDv = RegisterMma<Element, kHeadDimV, kBlockM, kSumStrided>;
+
+  // A piece for each warpgroup of the two CTAs.
+  static constexpr int kDqRowPieces = kHeadDim / kWarpgroupRows;
+  static constexpr int kDqColumns = kBlockM;
+  static constexpr int kDqPieces = kDqRowPieces;
+  static constexpr bool kClearsDq = true;
+  static constexpr int kDqElements = kWarpgroupRows * kDqColumns;
+  using MmaDq = SmemMma<Element, kDqColumns, kCtaKeys, kSumStrided, kSumContiguous>;
+
+  static constexpr int kScoreElements = kBlockM * kCtaKeys;
+  struct Smem {
+    alignas(1024) Element q[kQueryStages * SmemQ::kElements];
+    alignas(1024) Element dout[kStages * SmemDo::kElements];
+    alignas(1024) Element k[SmemK::kElements];
+    alignas(1024) Element peer_k[SmemPeerK::kElements];
+    alignas(1024) Element v[SmemV::kElements];
+    alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
+    alignas(128) Element p[kScoreBuffers][kScoreElements];  // in the order of accumulator registers
+    alignas(128) float lse_log2[kQueryStages][kBlockM + cuda::kMarkWords];
+    alignas(128) float minus_delta[kStages][kBlockM];
+    BackwardStep step[kQueryStages];
+    int tile[kQueryStages];  // of queries, in the workspace
+    BackwardWork work[2];
+    PlannedStep plan[kPlannedSteps];
+    SharedIndex next_index;
+    Ring<kQueryStages> full_q;
+    Ring<kStages> full_do;
+    Ring<kKeyBuffers> full_k;
+    Ring<1> full_v;
+    Ring<kScoreBuffers> own_ds;   // from the one warpgroup to the warp that sends it; empty when full_ds is
+    Ring<kScoreBuffers> full_ds;  // of both CTAs, to all warpgroups of both
+    EmptyRing<kScoreBuffers> empty_p;
+    Ring<2> full_work;
+    Ring<kPlannedSteps> full_plan;
+
+    __device__ void init() {
+      constexpr int kWarps = 4 * kWarpgroups;
+      next_index.init();
+      full_q.init(1, kClusterSize * kWarps);
+      full_do.init(1, kClusterSize * kWarps);
+      full_k.init(1, kWarps);
+      full_v.init(1, kWarps);
+      empty_p.init(4);
+      own_ds.init(4, 1);
+      full_ds.init(1, kClusterSize * kWarps);
+      full_work.init(1, 32 * kWarps + 2);  // lanes that compute, the threads that load and send
+      full_plan.init(1, 2);
+    }
+  };
+  static constexpr int kSmemBytes = sizeof(Smem);
+  static_assert(kSmemBytes <= 227 * 1024);
+};
+
+// Above head_dim 128 a tile of 64 keys is a CTA's, one of 128 a cluster's.
 template <class Element, int kHeadDim, int kHeadDimV, int kBlockM, int kBlockN, int kStages, int kKeyBuffers,
           bool kStaggered, bool kDraws>
 using BackwardTraits = std::conditional_t<
     (kHeadDim <= 128),
     NarrowBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered, kDraws>,
-    WideBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered, kDraws>>;
+    std::conditional_t<
+        (kBlockN == kWarpgroupRows),
+        WideBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered, kDraws>,
+        PairBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered, kDraws>>>;
 
 }  // namespace flashsdk::sm90

@@ -5,6 +5,7 @@
 
 #include <cuda.h>
 #include <cutlass/arch/barrier.h>
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
@@ -24,12 +25,36 @@ struct TileOrigin {
 // counts and becomes zero.
 template <class kTile>
 __device__ __forceinline__ void load_tile(const CUtensorMap& map, cutlass::arch::ClusterTransactionBarrier& barrier,
-                                          void* smem, TileOrigin at, CacheHint hint = CacheHint::EVICT_NORMAL) {
+                                          void* smem, TileOrigin at, CacheHint hint = CacheHint::EVICT_NORMAL,
+                                          int column = 0) {
 #pragma unroll
   for (int slab = 0; slab < kTile::kSlabs; ++slab) {
     cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<std::uint64_t*>(&barrier), static_cast<std::uint64_t>(hint),
-                                 static_cast<char*>(smem) + slab * kTile::kSlabBytes, slab * kTile::kSlabColumns,
-                                 at.row, at.head, at.batch);
+                                 static_cast<char*>(smem) + slab * kTile::kSlabBytes,
+                                 column + slab * kTile::kSlabColumns, at.row, at.head, at.batch);
+  }
+}
+
+// A tile that all kCtas of a cluster need: each starts the copy of its share of the slabs to all of them. Their
+// barriers have been told kTile::kBytes; a place must be free in all.
+template <class kTile, int kCtas>
+__device__ __forceinline__ void load_shared_tile(const CUtensorMap& map,
+                                                 cutlass::arch::ClusterTransactionBarrier& barrier, void* smem,
+                                                 TileOrigin at, CacheHint hint = CacheHint::EVICT_NORMAL) {
+  if constexpr (kCtas == 1) {
+    load_tile<kTile>(map, barrier, smem, at, hint);
+  } else {
+    static_assert(kTile::kSlabs % kCtas == 0);
+    constexpr int kShare = kTile::kSlabs / kCtas;
+    const int first = static_cast<int>(cute::block_rank_in_cluster()) * kShare;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const int slab = first + i;
+      cute::SM90_TMA_LOAD_MULTICAST_4D::copy(
+          &map, reinterpret_cast<std::uint64_t*>(&barrier), static_cast<std::uint16_t>((1 << kCtas) - 1),
+          static_cast<std::uint64_t>(hint), static_cast<char*>(smem) + slab * kTile::kSlabBytes,
+          slab * kTile::kSlabColumns, at.row, at.head, at.batch);
+    }
   }
 }
 
