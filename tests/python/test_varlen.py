@@ -3,7 +3,7 @@
 import flashsdk as fs
 import numpy as np
 import pytest
-from cases import CPU_DTYPES, assert_same_bits, normal, packed
+from cases import CPU_DTYPES, assert_same_bits, normal, packed, problem
 from flashsdk._problems import BandSpec
 
 LENGTHS = {
@@ -27,6 +27,21 @@ MASKS = [
 def test_lengths(runner, lengths, mask):
     for dtype in runner.dtypes:
         runner.check(packed(lengths, (4, 2), 32, dtype=dtype, mask=mask))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("in_one_tensor", [True, False], ids=["packed", "batched"])
+def test_many_short_sequences(runner, in_one_tensor, head_dim):
+    """A GPU's backward takes some of them at a time: each sees its own rows, slopes and pattern."""
+    dtype = runner.dtypes[0]
+    causal = BandSpec(None, 0, "bottom_right")
+    features = {"dropout_p": 0.3} if head_dim == 64 else {}
+    if in_one_tensor:
+        lengths = tuple((i % 4, i * 7 % 6) for i in range(700))
+        runner.check(packed(lengths, (4, 2), head_dim, dtype=dtype, mask=causal, **features))
+    else:
+        case = problem((2, 3), (4, 2), head_dim, batch=700, dtype=dtype, mask=causal, **features)
+        runner.check(case)
 
 
 @pytest.mark.parametrize("slack", [(0, 0), (1, 1), (100, 1000)])

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KERNEL = re.compile(r"flashsdk.*(?:forward|backward|join_parts)_kernel")
+KERNEL = re.compile(r"flashsdk.*(?:forward|backward|backward_cluster|join_parts)_kernel")
 TENSOR_CORES = ("HGMMA", "HMMA")
 COUNTED = {"hgmma": ("HGMMA",), "hmma": ("HMMA",), "local": ("LDL", "STL")}
 POLICY = {
