@@ -1,0 +1,61 @@
+# flashsdk._torch_native: eager calls of PyTorch without Python in between. It uses libtorch's C++ interface, which each
+# release changes, so it is for the PyTorch of Python_EXECUTABLE alone; with any other, flashsdk.torch does without it.
+set(FLASHSDK_BUILD_TORCH AUTO CACHE STRING "The extension for PyTorch: AUTO (where Python has PyTorch 2.11 or newer), ON or OFF")
+set_property(CACHE FLASHSDK_BUILD_TORCH PROPERTY STRINGS AUTO ON OFF)
+set(FLASHSDK_OLDEST_TORCH 2.11)
+
+string(TOUPPER "${FLASHSDK_BUILD_TORCH}" wanted)
+if(wanted MATCHES "^(OFF|NO|FALSE|N|0)$")
+  return()
+elseif(NOT wanted MATCHES "^(AUTO|ON|YES|TRUE|Y|1)$")
+  message(FATAL_ERROR "FLASHSDK_BUILD_TORCH: ${FLASHSDK_BUILD_TORCH}; AUTO, ON or OFF")
+endif()
+
+# Found, and not imported, which takes seconds.
+execute_process(
+  COMMAND ${Python_EXECUTABLE} -c
+    "import importlib.util as u; s = u.find_spec('torch'); print(list(s.submodule_search_locations)[0])"
+  OUTPUT_STRIP_TRAILING_WHITESPACE OUTPUT_VARIABLE torch_dir ERROR_QUIET)
+set(torch_version "")
+if(torch_dir AND EXISTS ${torch_dir}/version.py)
+  file(STRINGS ${torch_dir}/version.py line REGEX "^__version__ = '" LIMIT_COUNT 1)
+  string(REGEX MATCH "'(.*)'" line "${line}")
+  set(torch_version ${CMAKE_MATCH_1})
+endif()
+set(missing "")
+if(NOT torch_version)
+  set(missing "no PyTorch in ${Python_EXECUTABLE}")
+elseif(torch_version VERSION_LESS FLASHSDK_OLDEST_TORCH)
+  set(missing "PyTorch ${torch_version}; ${FLASHSDK_OLDEST_TORCH} or newer is needed")
+elseif(NOT EXISTS ${torch_dir}/include/torch/csrc/autograd/python_variable.h OR
+       NOT EXISTS ${torch_dir}/lib/libtorch_python.so)
+  set(missing "PyTorch without its headers in ${torch_dir}")
+endif()
+if(missing)
+  if(NOT wanted STREQUAL "AUTO")
+    message(FATAL_ERROR "FLASHSDK_BUILD_TORCH: ${FLASHSDK_BUILD_TORCH}, but ${missing}")
+  endif()
+  message(STATUS "flashsdk._torch_native: left out, ${missing}")
+  return()
+endif()
+message(STATUS "flashsdk._torch_native: for PyTorch ${torch_version}")
+
+Python_add_library(_torch_native MODULE WITH_SOABI python/flashsdk/_torch_native.cpp)
+target_include_directories(_torch_native PRIVATE ${PROJECT_SOURCE_DIR}/cpp/src ${PROJECT_SOURCE_DIR}/cpp/include
+  ${PROJECT_BINARY_DIR}/generated/include)
+target_include_directories(_torch_native SYSTEM PRIVATE
+  ${torch_dir}/include ${torch_dir}/include/torch/csrc/api/include)
+target_compile_definitions(_torch_native PRIVATE FLASHSDK_TORCH_VERSION="${torch_version}")
+# The core is the extension's, through a table of functions: a second one would have threads of its own.
+target_link_libraries(_torch_native PRIVATE flashsdk_warnings
+  ${torch_dir}/lib/libtorch_python.so ${torch_dir}/lib/libtorch_cpu.so ${torch_dir}/lib/libc10.so)
+# Whoever builds the one wants both: demo, test_gpu.py.
+add_dependencies(_bindings _torch_native)
+# torch has been imported before, and with it what this links.
+set_target_properties(_torch_native PROPERTIES SKIP_BUILD_RPATH ON)
+
+if(SKBUILD)
+  install(TARGETS _torch_native LIBRARY DESTINATION flashsdk COMPONENT python EXCLUDE_FROM_ALL)
+else()
+  set_target_properties(_torch_native PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${FLASHSDK_EXTENSION_DIR})
+endif()
