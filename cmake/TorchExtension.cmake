@@ -40,9 +40,19 @@ if(missing)
 endif()
 message(STATUS "flashsdk._torch_native: for PyTorch ${torch_version}")
 
-Python_add_library(_torch_native MODULE WITH_SOABI python/flashsdk/_torch_native.cpp)
+# The operators' schemas are a file that Python reads, and C++ has a copy of.
+set(schema_file python/flashsdk/_torch_schemas.txt)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${schema_file})
+file(READ ${schema_file} schemas)
+string(REGEX REPLACE "([^\n]+)\n" "    R\"(\\1)\",\n" schemas "${schemas}")
+configure_file(cmake/torch_schemas.h.in generated/torch/torch_schemas.h @ONLY)
+
+Python_add_library(_torch_native MODULE WITH_SOABI python/flashsdk/_torch_native.cpp cpp/torch/operators.cpp)
+# Only what PyTorch 2.11 has, to which the stable ABI of later ones keeps.
+set_source_files_properties(cpp/torch/operators.cpp PROPERTIES COMPILE_DEFINITIONS
+  "TORCH_TARGET_VERSION=0x020b000000000000")
 target_include_directories(_torch_native PRIVATE ${PROJECT_SOURCE_DIR}/cpp/src ${PROJECT_SOURCE_DIR}/cpp/include
-  ${PROJECT_BINARY_DIR}/generated/include)
+  ${PROJECT_SOURCE_DIR}/cpp/torch ${PROJECT_BINARY_DIR}/generated/include ${PROJECT_BINARY_DIR}/generated/torch)
 target_include_directories(_torch_native SYSTEM PRIVATE
   ${torch_dir}/include ${torch_dir}/include/torch/csrc/api/include)
 target_compile_definitions(_torch_native PRIVATE FLASHSDK_TORCH_VERSION="${torch_version}")

@@ -24,7 +24,7 @@ bool run(const Args& args, bool packed, const GpuOptions& gpu, Failure& failure)
     }
     return true;
   } catch (const Error& e) {
-    failure = {e.code(), e.what()};
+    failure = {to_string(e.code()), e.what()};
     return false;
   }
 }

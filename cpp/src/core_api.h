@@ -9,8 +9,8 @@
 namespace flashsdk {
 
 struct Failure {
-  ErrorCode code = ErrorCode::kRuntime;
-  std::string message;  // one line
+  const char* code = "";  // as to_string(ErrorCode) names it
+  std::string message;    // one line
 };
 
 // What a call on a GPU needs besides its arguments; on a CPU none of it.

@@ -27,7 +27,7 @@ class InPython:
     @staticmethod
     def attention(*_: Any) -> None: ...
 
-    flash_attn = scaled_dot_product_attention = attention
+    flash_attn = scaled_dot_product_attention = register_operators = attention
 
 
 def _native() -> Any:

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "core_api.h"
+#include "operators.h"
 
 namespace flashsdk::python {
 namespace {
@@ -654,6 +655,30 @@ pybind11::object attribute(const char* module, const char* name) {
   return pybind11::module_::import(module).attr(name);
 }
 
+// flashsdk.Error, as PyTorch hands on what Python raised.
+void raise(const Failure& failure) {
+  const pybind11::gil_scoped_acquire gil;
+  const pybind11::object type = attribute("flashsdk._errors", "Error");
+  PyErr_SetObject(type.ptr(), type(failure.message, failure.code).ptr());
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+// Gives the operators, which Python has defined, kernels for CPU and CUDA; once.
+PyObject* register_operators(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  static bool done = false;
+  if (!std::exchange(done, true)) {
+    const auto stream = [](int device, void** stream) {
+      return g_exchange != nullptr && g_exchange->current_work_stream(kDLCUDA, device, stream) == 0;
+    };
+    torch_ops::register_operators({g_core, stream, raise}, /*define=*/false);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 // Before anything else: another release has other classes of the same names.
 void check_torch() {
   const std::string here = pybind11::cast<std::string>(attribute("torch", "__version__").attr("__str__")());
@@ -686,6 +711,7 @@ PyMODINIT_FUNC PyInit__torch_native() {
       py::method<py::attention>("attention"),
       py::method<py::flash_attn>("flash_attn"),
       py::method<py::scaled_dot_product_attention>("scaled_dot_product_attention"),
+      {"register_operators", py::register_operators, METH_NOARGS, nullptr},
       {nullptr, nullptr, 0, nullptr},
   };
   static PyModuleDef definition = {

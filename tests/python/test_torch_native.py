@@ -237,6 +237,96 @@ def test_compiled_autograd(call, inputs):
         torch.testing.assert_close(x.grad, y)
 
 
+# ---- operators
+
+SCHEMA = torch.ops.flashsdk.mha_fwd.default._schema
+
+
+def operands(**changes):
+    """Arguments of mha_fwd, by their names."""
+    q, k, v = qkv(seqlen_q=48)
+    given = dict.fromkeys((argument.name for argument in SCHEMA.arguments), None)
+    given |= {"q": q, "k": k, "v": v, "mask": [], "softcap": 0.0, "dropout_p": 0.0}
+    return given | {"deterministic": False, "backend": ""} | changes
+
+
+@needs_native
+def test_operators_have_kernels_in_cpp():
+    for name in ("mha_fwd", "mha_bwd", "mha_varlen_fwd", "mha_varlen_bwd"):
+        for key in ("CPU", "CUDA"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"flashsdk::{name}", key)
+
+
+def test_options_are_in_the_order_of_the_schema():
+    from flashsdk._torch_ops import Options
+
+    for name in ("mha_fwd", "mha_bwd", "mha_varlen_fwd", "mha_varlen_bwd"):
+        schema = getattr(torch.ops.flashsdk, name).default._schema
+        names = tuple(argument.name for argument in schema.arguments)
+        assert names[-len(Options._fields) :] == Options._fields
+
+
+MIXED = torch.zeros(2, 4, 48, 48, dtype=torch.float64)
+REFUSED = {
+    "k: num_heads_kv 3; a divisor of num_heads, which is 4": {"k": torch.zeros(2, 48, 3, 32)},
+    "q: dtype float64; float32, float16 or bfloat16": {"q": torch.zeros(2, 48, 4, 32).double()},
+    "q: shape (48, 4, 32); (batch, seqlen_q, num_heads, head_dim)": {"q": torch.zeros(48, 4, 32)},
+    "v: shape (); an array of at least one dimension": {"v": torch.zeros(())},
+    "bias: dtype float64; float32, float16, bfloat16 or bool": {"bias": MIXED},
+    "alibi_slopes: dtype int64; float32": {"alibi_slopes": torch.zeros(4, dtype=torch.int64)},
+    "softmax_scale: 1e+300; a number that float32 can hold": {"softmax_scale": 1e300},
+    "softcap: 1e-300; 0, or a number that float32 can hold": {"softcap": 1e-300},
+    "dropout_p: 1; 0 <= dropout_p < 1": {"dropout_p": 1.0},
+    "backend: sm90; cpu, as q is on cpu": {"backend": "sm90"},
+}
+
+
+@pytest.mark.parametrize("native", ["0", pytest.param("", marks=needs_native)])
+def test_operators_refuse_in_the_same_words(native, tmp_path):
+    """In a process of its own: an operator keeps the kernels that it was given."""
+    torch.save([(line, operands(**changes)) for line, changes in REFUSED.items()], tmp_path / "x")
+    code = """
+import sys, torch, flashsdk as fs, flashsdk.torch
+for line, given in torch.load(sys.argv[1]):
+    try:
+        torch.ops.flashsdk.mha_fwd(**given)
+    except fs.Error as error:
+        print(str(error) == line or (str(error), line))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "x"],
+        capture_output=True, text=True, env={**os.environ, "FLASHSDK_TORCH_NATIVE": native},
+    )  # fmt: skip
+    assert done.stdout.split() == ["True"] * len(REFUSED), done.stdout + done.stderr
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "changes, line",
+    [
+        ({"mask": [1]}, "mask: 1 integers; those of encode_mask"),
+        ({"mask": [0, 0, 0, 16], "blocks": OFFSETS}, "mask: 4 integers; those of encode_mask"),
+        (
+            {"mask": [0, 0, 0, 16, 16, 48, 48, *[1, 1, 4, 3] * 4], "blocks": OFFSETS[:3]},
+            "blocks: 3 elements at a list; as many as mask tells",
+        ),
+        (
+            {"mask": [0, 0, 0, 16, 16, 48, 48, *[1, 1, -4, 3] * 4], "blocks": OFFSETS},
+            "blocks: 4 elements at a list; as many as mask tells",
+        ),
+        (
+            {"mask": [0, 0, 0, 16, 16, 48, 48], "blocks": OFFSETS[::2]},
+            "blocks: another tensor; int32, flat and contiguous",
+        ),
+        ({"seed": torch.zeros(2)}, "seed: another tensor; int64, one element, on cpu"),
+    ],
+)
+def test_operators_read_no_mask_that_encode_mask_did_not_write(changes, line):
+    with pytest.raises(fs.Error) as caught:
+        torch.ops.flashsdk.mha_fwd(**operands(**changes))
+    assert str(caught.value) == line
+
+
 # ---- whether it is there
 
 WHICH = """
