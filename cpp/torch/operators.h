@@ -1,4 +1,4 @@
-// torch.ops.flashsdk for CPU and CUDA tensors: the kernels behind python/flashsdk/_torch_schemas.txt. Through libtorch's
+// torch.ops.flashsdk for CPU and CUDA tensors: the kernels of python/flashsdk/_torch_schemas.txt. Through libtorch's
 // stable ABI, so that one build serves PyTorch 2.11 and what comes after it.
 #pragma once
 
