@@ -5,6 +5,7 @@
 // argument that the core refuses. Then flashsdk.torch goes its way in Python, which has the messages.
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/dlpack.h>
@@ -228,16 +229,20 @@ class AttentionBackward final : public Node {
  public:
   std::string name() const override { return "FlashsdkAttentionBackward"; }
 
-  // After set_history() of out, in the order of the operators: activation checkpointing compares the lists.
+  // After set_history() of out. What hooks see has the order and the shapes of what the operators save: activation
+  // checkpointing compares the lists, and somebody may look on at one of its two forwards alone.
   void save(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
             const at::Tensor& lse, bool lse_is_output) {
     problem_ = p;
     auto& held = problem_;
     held.cu_seqlens_q = held.cu_seqlens_k = held.bias = held.alibi_slopes = held.seed = at::Tensor();
-    const std::array<const at::Tensor*, kSaved> tensors{
-        &q, &k, &v, &out, &lse, &p.cu_seqlens_q, &p.cu_seqlens_k, &p.bias, &p.alibi_slopes, &p.seed};
+    Saved x{q, k, v, out, lse, p.cu_seqlens_q, p.cu_seqlens_k, p.bias, p.alibi_slopes, p.seed};
+    transposed_ = p.heads_first && at::SavedTensorDefaultHooks::get_hooks().has_value();
+    lse_is_output_ = lse_is_output;
+    if (transposed_) x[kOut] = out.detach();  // a view of the output itself would hold this node
     for (int i = 0; i < kSaved; ++i)
-      if (tensors[i]->defined()) saved_[i] = SavedVariable(*tensors[i], i == kOut || (i == kLse && lse_is_output));
+      if (x[i].defined())
+        saved_[i] = SavedVariable(transposed_ && i <= kOut ? x[i].transpose(1, 2) : x[i], is_output(i));
   }
 
   variable_list apply(variable_list&& grads) override {
@@ -252,7 +257,7 @@ class AttentionBackward final : public Node {
 
   // Compiled autograd: the node's fields, and a function of them to trace with fake tensors, which calls the operator.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    for (int i = 0; i < kSaved; ++i) args.collect(saved_[i], i == kOut || (i == kLse && num_inputs() > 1));
+    for (int i = 0; i < kSaved; ++i) args.collect(saved_[i], is_output(i));
     Problem::visit_numbers(problem_, [&args](const auto& x) { args.collect(x); });
   }
   variable_list apply_with_saved(const variable_list& grads,
@@ -280,9 +285,12 @@ class AttentionBackward final : public Node {
   static constexpr int kOut = 3, kLse = 4, kSaved = 10;  // q, k, v, out, lse and the tensors of Problem
   using Saved = std::array<at::Tensor, kSaved>;
 
+  bool is_output(int i) const { return (i == kOut && !transposed_) || (i == kLse && lse_is_output_); }
+
   Saved unpacked() {
     Saved x;
     for (int i = 0; i < kSaved; ++i) x[i] = saved_[i].unpack(getptr());
+    for (int i = 0; transposed_ && i <= kOut; ++i) x[i] = x[i].transpose(1, 2);
     return x;
   }
 
@@ -406,7 +414,9 @@ class AttentionBackward final : public Node {
     return {p.left, p.right, p.top_left};
   }
 
-  Problem problem_;  // without its tensors
+  Problem problem_;          // without its tensors
+  bool transposed_ = false;  // q, k, v and out were saved (batch, seqlen, num_heads, head_dim), unlike the call's
+  bool lse_is_output_ = false;
   std::array<SavedVariable, kSaved> saved_;
 };
 

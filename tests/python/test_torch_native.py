@@ -1,8 +1,10 @@
 """Eager calls of flashsdk.torch in C++: which take that way, and that both ways give the same."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 
@@ -11,6 +13,7 @@ torch = pytest.importorskip("torch")
 import flashsdk as fs  # noqa: E402
 from flashsdk import _flash_attn, _torch_eager  # noqa: E402
 from flashsdk import torch as adapter  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_cases import qkv, with_gradients  # noqa: E402
 
 built = _torch_eager.native is not _torch_eager.InPython
@@ -191,27 +194,48 @@ def test_leaves_the_rest_to_python(monkeypatch, call):
         call(*inputs)
 
 
-def test_saved_tensors_keep_their_memory_alone():
-    """The outputs are held by the graph, which ends with them."""
-    import weakref
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
 
+
+def test_a_graph_ends_with_its_outputs():
+    """None of what it has saved holds it; a leaf lives as long as the graph."""
     for call, inputs in ((attention(return_lse=True), qkv()), (sdpa(), heads_first(qkv()))):
-        outs = call(*with_gradients(inputs))
-        node = weakref.ref(outs[0] if isinstance(outs, tuple) else outs)
+        leaves = with_gradients(inputs)
+        outs = call(*leaves)
+        leaf = weakref.ref(leaves[0])
+        del leaves
+        assert leaf() is not None
         del outs
-        assert node() is None
+        assert leaf() is None
 
 
-@pytest.mark.parametrize("call", [sdpa(dropout_p=0.3), sdpa(is_causal=True)], ids=["dropout", ""])
+@pytest.mark.parametrize("watch", [contextlib.nullcontext, Watching, torch.profiler.profile])
+@pytest.mark.parametrize(
+    "options", [{"dropout_p": 0.3}, {"attn_mask": BIAS}], ids=["dropout", "bias"]
+)
 @pytest.mark.usefixtures("torch_way")
-def test_checkpointing_of_heads_first(call):
-    inputs = with_gradients(heads_first(qkv()))
+def test_checkpointing_of_heads_first(options, watch):
+    """Also where somebody looks on at the first forward alone."""
+    call, inputs = sdpa(**options), with_gradients(heads_first(qkv()))
     torch.manual_seed(5)
     want = torch.autograd.grad(call(*inputs).square().sum(), inputs)
     torch.manual_seed(5)
-    out = torch.utils.checkpoint.checkpoint(call, *inputs, use_reentrant=False)
+    with watch():
+        out = torch.utils.checkpoint.checkpoint(call, *inputs, use_reentrant=False)
     for a, b in zip(torch.autograd.grad(out.square().sum(), inputs), want, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("torch_way")
+def test_hooks_leave_no_second_derivative():
+    q, k, v = with_gradients(heads_first(qkv()))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        out = sdpa()(q, k, v)
+    with pytest.raises(fs.Error, match="create_graph: True"):
+        (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        gradient.sum().backward()
 
 
 COMPILED = {
