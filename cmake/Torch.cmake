@@ -65,13 +65,15 @@ target_include_directories(flashsdk_torch_operators SYSTEM PUBLIC
 target_link_libraries(flashsdk_torch_operators PRIVATE flashsdk_warnings)
 
 if(BUILD_SHARED_LIBS AND NOT SKBUILD)
+  set(on_gpu 0)  # a PyTorch for CPUs alone has no streams to ask for
+  if(FLASHSDK_CUDA_ENABLED AND EXISTS ${torch_dir}/lib/libtorch_cuda.so)
+    set(on_gpu 1)
+  endif()
   add_library(flashsdk_torch SHARED cpp/torch/library.cpp)
   target_compile_definitions(flashsdk_torch PRIVATE
-    TORCH_TARGET_VERSION=0x020b000000000000 FLASHSDK_HAVE_CUDA=$<BOOL:${FLASHSDK_CUDA_ENABLED}>
-    $<$<BOOL:${FLASHSDK_CUDA_ENABLED}>:USE_CUDA>)
+    TORCH_TARGET_VERSION=0x020b000000000000 FLASHSDK_TORCH_ON_GPU=${on_gpu} $<${on_gpu}:USE_CUDA>)
   target_link_libraries(flashsdk_torch PRIVATE flashsdk_torch_operators flashsdk_warnings flashsdk
-    ${FLASHSDK_SANITIZE_LINK} ${torch_dir}/lib/libtorch_cpu.so
-    $<$<BOOL:${FLASHSDK_CUDA_ENABLED}>:${torch_dir}/lib/libtorch_cuda.so>)
+    ${FLASHSDK_SANITIZE_LINK} ${torch_dir}/lib/libtorch_cpu.so $<${on_gpu}:${torch_dir}/lib/libtorch_cuda.so>)
   # libtorch is the program's, of any release from 2.11 on.
   set_target_properties(flashsdk_torch PROPERTIES INSTALL_RPATH $ORIGIN)
   install(TARGETS flashsdk_torch LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT development)

@@ -9,7 +9,7 @@ namespace flashsdk::torch_ops {
 namespace {
 
 bool current_stream([[maybe_unused]] int device, [[maybe_unused]] void** stream) {
-#if FLASHSDK_HAVE_CUDA
+#if FLASHSDK_TORCH_ON_GPU
   return aoti_torch_get_current_cuda_stream(device, stream) == AOTI_TORCH_SUCCESS;
 #else
   return false;
