@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 
 import flashsdk as fs
 import torch
+from flashsdk import _torch_eager
 from flashsdk.torch import attention, flash_attn_func, scaled_dot_product_attention
 
 Call = Callable[[], object]
@@ -97,12 +98,16 @@ def main() -> None:
     record: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "torch": torch.__version__,
+        "native": _torch_eager.native
+        is not _torch_eager.InPython,  # FLASHSDK_TORCH_NATIVE=0: False
         "shape": shape,
         "dtype": str(dtype).partition(".")[2],
         "microseconds": {name: round(statistics.median(t), 1) for name, t in times.items()},
         "spread": {
             name: [round(t, 1) for t in (tenths[0], tenths[-1])]
-            for name, tenths in ((n, statistics.quantiles(t, n=10)) for n, t in times.items())
+            for name, tenths in (
+                (n, statistics.quantiles(t, n=10, method="inclusive")) for n, t in times.items()
+            )
         },
     }
     print(json.dumps(record))
