@@ -126,7 +126,7 @@ wheel:
 	@$(PY) -m pip wheel . --no-build-isolation --no-deps -w dist
 
 clean:
-	rm -rf build dist python/flashsdk/_bindings*.so
+	rm -rf build dist python/flashsdk/_bindings*.so python/flashsdk/_torch_native*.so
 
 distclean: clean
 	rm -rf .venv

@@ -389,7 +389,7 @@ def reported(text: str) -> list[str]:
 
 def overhead(m: Machine) -> Part:
     """Host time of one call of the Python API with torch tensors."""
-    script = ROOT / "benchmarks" / "gpu_overhead.py"
+    script = ROOT / "benchmarks" / "host_overhead.py"
     status, text, _ = m.run("overhead", [sys.executable, str(script)], limit=120)
     if status != 0:
         return {"ok": False, "why": text[-2000:]}

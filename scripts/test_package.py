@@ -29,6 +29,14 @@ q = np.ones((1, 5, 2, 16), np.float32)
 out, lse = fs.mha_fwd(q, q, q, mask=fs.Causal())
 assert np.allclose(out, 1) and lse.shape == (1, 2, 5)
 print(fs.__version__, fs.build_info()["cpu_isas"], fs._bindings.__file__)
+
+import importlib.util
+if importlib.util.find_spec("torch"):  # of the build tools' environment, so it was built with it
+    import torch, flashsdk.torch
+    from flashsdk import _torch_native
+    x = torch.ones(1, 5, 2, 16, requires_grad=True)
+    assert flashsdk.torch.attention(x, x, x).grad_fn.name() == "FlashsdkAttentionBackward"
+    print(_torch_native.__file__)
 """
 
 

@@ -4,11 +4,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
-#include <cstdlib>
-#include <new>
 #include <string>
 
 #include "_arrays.h"
+#include "core_api.h"
+#include "cpu_workspace.h"
 #if FLASHSDK_HAVE_CUDA
 #include "cuda/device.h"
 #endif
@@ -184,7 +184,7 @@ struct Call {
     const auto planned = plan(args, packed);
     if (args.q.device.type == DeviceType::kCUDA) return launch_on_gpu(planned);
     nb::gil_scoped_release released;
-    ThreadWorkspace& workspace = ThreadWorkspace::get();
+    CpuWorkspace& workspace = CpuWorkspace::of_thread();
     options.workspace = workspace.at_least(planned.workspace_size);
     planned.launch(options);
     workspace.trim();
@@ -234,41 +234,6 @@ struct Call {
 
   nb::handle q_, given_stream_;
   bool stream_known_ = false;
-
-  // Scratch memory of each calling thread, kept between calls.
-  class ThreadWorkspace {
-   public:
-    static ThreadWorkspace& get() {
-      thread_local ThreadWorkspace workspace;
-      return workspace;
-    }
-    ~ThreadWorkspace() { std::free(data_); }
-
-    Workspace at_least(std::size_t size) {
-      if (size > size_) {
-        std::free(data_);
-        size_ = (size + kAlignment - 1) / kAlignment * kAlignment;
-        data_ = std::aligned_alloc(kAlignment, size_);
-        if (data_ == nullptr) {
-          size_ = 0;
-          throw Error(ErrorCode::kRuntime, "workspace: no memory for " + std::to_string(size) + " bytes; less is free");
-        }
-      }
-      return {data_, size_};
-    }
-    // Large ones are not worth keeping: getting them anew costs little beside the call.
-    void trim() {
-      if (size_ <= kMostKept) return;
-      std::free(data_);
-      data_ = nullptr;
-      size_ = 0;
-    }
-
-   private:
-    static constexpr std::size_t kAlignment = 256, kMostKept = std::size_t{64} << 20;
-    void* data_ = nullptr;
-    std::size_t size_ = 0;
-  };
 };
 
 // tensors: (q, k, v, out, lse)
@@ -376,6 +341,8 @@ NB_MODULE(_bindings, m) {
   m.def("set_num_threads", py::set_threads, nanobind::arg("n").none());
   m.def("get_num_threads", flashsdk::get_num_threads);
   m.def("measure_peak", py::peak_of_machine);
+  // What the library of PyTorch's operators calls, without linking a second core.
+  m.attr("core_api") = nanobind::capsule(&flashsdk::core_api(), "flashsdk.core_api");
   m.def("empty", py::empty);
   m.def("gpu_view", py::gpu_view);
 }

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Literal, TypeAlias, overload
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ._errors import Error, integer, shown
 from ._torch_checks import PROBABILITY, number, renamed, shape_of, switch, tensor
+from ._torch_eager import native
 from ._torch_ops import attend
 from .masks import Band, Causal
 
@@ -469,6 +471,13 @@ def _flash_attn(
     return_attn_probs: bool,
     names: Mapping[str, str] = _OWN,
 ) -> Outputs:
+    if not is_dynamo_compiling():
+        done = native.flash_attn(
+            *(*qkv, packed, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes),
+            *(deterministic, return_attn_probs),
+        )
+        if done is not None:
+            return done  # type: ignore[no-any-return]
     dropout_p = number("dropout_p", dropout_p, allowed=PROBABILITY)
     if switch("return_attn_probs", return_attn_probs) and dropout_p > 0:
         raise Error(

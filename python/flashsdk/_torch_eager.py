@@ -7,6 +7,7 @@ for a small call. Where none of them looks on, the operator's work is done witho
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,30 @@ from torch.autograd import Function, forward_ad
 
 Keywords = dict[str, Any]  # of the functions of flashsdk.ops, but dlse and outputs
 Tensors = tuple[Tensor, ...]
+
+
+class InPython:
+    """What stands for ``_torch_native`` where it cannot be: it takes no call."""
+
+    @staticmethod
+    def attention(*_: Any) -> None: ...
+
+    flash_attn = scaled_dot_product_attention = register_operators = attention
+
+
+def _native() -> Any:
+    """``_torch_native`` where it was built, and for this very PyTorch."""
+    if os.environ.get("FLASHSDK_TORCH_NATIVE") != "0":
+        try:
+            from . import _torch_native  # type: ignore[attr-defined]
+
+            return _torch_native
+        except ImportError:
+            pass
+    return InPython
+
+
+native = _native()
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _LENDS_ANY = hasattr(Tensor, "__dlpack_c_exchange_api__")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -38,6 +39,7 @@ from ._torch_eager import (
     detached,
     draw_seed,
     last_contiguous,
+    native,
     recorded,
 )
 from .masks import Band, BlockMask, Dense, Mask, no_mask
@@ -48,7 +50,7 @@ _UINT64 = 2**64
 
 
 class Options(NamedTuple):
-    """What every operator takes after its tensors, in the order of ``_OPTIONS``."""
+    """What every operator takes last, in the order of its schema."""
 
     bias: Tensor | None
     alibi_slopes: Tensor | None
@@ -77,11 +79,11 @@ class Options(NamedTuple):
         return constant(keywords)
 
 
-_OPTIONS = (
-    "Tensor? bias, Tensor? alibi_slopes, Tensor? seed, Tensor? blocks, SymInt[] mask, "
-    "float? softmax_scale, float softcap, float dropout_p, bool deterministic, str backend"
-)
-_PACKED = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+# The operators by their names, which cpp/torch has from the same file.
+_SCHEMAS = {
+    line.partition("(")[0]: line
+    for line in Path(__file__).with_name("_torch_schemas.txt").read_text().splitlines()
+}
 
 
 # ---- masks as integers
@@ -172,13 +174,12 @@ def _define(
     name: str,  # "mha" or "mha_varlen"
     run_forward: Callable[..., Any],  # of flashsdk.ops
     run_backward: Callable[..., Any],
-    packed: int,  # arguments of _PACKED between the tensors and the options: 0 or 4
+    packed: int,  # arguments between the tensors and the options, of packed sequences: 0 or 4
 ) -> Operation:
     """Makes torch.ops.flashsdk.<name>_fwd and <name>_bwd, and returns how to call them.
 
     Packed tensors have no batch dimension, lse is then (num_heads, total_q).
     """
-    rest_schema = (_PACKED if packed else "") + _OPTIONS
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         tensors, options = map(detached, (q, k, v)), Options(*rest[packed:])
@@ -227,12 +228,8 @@ def _define(
     def refuse(ctx: Any, *grads: Tensor) -> None:
         raise Error(f"create_graph: True; False, {ONCE_IN_REVERSE}", "unsupported")
 
-    qkv = "Tensor q, Tensor k, Tensor v, "
-    schema = f"{name}_bwd(Tensor dout, Tensor? dlse, {qkv}Tensor out, Tensor lse, {rest_schema})"
-    schema += " -> (Tensor dq, Tensor dk, Tensor dv)"
-    gradients = _operator(schema, backward, fake_backward, save_nothing, refuse)
-    schema = f"{name}_fwd({qkv}{rest_schema}) -> (Tensor out, Tensor lse)"
-    differentiable = _operator(schema, forward, fake_forward, save, gradient)
+    gradients = _operator(f"{name}_bwd", backward, fake_backward, save_nothing, refuse)
+    differentiable = _operator(f"{name}_fwd", forward, fake_forward, save, gradient)
     _torch_flops.register(name, packed)
     return Operation(differentiable, gradients, run_forward, run_backward, _encoded, _beside)
 
@@ -245,11 +242,10 @@ def _check_devices(q: Tensor, **others: Tensor | None) -> None:
 
 
 def _operator(
-    schema: str, kernel: Operator, fake: Operator, save: Operator, gradient: Operator
+    name: str, kernel: Operator, fake: Operator, save: Operator, gradient: Operator
 ) -> Operator:
     """Defines an operator with a gradient and a batching rule; returns it."""
-    _library.define(schema)
-    name = schema.partition("(")[0]
+    _library.define(_SCHEMAS[name])
     operator = getattr(torch.ops.flashsdk, name).default
     names = [argument.name for argument in operator._schema.arguments]
     constants = [names.index(name) for name in ("bias", "alibi_slopes")]
@@ -429,3 +425,4 @@ def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
 
 _mha = _define("mha", ops.mha_fwd, ops.mha_bwd, 0)
 _mha_varlen = _define("mha_varlen", ops.mha_varlen_fwd, ops.mha_varlen_bwd, 4)
+native.register_operators()

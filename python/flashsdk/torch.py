@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ._errors import Error, has
 from ._flash_attn import (
@@ -43,7 +44,7 @@ from ._flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 from ._torch_checks import check_constant, flag, renamed, shape_of, tensor
-from ._torch_eager import last_contiguous
+from ._torch_eager import last_contiguous, native
 from ._torch_ops import attend
 from .masks import Band, Causal, Mask
 
@@ -144,6 +145,13 @@ def attention(
     Returns out (batch, seqlen_q, num_heads, head_dim_v), and lse float32 (batch, num_heads,
     seqlen_q) if asked for. A row that sees no key has out 0, lse -inf and no gradient.
     """
+    if not is_dynamo_compiling():
+        done = native.attention(
+            *(q, k, v, mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed),
+            *(return_lse, deterministic, backend),
+        )
+        if done is not None:
+            return done  # type: ignore[no-any-return]
     wanted = flag("return_lse", return_lse)
     out, lse = attend(
         q,
@@ -237,6 +245,14 @@ def varlen_attention(
     The rest as in ``attention``. Returns out (total_q, num_heads, head_dim_v), and lse float32
     (num_heads, total_q) if asked for.
     """
+    if not is_dynamo_compiling():
+        done = native.attention(
+            *(q, k, v, mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed),
+            *(return_lse, deterministic, backend),
+            *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        )
+        if done is not None:
+            return done  # type: ignore[no-any-return]
     wanted = flag("return_lse", return_lse)
     out, lse = attend(
         q,
@@ -295,6 +311,12 @@ def scaled_dot_product_attention(
     head_dim_v). Tensors whose last dimension is not contiguous are copied. A query that sees no
     key gets 0 and no gradient, where releases of PyTorch before 2.5 gave NaN.
     """
+    if not is_dynamo_compiling():
+        out = native.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+        if out is not None:
+            return out  # type: ignore[no-any-return]
     heads = _heads(query, key, value, gqa=flag("enable_gqa", enable_gqa))
     batch = _batch(query, key, value)
     scores = (heads[0], query.shape[-2], key.shape[-2])

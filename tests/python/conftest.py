@@ -48,6 +48,25 @@ def seeded():
         torch.manual_seed(0)
 
 
+def pytest_generate_tests(metafunc):
+    if "torch_way" in metafunc.fixturenames:
+        metafunc.parametrize("torch_way", ("native", "python"), indirect=True)
+
+
+@pytest.fixture
+def torch_way(request, monkeypatch) -> str:
+    """The two ways of eager calls of flashsdk.torch: for tests of what both have to do."""
+    from flashsdk import _flash_attn, _torch_eager
+    from flashsdk import torch as adapter
+
+    if request.param == "python":
+        for module in (adapter, _flash_attn):
+            monkeypatch.setattr(module, "native", _torch_eager.InPython)
+    elif _torch_eager.native is _torch_eager.InPython:
+        pytest.skip("flashsdk._torch_native is not built for this PyTorch")
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True)
 def same_threads():
     """Leaves the number of threads as it was."""

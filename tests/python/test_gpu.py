@@ -430,6 +430,7 @@ def test_jax(backend, block):
 # ---- flashsdk.torch
 
 
+@pytest.mark.usefixtures("torch_way")
 def test_adapter_agrees_with_sdpa(backend):
     from flashsdk.torch import attention
 
@@ -443,6 +444,81 @@ def test_adapter_agrees_with_sdpa(backend):
     for a, b in zip((out, *grads), (exact, *exact_grads), strict=True):
         b = b.transpose(1, 2)
         assert (a.double() - b).abs().max() < 0.02 * b.abs().max()
+
+
+def trained(call, tensors, dout):
+    """out of a call of flashsdk.torch, and the gradients."""
+    inputs = [x.detach().requires_grad_() for x in tensors]
+    torch.manual_seed(4)
+    out = call(*inputs)
+    return out, *torch.autograd.grad(out, inputs, dout)
+
+
+def test_both_ways_of_the_adapter_are_the_same(backend, monkeypatch):
+    """Also with few queries of many keys, whose parts a workspace holds."""
+    from flashsdk import _torch_eager
+    from flashsdk import torch as adapter
+
+    def attend(**options):
+        return lambda *x: adapter.attention(*x, backend=backend, **options, **FIXED)
+
+    *x, dout = qkv()
+    few = [x[0][:, :1].contiguous(), *(t.repeat(1, 30, 1, 1) for t in x[1:])]
+    problems = [
+        (attend(mask=fs.Causal()), x, dout),
+        (attend(dropout_p=0.3, softcap=5.0), x, dout),
+        (attend(bias=torch.randn(1, 2, 150, 150, device="cuda")), x, dout),
+        (attend(), few, dout[:, :1]),
+    ]
+    native = [trained(*problem) for problem in problems]
+    monkeypatch.setattr(adapter, "native", _torch_eager.InPython)
+    for problem, got in zip(problems, native, strict=True):
+        assert_same(got, trained(*problem))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_both_ways_of_heads_first_are_the_same(monkeypatch, contiguous):
+    from flashsdk import _torch_eager
+    from flashsdk import torch as adapter
+
+    x = [t.transpose(1, 2) for t in qkv()]
+    *x, dout = [t.contiguous() for t in x] if contiguous else x
+
+    def call(*x):
+        return adapter.scaled_dot_product_attention(*x, is_causal=True)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        native = trained(call, x, dout)
+        monkeypatch.setattr(adapter, "native", _torch_eager.InPython)
+        assert_same(native, trained(call, x, dout))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("torch_way")
+def test_adapter_works_on_the_current_stream(backend):
+    """The backward too, which autograd runs on the stream of the forward in a thread of its own."""
+    from flashsdk.torch import attention
+
+    def call(*x):
+        return attention(*x, backend=backend, **FIXED)
+
+    *x, dout = qkv()
+    want = trained(call, x, dout)
+    late = [torch.full_like(t, torch.nan) for t in (*x, dout)]
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP)  # on the default stream
+    busy = torch.cuda.current_stream()
+    with torch.cuda.stream(stream):
+        for a, b in zip(late, (*x, dout), strict=True):
+            a.copy_(b)
+        got = trained(call, late[:3], late[3])
+    stream.synchronize()
+    assert not busy.query()
+    assert_same(got, want)
 
 
 def test_adapter_passes_opcheck(backend):
@@ -473,6 +549,7 @@ def test_adapter_compiles_without_a_graph_break(backend):
         assert (a - b).abs().max() <= 2**-6 * b.abs().max()
 
 
+@pytest.mark.usefixtures("torch_way")
 def test_adapter_follows_autocast(backend):
     from flashsdk.torch import attention
 
@@ -481,6 +558,7 @@ def test_adapter_follows_autocast(backend):
         assert attention(*x, backend=backend).dtype == torch.float16
 
 
+@pytest.mark.usefixtures("torch_way")
 def test_adapter_draws_seeds_without_waiting(backend):
     """With dropout and no seed: from torch's generator of the CPU, so nothing is synchronised."""
     from flashsdk.torch import attention

@@ -13,7 +13,10 @@ from flashsdk.torch import attention, varlen_attention  # noqa: E402
 from standard_attention import check, standard  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.utils import flop_counter  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_cases import TORCH, block_mask, qkv, with_gradients  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("torch_way")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAUSAL = fs.Causal()
@@ -456,12 +459,29 @@ def test_a_bias_that_requires_a_gradient_is_fine_where_none_is_recorded():
         attention(q, k, v, bias=torch.zeros(1, 1, 70, 70, requires_grad=True))
 
 
+class Backwards(TorchDispatchMode):
+    """What operators of gradients are told to be: deterministic or not."""
+
+    def __init__(self):
+        super().__init__()
+        self.deterministic = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        names = [argument.name for argument in function._schema.arguments]
+        if function.name() == "flashsdk::mha_bwd":
+            self.deterministic.append(args[names.index("deterministic")])
+        return function(*args, **(kwargs or {}))
+
+
 def test_deterministic_follows_torch():
     inputs = with_gradients(qkv())
     torch.use_deterministic_algorithms(True)
     try:
-        assert attention(*inputs).grad_fn.keywords["deterministic"] is True
-        assert attention(*inputs, deterministic=False).grad_fn.keywords["deterministic"] is False
+        outs = [attention(*inputs), attention(*inputs, deterministic=False)]
     finally:
         torch.use_deterministic_algorithms(False)
-    assert attention(*inputs).grad_fn.keywords["deterministic"] is False
+    outs += [attention(*inputs), attention(*inputs, deterministic=True)]
+    with Backwards() as backwards:
+        for out in outs:
+            torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert backwards.deterministic == [True, False, False, True]

@@ -1,6 +1,7 @@
 """flashsdk.torch without the dispatcher: who takes that way, and that both give the same."""
 
 import contextlib
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,8 @@ from flashsdk import _torch_eager, _torch_ops  # noqa: E402
 from flashsdk.torch import attention, varlen_attention  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_cases import block_mask, qkv, with_gradients  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("torch_way")
 
 CAUSAL = fs.Causal()
 
@@ -179,8 +182,10 @@ print(all(torch.equal(a, b) for way in got for a, b in zip(way, want, strict=Tru
 
 
 @pytest.mark.skipif(not _torch_eager._LENDS_ANY, reason="this PyTorch is such a one by itself")
-def test_tensors_that_require_a_gradient_where_dlpack_refuses_them():
-    done = subprocess.run([sys.executable, "-c", OLD_TORCH], capture_output=True, text=True)
+def test_tensors_that_require_a_gradient_where_dlpack_refuses_them(torch_way):
+    env = {**os.environ, "FLASHSDK_TORCH_NATIVE": "" if torch_way == "native" else "0"}
+    command = [sys.executable, "-c", OLD_TORCH]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.stdout == "True\n", done.stderr
 
 

@@ -13,7 +13,10 @@ import flashsdk.torch as adapter  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 
 # torch's own, when it loads its forward-mode derivatives.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("torch_way"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
+]
 
 BATCH, SEQLEN, HEADS, DIM = 2, 6, 2, 8
 OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
@@ -302,18 +305,17 @@ def test_vmap_over_no_sample():
     assert out.shape == flat.shape and lse.shape == (0, HEADS, SEQLEN)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda true: fs.mha_fwd(*[torch.randn(1, 4, 1, 8)] * 3, seed=true),
-        lambda true: fs.mha_fwd(*[torch.randn(1, 4, 1, 8)] * 3, offset=true),
-        lambda true: fs.Band(left=true),
-        lambda true: fs.layouts.dense(true, 4, 16),
-        fs.set_num_threads,
-    ],
-    ids=["seed", "offset", "left", "seqlen_q", "n"],
-)
-def test_tensors_of_a_bool_are_no_integers(call, request):
+INTEGERS = {
+    "seed": lambda true: fs.mha_fwd(*[torch.randn(1, 4, 1, 8)] * 3, seed=true),
+    "offset": lambda true: fs.mha_fwd(*[torch.randn(1, 4, 1, 8)] * 3, offset=true),
+    "left": lambda true: fs.Band(left=true),
+    "seqlen_q": lambda true: fs.layouts.dense(true, 4, 16),
+    "n": fs.set_num_threads,
+}
+
+
+@pytest.mark.parametrize("name, call", INTEGERS.items(), ids=INTEGERS)
+def test_tensors_of_a_bool_are_no_integers(name, call):
     """Though to Python, PyTorch's are."""
-    with pytest.raises(fs.Error, match=rf"^{request.node.callspec.id}: tensor\(True\); "):
+    with pytest.raises(fs.Error, match=rf"^{name}: tensor\(True\); "):
         call(torch.tensor(True))

@@ -10,6 +10,8 @@ import flashsdk as fs  # noqa: E402
 import flashsdk.torch as adapter  # noqa: E402
 from standard_attention import check  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("torch_way")
+
 # Of flash-attn 2.8.3, flash_attn/flash_attn_interface.py.
 _TAIL = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "

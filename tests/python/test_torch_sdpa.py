@@ -16,6 +16,8 @@ from standard_attention import check  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("torch_way")
+
 
 def qkv(*batch, heads=4, heads_kv=None, seqlen_q=40, seqlen_k=50, dim=16, dim_v=16):
     heads_kv = heads_kv or heads

@@ -1,0 +1,39 @@
+#include "core_api.h"
+
+#include "cpu_workspace.h"
+#include "plan.h"
+
+namespace flashsdk {
+namespace {
+
+template <class Args>
+bool run(const Args& args, bool packed, const GpuOptions& gpu, Failure& failure) {
+  try {
+    const auto planned = plan(args, packed);
+    LaunchOptions options;
+    if (args.q.device.type == DeviceType::kCUDA) {
+      options.stream = gpu.stream;
+      if (planned.workspace_size > 0)
+        options.workspace = {gpu.workspace(gpu.owner, planned.workspace_size), planned.workspace_size};
+      planned.launch(options);
+    } else {
+      CpuWorkspace& workspace = CpuWorkspace::of_thread();
+      options.workspace = workspace.at_least(planned.workspace_size);
+      planned.launch(options);
+      workspace.trim();
+    }
+    return true;
+  } catch (const Error& e) {
+    failure = {to_string(e.code()), e.what()};
+    return false;
+  }
+}
+
+}  // namespace
+
+const CoreApi& core_api() noexcept {
+  static constexpr CoreApi api{CoreApi::kLayout, run<ForwardArgs>, run<BackwardArgs>};
+  return api;
+}
+
+}  // namespace flashsdk

@@ -1,0 +1,35 @@
+// The core for libraries beside it that do not link it: a table of functions, through which no exception passes.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "flashsdk/attention.h"
+
+namespace flashsdk {
+
+struct Failure {
+  const char* code = "";  // as to_string(ErrorCode) names it
+  std::string message;    // one line
+};
+
+// What a call on a GPU needs besides its arguments; on a CPU none of it.
+struct GpuOptions {
+  void* stream = nullptr;
+  void* (*workspace)(void* owner, std::size_t size) = nullptr;  // 256-byte aligned; exceptions of it do pass
+  void* owner = nullptr;
+};
+
+struct CoreApi {
+  // Of the structs below: where they are not the same, the two sides are of different builds.
+  std::size_t layout;
+  // False on failure: then the outputs are as they were. `packed`: made as mha_varlen_…
+  bool (*forward)(const ForwardArgs& args, bool packed, const GpuOptions& options, Failure& failure);
+  bool (*backward)(const BackwardArgs& args, bool packed, const GpuOptions& options, Failure& failure);
+
+  static constexpr std::size_t kLayout = sizeof(ForwardArgs) * 65536 + sizeof(BackwardArgs);
+};
+
+FLASHSDK_API const CoreApi& core_api() noexcept;
+
+}  // namespace flashsdk

@@ -1,0 +1,392 @@
+"""Eager calls of flashsdk.torch in C++: which take that way, and that both ways give the same."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flashsdk as fs  # noqa: E402
+from flashsdk import _flash_attn, _torch_eager  # noqa: E402
+from flashsdk import torch as adapter  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch_cases import qkv, with_gradients  # noqa: E402
+
+built = _torch_eager.native is not _torch_eager.InPython
+needs_native = pytest.mark.skipif(not built, reason="flashsdk._torch_native is not built")
+
+CAUSAL, TOP_LEFT = fs.Causal(), fs.Causal("top_left")
+OFFSETS = torch.tensor([0, 30, 30, 70], dtype=torch.int32)
+LENGTHS = (OFFSETS, OFFSETS, 40, 40)
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0])
+BIAS = torch.linspace(-2, 2, 4 * 70 * 70).view(1, 4, 70, 70)
+SEEN = torch.arange(140).view(2, 1, 1, 70) % 3 > 0
+
+
+def heads_first(tensors):
+    return [x.transpose(1, 2).contiguous() for x in tensors]
+
+
+def sdpa(**options):
+    return lambda *x: adapter.scaled_dot_product_attention(*x, **options)
+
+
+def attention(**options):
+    return lambda *x: adapter.attention(*x, **options)
+
+
+def flash(**options):
+    return lambda *x: adapter.flash_attn_func(*x, **options)
+
+
+def fused(function, *rest):
+    """Of one tensor made of q, k and v, or of k and v."""
+    if "qkv" in function.__name__:
+        return lambda q, k, v: function(torch.stack((q, k, v), -3), *rest)
+    return lambda q, k, v: function(q, torch.stack((k, v), -3), *rest)
+
+
+BATCHES = {
+    "attention": attention(),
+    "causal": attention(mask=CAUSAL),
+    "dense, by its class": attention(mask=fs.Dense()),
+    "window": attention(mask=fs.SlidingWindow(9, 3)),
+    "top left": attention(mask=TOP_LEFT),
+    "without the diagonal": attention(mask=fs.Band(None, -1)),
+    "lse": attention(return_lse=True, mask=CAUSAL),
+    "bias": attention(bias=BIAS),
+    "boolean bias": attention(bias=SEEN),
+    "ALiBi": attention(alibi_slopes=SLOPES, mask=CAUSAL),
+    "softcap and scale": attention(softcap=3.0, softmax_scale=0.4),
+    "integers for numbers": attention(softcap=3, softmax_scale=1),
+    "dropout": attention(dropout_p=0.3),
+    "dropout of a seed": attention(dropout_p=0.3, seed=2**64 - 1, return_lse=True),
+    "deterministic, on a backend": attention(deterministic=True, backend="cpu"),
+    "flash_attn": flash(),
+    "flash_attn, causal": flash(causal=True, softcap=-1.0),
+    "flash_attn, window": flash(window_size=(7, 2), alibi_slopes=SLOPES),
+    "flash_attn, causal window": flash(window_size=(7, 2**40), causal=True, softmax_scale=0.3),
+    "flash_attn, right": flash(window_size=(-1, 4), softcap=2.0, deterministic=True),
+    "flash_attn, dropout": flash(dropout_p=0.3),
+    "flash_attn, probs": flash(return_attn_probs=True),
+    "qkvpacked": fused(adapter.flash_attn_qkvpacked_func),
+    "kvpacked": fused(adapter.flash_attn_kvpacked_func, 0.0, None, True),
+}
+PACKED = {
+    "varlen": lambda *x: adapter.varlen_attention(*x, *LENGTHS, mask=CAUSAL),
+    "varlen, lse": lambda *x: adapter.varlen_attention(
+        *x, *LENGTHS, return_lse=True, alibi_slopes=SLOPES, dropout_p=0.2
+    ),
+    "flash_attn_varlen": lambda *x: adapter.flash_attn_varlen_func(*x, *LENGTHS, causal=True),
+    "varlen_qkvpacked": fused(adapter.flash_attn_varlen_qkvpacked_func, OFFSETS, 40),
+    "varlen_kvpacked": fused(adapter.flash_attn_varlen_kvpacked_func, *LENGTHS),
+}
+HEADS_FIRST = {
+    "sdpa": sdpa(),
+    "sdpa, causal": sdpa(is_causal=True, scale=0.3),
+    "sdpa, dropout": sdpa(dropout_p=0.3),
+    "sdpa, bias": sdpa(attn_mask=BIAS),
+    "sdpa, boolean bias": sdpa(attn_mask=SEEN),
+    "sdpa, bias of two dimensions": sdpa(attn_mask=BIAS[0, 0]),
+}
+TAKEN = {name: (call, qkv()) for name, call in BATCHES.items()}
+TAKEN |= {name: (call, [x[0] for x in qkv()]) for name, call in PACKED.items()}
+TAKEN |= {name: (call, heads_first(qkv())) for name, call in HEADS_FIRST.items()}
+GROUPED, ONE = heads_first(qkv(heads_kv=2)), heads_first(qkv(heads_kv=1, seqlen_k=90, dim_v=24))
+TAKEN["sdpa, grouped"] = sdpa(enable_gqa=True), GROUPED
+TAKEN["sdpa, one head of keys"] = sdpa(is_causal=True), ONE
+TAKEN["sdpa of views"] = sdpa(), [x.transpose(1, 2) for x in qkv()]
+TAKEN["sdpa, expanded"] = sdpa(), [x[:1].expand(2, -1, -1, -1) for x in heads_first(qkv())]
+TAKEN["sdpa, columns"] = sdpa(), [x.mT.contiguous().mT for x in heads_first(qkv())]
+TAKEN["flash_attn, columns"] = flash(), [x.mT.contiguous().mT for x in qkv()]
+TAKEN["grouped"] = attention(mask=CAUSAL), qkv(heads_kv=2, seqlen_k=90, dim_v=24)
+TAKEN["bfloat16"] = attention(), qkv(dtype=torch.bfloat16)
+TAKEN["float16"] = sdpa(is_causal=True), heads_first(qkv(dtype=torch.float16))
+TAKEN["no query"] = attention(), [x[:, :n] for x, n in zip(qkv(), (0, 70, 70), strict=True)]
+
+
+def no_way_in_python(monkeypatch):
+    def called(*_, **__):
+        raise AssertionError("the way in Python was taken")
+
+    for module in (adapter, _flash_attn):
+        monkeypatch.setattr(module, "attend", called)
+
+
+def in_python(monkeypatch):
+    for module in (adapter, _flash_attn):
+        monkeypatch.setattr(module, "native", _torch_eager.InPython)
+
+
+def results(call, inputs, seed=3):
+    """Outputs of a call, and the gradients of all that have one."""
+    inputs = with_gradients(inputs)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        alone = call(*inputs)
+    torch.manual_seed(seed)
+    given = call(*inputs)
+    alone, outs = ((x,) if isinstance(x, torch.Tensor) else x for x in (alone, given))
+    for x, y in zip(alone, outs, strict=True):
+        assert torch.equal(x, y) and not x.requires_grad
+    roots = [x for x in outs if x.requires_grad]
+    weights = [torch.linspace(-1, 2, x.numel()).view(x.shape).to(x.dtype) for x in roots]
+    return [*outs, *torch.autograd.grad(roots, inputs, weights)]
+
+
+@needs_native
+@pytest.mark.parametrize("call, inputs", TAKEN.values(), ids=TAKEN)
+def test_takes_ordinary_calls_and_gives_the_same(monkeypatch, call, inputs):
+    with monkeypatch.context() as m:
+        no_way_in_python(m)
+        native = results(call, inputs)
+    in_python(monkeypatch)
+    python = results(call, inputs)
+    for a, b in zip(native, python, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_takes_autocast(monkeypatch, dtype):
+    inputs, first = qkv(), heads_first(qkv())
+    with torch.autocast("cpu", dtype):
+        with monkeypatch.context() as m:
+            no_way_in_python(m)
+            native = [*results(attention(bias=BIAS), inputs), *results(sdpa(), first)]
+        in_python(monkeypatch)
+        python = [*results(attention(bias=BIAS), inputs), *results(sdpa(), first)]
+    assert native[0].dtype == dtype and native[1].dtype == torch.float32
+    assert all(map(torch.equal, native, python))
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that looks at functions."""
+
+
+NOT_TAKEN = {
+    "a layout of blocks": lambda *x: adapter.attention(*x, mask=fs.layouts.causal(70, 70, 16)),
+    "a subclass": lambda q, k, v: adapter.attention(q.as_subclass(Wrapper), k, v),
+    "a negated view": lambda q, k, v: adapter.attention(q._neg_view(), k, v),
+    "vmap": lambda *x: torch.func.vmap(adapter.attention)(*(y[None] for y in x)),
+    "meta": lambda *x: adapter.attention(*(y.to("meta") for y in x)),
+    "a scale of NumPy's": lambda *x: adapter.attention(*x, softmax_scale=OFFSETS.numpy()[1]),
+    "a window in a list": lambda *x: adapter.flash_attn_func(*x, window_size=[3, 3]),
+    "a broadcast batch": lambda q, k, v: adapter.scaled_dot_product_attention(q[0], k, v),
+    "few heads of queries": lambda q, k, v: adapter.scaled_dot_product_attention(q[:, :1], k, v),
+    "a mask of columns": lambda *x: adapter.scaled_dot_product_attention(
+        *x, attn_mask=torch.zeros(70, 70).mT
+    ),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("call", NOT_TAKEN.values(), ids=NOT_TAKEN)
+def test_leaves_the_rest_to_python(monkeypatch, call):
+    inputs = qkv(seqlen_q=70, heads=70, dim=8)
+    call(*inputs)
+    no_way_in_python(monkeypatch)
+    with pytest.raises(AssertionError, match="the way in Python"):
+        call(*inputs)
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_graph_ends_with_its_outputs():
+    """None of what it has saved holds it; a leaf lives as long as the graph."""
+    for call, inputs in ((attention(return_lse=True), qkv()), (sdpa(), heads_first(qkv()))):
+        leaves = with_gradients(inputs)
+        outs = call(*leaves)
+        leaf = weakref.ref(leaves[0])
+        del leaves
+        assert leaf() is not None
+        del outs
+        assert leaf() is None
+
+
+@pytest.mark.parametrize("watch", [contextlib.nullcontext, Watching, torch.profiler.profile])
+@pytest.mark.parametrize(
+    "options", [{"dropout_p": 0.3}, {"attn_mask": BIAS}], ids=["dropout", "bias"]
+)
+@pytest.mark.usefixtures("torch_way")
+def test_checkpointing_of_heads_first(options, watch):
+    """Also where somebody looks on at the first forward alone."""
+    call, inputs = sdpa(**options), with_gradients(heads_first(qkv()))
+    torch.manual_seed(5)
+    want = torch.autograd.grad(call(*inputs).square().sum(), inputs)
+    torch.manual_seed(5)
+    with watch():
+        out = torch.utils.checkpoint.checkpoint(call, *inputs, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(out.square().sum(), inputs), want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("torch_way")
+def test_hooks_leave_no_second_derivative():
+    q, k, v = with_gradients(heads_first(qkv()))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        out = sdpa()(q, k, v)
+    with pytest.raises(fs.Error, match="create_graph: True"):
+        (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        gradient.sum().backward()
+
+
+COMPILED = {
+    "dropout": (attention(mask=CAUSAL, dropout_p=0.3), qkv()),
+    "lse": (lambda *x: adapter.attention(*x, return_lse=True)[1], qkv()),
+    "heads first": (sdpa(is_causal=True, scale=0.3), heads_first(qkv())),
+    "packed": (PACKED["varlen"], [x[0] for x in qkv()]),
+}
+
+
+@pytest.mark.usefixtures("torch_way")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("call, inputs", COMPILED.values(), ids=COMPILED)
+def test_compiled_autograd(call, inputs):
+    torch._dynamo.reset()
+    inputs = with_gradients(inputs)
+    loss = call(*inputs).square().sum()
+    want = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
+    compiler = torch.compile(backend="aot_eager")
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        loss.backward()
+    for x, y in zip(inputs, want, strict=True):
+        torch.testing.assert_close(x.grad, y)
+
+
+# ---- operators
+
+SCHEMA = torch.ops.flashsdk.mha_fwd.default._schema
+
+
+def operands(**changes):
+    """Arguments of mha_fwd, by their names."""
+    q, k, v = qkv(seqlen_q=48)
+    given = dict.fromkeys((argument.name for argument in SCHEMA.arguments), None)
+    given |= {"q": q, "k": k, "v": v, "mask": [], "softcap": 0.0, "dropout_p": 0.0}
+    return given | {"deterministic": False, "backend": ""} | changes
+
+
+@needs_native
+def test_operators_have_kernels_in_cpp():
+    for name in ("mha_fwd", "mha_bwd", "mha_varlen_fwd", "mha_varlen_bwd"):
+        for key in ("CPU", "CUDA"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"flashsdk::{name}", key)
+
+
+def test_options_are_in_the_order_of_the_schema():
+    from flashsdk._torch_ops import Options
+
+    for name in ("mha_fwd", "mha_bwd", "mha_varlen_fwd", "mha_varlen_bwd"):
+        schema = getattr(torch.ops.flashsdk, name).default._schema
+        names = tuple(argument.name for argument in schema.arguments)
+        assert names[-len(Options._fields) :] == Options._fields
+
+
+MIXED = torch.zeros(2, 4, 48, 48, dtype=torch.float64)
+REFUSED = {
+    "k: num_heads_kv 3; a divisor of num_heads, which is 4": {"k": torch.zeros(2, 48, 3, 32)},
+    "q: dtype float64; float32, float16 or bfloat16": {"q": torch.zeros(2, 48, 4, 32).double()},
+    "q: shape (48, 4, 32); (batch, seqlen_q, num_heads, head_dim)": {"q": torch.zeros(48, 4, 32)},
+    "v: shape (); an array of at least one dimension": {"v": torch.zeros(())},
+    "bias: dtype float64; float32, float16, bfloat16 or bool": {"bias": MIXED},
+    "alibi_slopes: dtype int64; float32": {"alibi_slopes": torch.zeros(4, dtype=torch.int64)},
+    "softmax_scale: 1e+300; a number that float32 can hold": {"softmax_scale": 1e300},
+    "softcap: 1e-300; 0, or a number that float32 can hold": {"softcap": 1e-300},
+    "dropout_p: 1; 0 <= dropout_p < 1": {"dropout_p": 1.0},
+    "backend: sm90; cpu, as q is on cpu": {"backend": "sm90"},
+}
+
+
+@pytest.mark.parametrize("native", ["0", pytest.param("", marks=needs_native)])
+def test_operators_refuse_in_the_same_words(native, tmp_path):
+    """In a process of its own: an operator keeps the kernels that it was given."""
+    torch.save([(line, operands(**changes)) for line, changes in REFUSED.items()], tmp_path / "x")
+    code = """
+import sys, torch, flashsdk as fs, flashsdk.torch
+for line, given in torch.load(sys.argv[1]):
+    try:
+        torch.ops.flashsdk.mha_fwd(**given)
+    except fs.Error as error:
+        print(str(error) == line or (str(error), line))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "x"],
+        capture_output=True, text=True, env={**os.environ, "FLASHSDK_TORCH_NATIVE": native},
+    )  # fmt: skip
+    assert done.stdout.split() == ["True"] * len(REFUSED), done.stdout + done.stderr
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "changes, line",
+    [
+        ({"mask": [1]}, "mask: 1 integers; those of encode_mask"),
+        ({"mask": [0, 0, 0, 16], "blocks": OFFSETS}, "mask: 4 integers; those of encode_mask"),
+        (
+            {"mask": [0, 0, 0, 16, 16, 48, 48, *[1, 1, 4, 3] * 4], "blocks": OFFSETS[:3]},
+            "blocks: 3 elements at a list; as many as mask tells",
+        ),
+        (
+            {"mask": [0, 0, 0, 16, 16, 48, 48, *[1, 1, -4, 3] * 4], "blocks": OFFSETS},
+            "blocks: 4 elements at a list; as many as mask tells",
+        ),
+        (
+            {"mask": [0, 0, 0, 16, 16, 48, 48], "blocks": OFFSETS[::2]},
+            "blocks: another tensor; int32, flat and contiguous",
+        ),
+        ({"seed": torch.zeros(2)}, "seed: another tensor; int64, one element, on cpu"),
+    ],
+)
+def test_operators_read_no_mask_that_encode_mask_did_not_write(changes, line):
+    with pytest.raises(fs.Error) as caught:
+        torch.ops.flashsdk.mha_fwd(**operands(**changes))
+    assert str(caught.value) == line
+
+
+# ---- whether it is there
+
+WHICH = """
+import os, torch
+{}
+from flashsdk import _torch_eager
+from flashsdk.torch import attention
+q = torch.ones(1, 4, 2, 8, requires_grad=True)
+attention(q, q, q).sum().backward()
+print(_torch_eager.native.__name__, bool(q.grad.abs().sum()))
+"""
+
+
+def which(change="", **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", WHICH.format(change)],
+        capture_output=True, text=True, env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@needs_native
+def test_is_for_one_pytorch_and_can_be_turned_off():
+    assert which() == ["flashsdk._torch_native", "True"]
+    assert which(FLASHSDK_TORCH_NATIVE="0") == ["InPython", "True"]
+    assert which("torch.__version__ = '2.11.0'") == ["InPython", "True"]
+    line = "import torch; torch.__version__ = '2.11.0'; from flashsdk import _torch_native"
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True)
+    message = f"ImportError: flashsdk._torch_native is for PyTorch {torch.__version__}; "
+    assert done.stderr.splitlines()[-1] == f"{message}here is 2.11.0"
+
+
+@needs_native
+def test_every_function_has_both_ways():
+    """What stands for the extension where it is missing has all that it has."""
+    ways = _torch_eager.native, _torch_eager.InPython
+    native, python = ({n for n, f in vars(way).items() if callable(f)} for way in ways)
+    assert native - {"__loader__"} == {n for n in python if not n.startswith("_")}
