@@ -174,7 +174,7 @@ def second_build(path: Path) -> ModuleType:
         sys.exit(f"--baseline: no extension in {path}")
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for source in sources.rglob("*.py"):
+    for source in (*sources.rglob("*.py"), *sources.glob("*.txt")):
         copy = folder / name / source.relative_to(sources)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(re.sub(r"\bflashsdk\b", name, source.read_text("utf-8")), "utf-8")
