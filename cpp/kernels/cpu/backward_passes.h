@@ -4,11 +4,6 @@
 #include "cpu/jobs.h"
 #include "cpu/scores.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-#include <sched.h>
-
 namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 
 // What the main pass knows of each query: P = 2^((score - top)·factor - log2_sum) and dS = P∘(dP - delta). log2_sum is
@@ -93,22 +88,13 @@ class DqOrder {
   void wait_for_turn() {
     while (first_running_ < job_ && done(first_running_) == kFinished) ++first_running_;
     for (int other = first_running_; other < job_; ++other)
-      for (int spins = 0; done(other) <= position_; ++spins) pause(spins);
+      wait_until([&] { return done(other) > position_; });
   }
   FLASHSDK_HD void finish() { __atomic_store_n(progress_ + job_, kFinished, __ATOMIC_RELEASE); }
 
  private:
   static constexpr std::int32_t kFinished = 0x7FFFFFFF;
   FLASHSDK_HD std::int32_t done(int job) const { return __atomic_load_n(progress_ + job, __ATOMIC_ACQUIRE); }
-  static FLASHSDK_HD void pause(int spins) {
-    if (spins > 1000) {
-      sched_yield();  // more threads than processors
-      return;
-    }
-#if defined(__x86_64__)
-    _mm_pause();
-#endif
-  }
 
   std::int32_t* progress_;
   int job_, first_running_ = 0, position_ = 0;

@@ -59,7 +59,7 @@ class FewQueries {
     if (l < queries_) add_rows<1>(v, stride, l);
   }
 
-  const float* out(int query) const { return out_ + query * kHeadDim; }  // not normalised
+  float* out(int query) { return out_ + query * kHeadDim; }  // not normalised
   float max(int query) const { return max_[query]; }
   float sum(int query) const { return sum_[query]; }
 

@@ -1,0 +1,86 @@
+"""Few rows of results over many others: a CPU cuts what they sum over into parts, and joins them in order."""
+
+import flashsdk as fs
+import numpy as np
+import pytest
+from cases import CPU_DTYPES, assert_same_bits, both, packed, problem, qkv
+from flashsdk._problems import BandSpec, Blocks
+
+CAUSAL = BandSpec(None, 0, "bottom_right")
+# Keys in parts, queries in parts, or queries of a whole group of heads.
+CUT = [
+    ((1, 5000), 1), ((4, 4200), (4, 2)), ((20, 2600), 1), ((70, 2200), 1), ((130, 2100), 1),
+    ((5000, 1), 1), ((4200, 77), 1), ((2100, 200), 2), ((300, 150), (16, 2)),
+]  # fmt: skip
+MASKS = [None, CAUSAL, BandSpec(2500, -40, "bottom_right"), BandSpec(40, 1900, "top_left")]
+
+
+def blocks(seqlen_q, seqlen_k, size, density=0.5):
+    rows, columns = (-(-n // s) for n, s in zip((seqlen_q, seqlen_k), size, strict=True))
+    full, partial = np.random.default_rng(0).random((2, 1, 2, rows, columns)) < density
+    return Blocks(partial & ~full, full, size, CAUSAL)
+
+
+@pytest.mark.parametrize("seqlen, heads", CUT, ids=str)
+def test_parts(cpu, seqlen, heads):
+    for i, mask in enumerate(MASKS):
+        dtype = cpu.dtypes[i % len(cpu.dtypes)]
+        values = {"values": "huge"} if i == 1 else {"dlse": True}
+        cpu.check(problem(seqlen, heads, (40, 24), dtype=dtype, mask=mask, **values))
+
+
+@pytest.mark.parametrize("size", [(16, 16), (64, 48), (128, 1024)], ids=str)
+def test_parts_of_layouts(cpu, size):
+    """A part may begin inside a block of the layout."""
+    for seqlen in ((4, 3000), (40, 3000), (3000, 90)):
+        mask = blocks(*seqlen, size)
+        cpu.check(problem(seqlen, 2, 40, dtype=cpu.dtypes[0], mask=mask, seed=size[1]))
+
+
+@pytest.mark.parametrize("seqlen", [(3, 2500), (25, 2500), (2500, 25)], ids=str)
+def test_parts_with_features(cpu, seqlen):
+    for i, features in enumerate(
+        (
+            {"bias": ("float32", (1, 1, *seqlen)), "dropout_p": 0.3},
+            {"bias": ("bool", (1, 1, 1, seqlen[1])), "mask": CAUSAL},
+            {"bias": ("bfloat16", (1, 1, seqlen[0], 1)), "softcap": 5.0},
+            {"alibi": "heads", "softcap": 6.0, "dropout_p": 0.2},
+        )
+    ):
+        cpu.check(problem(seqlen, 1, 40, dtype=cpu.dtypes[i % len(cpu.dtypes)], **features))
+
+
+@pytest.mark.parametrize("mask", MASKS[:2], ids=str)
+def test_parts_of_packed_sequences(cpu, mask):
+    """Only some are long enough; more sequences than can be, and fewer."""
+    few = ((1, 2500), (0, 70), (3, 0), (33, 2100))
+    many = ((1, 1),) * 5 + ((2500, 30), (1, 2300), (2, 2100)) + ((3, 2),) * 6 + ((2200, 9),)
+    for lengths in (few, many):
+        cpu.check(packed(lengths, (4, 2), 40, dtype=cpu.dtypes[0], mask=mask, tail=(3, 4)))
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("seqlen, heads", CUT, ids=str)
+def test_threads_and_batches_do_not_change_a_bit(dtype, seqlen, heads):
+    x = qkv(seqlen, heads, 40, dtype=dtype)
+    for mask in (None, fs.Causal(), fs.layouts.causal(*seqlen, 32)):
+        fs.set_num_threads(1)
+        want = both(*x, mask=mask)
+        for threads in (2, 3, 8, 2):
+            fs.set_num_threads(threads)
+            assert_same_bits(both(*x, mask=mask), want)
+        assert_same_bits(both(*(t[1:] for t in x), mask=mask), (t[1:] for t in want))
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("seqlen, heads", [((3, 2500), 2), ((40, 4200), 2), ((4200, 40), (2, 1))])
+def test_packed_is_batched(dtype, seqlen, heads):
+    q, k, v, dout = qkv(seqlen, heads, 40, dtype=dtype, batch=3)
+    want = both(q, k, v, dout, mask=fs.Causal())
+    q, k, v, dout = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, dout))
+    bounds = [np.arange(4, dtype=np.int32) * n for n in seqlen] + list(seqlen)
+    out, lse = fs.mha_varlen_fwd(q, k, v, *bounds, mask=fs.Causal())
+    grads = fs.mha_varlen_bwd(dout, q, k, v, out, lse, *bounds, mask=fs.Causal())
+    got = [x.reshape(y.shape) for x, y in zip((out, *grads), (want[0], *want[2:]), strict=True)]
+    assert_same_bits(got, (want[0], *want[2:]))
+    assert_same_bits([lse.reshape(2, 3, -1).transpose(1, 0, 2)], [want[1]])
