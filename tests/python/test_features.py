@@ -42,6 +42,23 @@ def test_bias_in_rows_of_whole_vectors(runner, kind, head_dim):
     check(lengths, (3, 1, 70, 144), of=packed, slack=(0, 3))
 
 
+def test_rows_of_a_bias_lie_anywhere():
+    """In any order in memory: the same as the array in its own order."""
+    for seqlen in ((3, 50), (37, 50), (70, 50)):
+        q, k, v, dout = qkv(seqlen, 2, 16)
+        for kind in (np.float32, np.float16, bool):
+            bias = np.random.default_rng(1).random((2, 2, *seqlen)) < 0.7
+            bias = bias.astype(kind)
+            results = []
+            for order in ((0, 1, 2, 3), (2, 1, 0, 3), (1, 2, 0, 3)):
+                back = np.argsort(order)
+                same = np.ascontiguousarray(bias.transpose(order)).transpose(back)
+                out, lse = fs.mha_fwd(q, k, v, bias=same)
+                results.append((out, lse, *fs.mha_bwd(dout, q, k, v, out, lse, bias=same)))
+            for other in results[1:]:
+                assert_same_bits(results[0], other)
+
+
 def test_bias_broadcast_by_stride():
     """Stride 0 in any dimension: the same as the array written out."""
     q, k, v, dout = qkv((20, 30), 2, 16)

@@ -1,5 +1,7 @@
 """Few rows of results over many others: a CPU cuts what they sum over into parts, and joins them in order."""
 
+import time
+
 import flashsdk as fs
 import numpy as np
 import pytest
@@ -84,3 +86,42 @@ def test_packed_is_batched(dtype, seqlen, heads):
     got = [x.reshape(y.shape) for x, y in zip((out, *grads), (want[0], *want[2:]), strict=True)]
     assert_same_bits(got, (want[0], *want[2:]))
     assert_same_bits([lse.reshape(2, 3, -1).transpose(1, 0, 2)], [want[1]])
+
+
+def cpu_time(call, rounds=7):
+    """The least of the caller's own time, which does not count when others have the processor."""
+    fs.set_num_threads(1)
+    times = []
+    for _ in range(rounds):
+        begin = time.thread_time()
+        call()
+        times.append(time.thread_time() - begin)
+    return min(times)
+
+
+@pytest.mark.parametrize("op", ["fwd"])
+def test_time_goes_with_the_queries(op):
+    """As far as whole vectors do, of which a panel has up to four."""
+    spent = {}
+    for queries in (1, 17, 33, 64):
+        q, k, v, dout = qkv((queries, 2000), 2, 128, batch=1)
+        out, lse = fs.mha_fwd(q, k, v)
+        call = {
+            "fwd": lambda a=(q, k, v): fs.mha_fwd(*a),
+            "bwd": lambda a=(dout, q, k, v, out, lse): fs.mha_bwd(*a),
+        }[op]
+        spent[queries] = cpu_time(call)
+    assert spent[1] < 0.6 * spent[64]
+    assert spent[17] < 0.85 * spent[64]
+    assert spent[33] < 0.95 * spent[64]
+
+
+@pytest.mark.parametrize("kind", [bool, np.float32], ids=["bool", "float32"])
+@pytest.mark.parametrize("queries", [1, 512])
+def test_a_bias_costs_little(kind, queries):
+    """It is read a vector at a time."""
+    q, k, v, _ = qkv((queries, 4096 // min(queries, 8)), 4, 64, batch=1)
+    bias = (np.random.default_rng(0).random((1, 1, queries, k.shape[1])) < 0.7).astype(kind)
+    assert cpu_time(lambda: fs.mha_fwd(q, k, v, bias=bias)) < 1.7 * cpu_time(
+        lambda: fs.mha_fwd(q, k, v)
+    )

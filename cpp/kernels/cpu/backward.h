@@ -164,8 +164,8 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
     const KeySegment segment{begin_, key0_ + begin_, end_ - begin_, partial};
     if constexpr (kFeatures) this->apply_features(features, segment);
     if (partial)
-      mask_scores<kQueries, Base::kScorePitch>(w_.s + begin_ * Base::kScorePitch, segment, policy, w_.lane_keys, i0_,
-                                               lanes_);
+      mask_scores<Base::kScorePitch>(w_.s + begin_ * Base::kScorePitch, this->panels_ * kPanel, segment, policy,
+                                     w_.lane_keys, i0_, lanes_);
   }
 
   const Tile tile_;

@@ -87,8 +87,7 @@ class DqOrder {
   }
   void wait_for_turn() {
     while (first_running_ < job_ && done(first_running_) == kFinished) ++first_running_;
-    for (int other = first_running_; other < job_; ++other)
-      wait_until([&] { return done(other) > position_; });
+    for (int other = first_running_; other < job_; ++other) wait_until([&] { return done(other) > position_; });
   }
   FLASHSDK_HD void finish() { __atomic_store_n(progress_ + job_, kFinished, __ATOMIC_RELEASE); }
 

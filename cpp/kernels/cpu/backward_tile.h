@@ -157,8 +157,8 @@ class BackwardTile {
   void dout_products() { multiply_visible(w_.v, w_.dout.transposed, p_.head_dim_v, w_.dp, next_dout_); }
 
   __attribute__((noinline)) void apply_features(const ScoreFeatures& features, const KeySegment& segment) {
-    features.template apply<kQueries, kScorePitch>(w_.s + begin_ * kScorePitch, segment, i0_, lanes_, scale_.magnitude,
-                                                   w_.softcap_slope + begin_ * kScorePitch);
+    features.template apply<kScorePitch>(w_.s + begin_ * kScorePitch, panels_ * kPanel, segment, i0_, lanes_,
+                                         scale_.magnitude, w_.softcap_slope + begin_ * kScorePitch);
     if (features.dropout())
       features.template random_bytes<kQueries, kScorePitch>(segment, i0_, w_.random + begin_ * kScorePitch);
   }

@@ -87,9 +87,7 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
       if (parts > 1) order.wait_for_turn(part);
     };
     // By the sequence alone, so that results do not depend on how it is cut.
-    bool few = false;
-    if constexpr (!kFeatures) few = FewQueries::fit(seqlen_.seqlen_q);
-    few ? run_few(walk, i0, i1, wait_for_turn) : run_panels(walk, i0, i1, wait_for_turn);
+    FewQueries::fit(seqlen_.seqlen_q) ? run_few(walk, i0, i1, wait_for_turn) : run_panels(walk, i0, i1, wait_for_turn);
     if (parts > 1) order.pass(part);
   }
 
@@ -127,7 +125,7 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
       }
       for (int n = 0; n < panels; ++n) {
         Panel& panel = w_.panel[n];
-        panel.lanes <= kLanes ? attend<Base::kNarrowVecs>(panel, keys) : attend<kVecs>(panel, keys);
+        with_vectors_of<typename Tr::Dot>(panel.lanes, [&]<int kUsed>() { attend<kUsed>(panel, keys); });
       }
     }
     wait_for_turn();
@@ -138,15 +136,23 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
   template <class Turn>
   void run_few(TileWalk walk, int i0, int i1, Turn wait_for_turn) {
     FewQueries few(seqlen_.template head_q<const T>(p_.q, this->batch_, this->head_) + i0 * p_.q.row, p_.q.row, i1 - i0,
-                   p_.head_dim, p_.head_dim_v, this->scale_);
+                   p_.head_dim, p_.head_dim_v, this->scale_.q_factor, this->factor_);
     const KeyRange seen = seen_keys(i0, i1);
     for (TileRef tile; walk.next(tile);) {
       KeyRange keys{tile.index * tile_.n, min_of((tile.index + 1) * tile_.n, seqlen_.seqlen_k)};
       if (tile.partial) keys = {max_of(keys.begin, seen.begin), min_of(keys.end, seen.end)};
       if (keys.begin >= keys.end) continue;
-      few.scores(this->k_ + keys.begin * p_.k.row, p_.k.row, keys.end - keys.begin);
+      const int count = keys.end - keys.begin;
+      few.scores(this->k_ + keys.begin * p_.k.row, p_.k.row, count);
+      if constexpr (kFeatures)
+        for (int i = i0; i < i1; ++i)
+          this->features_.apply_row(few.row(i - i0), i, keys.begin, count, this->scale_.magnitude);
       if (tile.partial)
         for (int i = i0; i < i1; ++i) hide_keys(i, keys, few.row(i - i0));
+      few.exponentiate();
+      if constexpr (kFeatures)
+        if (this->features_.dropout())
+          for (int i = i0; i < i1; ++i) this->features_.drop_row(few.row(i - i0), i, keys.begin, count);
       few.accumulate(this->v_ + keys.begin * p_.v.row, p_.v.row);
     }
     wait_for_turn();
@@ -211,7 +217,7 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
       if (s.count <= 0) continue;
       if constexpr (kFeatures) this->template apply_features<kUsed>(panel, s);
       if (s.partial)
-        mask_scores<kUsed * kLanes, kPanel>(w_.s + s.row * kPanel, s, policy_, panel.keys, panel.i0, panel.lanes);
+        mask_scores<kPanel>(w_.s + s.row * kPanel, kUsed * kLanes, s, policy_, panel.keys, panel.i0, panel.lanes);
     }
   }
 

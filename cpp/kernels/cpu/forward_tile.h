@@ -57,10 +57,6 @@ class ForwardTile {
   using SummedKeys = typename Tr::template SummedKeys<kKeys>;
   using KeyTile = cpu::FLASHSDK_ISA_NS::KeyTile<kKeys, Tr::kCut>;
 
-  // Vectors of lanes that are computed where one holds all queries of a panel. Products on tile registers take whole
-  // panels.
-  static constexpr int kNarrowVecs = Dot::kTiles ? kVecs : 1;
-
   // One panel of queries: its operand and its running state.
   struct Panel {
     alignas(64) Word q[kParts * Tr::kTransposedPart];  // Q^T (head_dim, lanes)
@@ -150,8 +146,8 @@ class ForwardTile {
 
   template <int kUsed>
   __attribute__((noinline)) void apply_features(const Panel& panel, const KeySegment& segment) {
-    features_.template apply<kUsed * kLanes, kPanel>(w_.s + segment.row * kPanel, segment, panel.i0, panel.lanes,
-                                                     scale_.magnitude, nullptr);
+    features_.template apply<kPanel>(w_.s + segment.row * kPanel, kUsed * kLanes, segment, panel.i0, panel.lanes,
+                                     scale_.magnitude, nullptr);
     if (features_.dropout())
       features_.template random_bytes<kUsed * kLanes, kPanel>(segment, panel.i0, w_.random + segment.row * kPanel);
   }
