@@ -145,6 +145,22 @@ TEST_F(Attention, EmptyTensorsWithoutAnAddress) {
   }
 }
 
+// dQ accumulators and row values: a sequence of one query takes no more than its query.
+TEST_F(Attention, WorkspaceOfManyShortSequencesIsThatOfTheirQueries) {
+  constexpr std::int64_t kSequences = 1000, kHeads = 8, kHeadDim = 64;
+  const std::size_t dq = kSequences * kHeads * kHeadDim * sizeof(float);
+  for (DType dtype : kDTypes) {
+    const Shape one{.seqlen_q = 1, .seqlen_k = 1, .num_heads = kHeads, .num_heads_kv = kHeads};
+    Shape batched = one, packed = one;
+    batched.batch = kSequences;
+    packed.lengths_q = packed.lengths_k = std::vector<int>(kSequences, 1);
+    const std::size_t of_threads = workspace_size(Problem(one, dtype).backward_args());
+    for (const Shape& shape : {batched, packed})
+      EXPECT_LT(workspace_size(Problem(shape, dtype).backward_args()), of_threads + dq + dq / 4)
+          << to_string(dtype) << (shape.packed() ? ", packed" : "");
+  }
+}
+
 TEST_F(Attention, Packed) {
   for (DType dtype : kDTypes) {
     Problem p({.num_heads = 4, .num_heads_kv = 2, .lengths_q = {3, 0, 150, 64, 1}, .lengths_k = {0, 7, 130, 64, 200}},
@@ -302,9 +318,16 @@ bool is_work_for_two(const Plan<Params>& plan) {
 }
 
 TEST_F(Attention, LongSumsAreWorkForEveryThread) {
-  Problem group({.seqlen_q = 1, .seqlen_k = 8192, .num_heads = 32}), queries({.seqlen_q = 40, .seqlen_k = 8192, .num_heads = 1});
+  Problem group({.seqlen_q = 1, .seqlen_k = 8192, .num_heads = 32}),
+      queries({.seqlen_q = 40, .seqlen_k = 8192, .num_heads = 1});
+  Problem few_keys({.seqlen_q = 8192, .seqlen_k = 77, .num_heads = 1});
+  Problem few_keys_of_a_group({.seqlen_q = 300, .seqlen_k = 77, .num_heads = 32});
   queries.options.mask = Causal();
   for (Problem* p : {&group, &queries}) EXPECT_TRUE(is_work_for_two(plan(p->forward_args(), false)));
+  for (Problem* p : {&few_keys, &few_keys_of_a_group}) {
+    p->forward();
+    EXPECT_TRUE(is_work_for_two(plan(p->backward_args(), false)));
+  }
 }
 
 TEST_F(Attention, SeveralCallersAtOnce) {

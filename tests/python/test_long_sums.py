@@ -99,7 +99,7 @@ def cpu_time(call, rounds=7):
     return min(times)
 
 
-@pytest.mark.parametrize("op", ["fwd"])
+@pytest.mark.parametrize("op", ["fwd", "bwd"])
 def test_time_goes_with_the_queries(op):
     """As far as whole vectors do, of which a panel has up to four."""
     spent = {}
