@@ -1,4 +1,4 @@
-"""Few rows of results over many others: a CPU cuts what they sum over into parts, and joins them in order."""
+"""Few results that sum over much: a CPU cuts the sum into parts, and joins them in order."""
 
 import time
 

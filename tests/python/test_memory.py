@@ -93,7 +93,9 @@ print(json.dumps({"faults": faults, "lazy": lazy}))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_large_workspace_is_found_again_and_lent_to_the_system():
     """Without a fault a page in each call, and beyond 64 MiB for the system to take."""
-    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["faults"][-1] < found["faults"][0] / 10

@@ -5,8 +5,8 @@
 //        dV += P^T·dO, dK += dS^T·Q, dQ^T += K^T·dS^T;
 //   3. dQ converted.
 // dK and dV belong to the job, or, of few keys and many queries, to a job for each part of the queries, which join them
-// in the order of these parts (cpu/parts.h). dQ tiles are shared by the jobs of a head, which add to them in the order of their
-// keys (DqOrder): gradients are bit-identical for any number of threads.
+// in the order of these parts (cpu/parts.h). dQ tiles are shared by the jobs of a head, which add to them in the order
+// of their keys (DqOrder): gradients are bit-identical for any number of threads.
 #pragma once
 
 #include "cpu/backward_tile.h"

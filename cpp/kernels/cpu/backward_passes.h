@@ -94,9 +94,10 @@ class BackwardBuffers {
   char* base_ = nullptr;
 };
 
-// Jobs of one head, and of one part of its queries, add to a dQ tile in ascending order of their keys. Each publishes how far down its column it has
-// come, and adds at a position only when all earlier ones have passed it. Jobs are claimed in ascending order, so the
-// earliest one running never waits, and as all of them move down the same way the others rarely do.
+// Jobs of one head, and of one part of its queries, add to a dQ tile in ascending order of their keys. Each publishes
+// how far down its column it has come, and adds at a position only when all earlier ones have passed it. Jobs are
+// claimed in ascending order, so the earliest one running never waits, and as all of them move down the same way the
+// others rarely do.
 class DqOrder {
  public:
   // progress: of these jobs, all 0 at the start; `job` is this one's number among them.
