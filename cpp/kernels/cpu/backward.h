@@ -95,6 +95,10 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
         const int head = this->head_kv_ * group + g;
         const Policy policy(p_.mask, seqlen_, this->batch_, head);
         const ScoreFeatures features(p_.score, seqlen_, this->batch_, head, p_.num_heads);
+        if constexpr (kFeatures) {
+          const KeyRange shown = features.keys_shown(seqlen_.seqlen_k);
+          if (key0_ + keys_ <= shown.begin || key0_ >= shown.end) continue;
+        }
         TileWalk walk = policy.col_walk(tile_, n_block).between(of_head.begin, of_head.end);
         TileRef query, next;
         for (bool more = walk.next(next); more;) {

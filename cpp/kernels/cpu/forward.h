@@ -77,9 +77,9 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
     const TileRange tiles = tiles_of_sequence(walk.has_runs());
     const int parts = num_parts(seqlen_.seqlen_q, keys_in(tiles));
     if (part >= parts) return;
+    const TileRange mine = part_of(tiles, part, parts);
+    walk = walk.between(mine.begin, mine.end);
     if (parts > 1) {
-      const TileRange mine = part_of(tiles, part, parts);
-      walk = walk.between(mine.begin, mine.end);
       this->joined_ = {part, parts, buffers.rows(this->batch_, seqlen_.offset_k, this->head_)};
     }
     const PartOrder order = buffers.order(this->batch_, this->head_, m_block);
@@ -91,11 +91,19 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
     if (parts > 1) order.pass(part);
   }
 
-  // The tiles that queries of the sequence visit: its own where a walk is runs, all of them where it is lists.
+  // The tiles that queries of the sequence visit, of lists all, without what a bias hides of them at either end.
   TileRange tiles_of_sequence(bool runs) const {
-    if (!runs) return {0, ceil_div(seqlen_.seqlen_k, tile_.n)};
-    const TileWalk walk = policy_.row_walk({seqlen_.seqlen_q, tile_.n}, 0);
-    return {walk.begin(), walk.end()};
+    TileRange tiles{0, ceil_div(seqlen_.seqlen_k, tile_.n)};
+    if (runs) {
+      const TileWalk walk = policy_.row_walk({seqlen_.seqlen_q, tile_.n}, 0);
+      tiles = {walk.begin(), walk.end()};
+    }
+    if constexpr (kFeatures) {
+      const KeyRange shown = this->features_.keys_shown(seqlen_.seqlen_k);
+      tiles.begin = max_of(tiles.begin, shown.begin / tile_.n);
+      tiles.end = max_of(tiles.begin, min_of(tiles.end, ceil_div(shown.end, tile_.n)));
+    }
+    return tiles;
   }
   int keys_in(TileRange tiles) const { return min_of(tiles.end * tile_.n, seqlen_.seqlen_k) - tiles.begin * tile_.n; }
 

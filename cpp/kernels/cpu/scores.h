@@ -132,6 +132,24 @@ class ScoreFeatures {
     for (int r = 0; r < count; ++r) p[r] = rng.keep(i, j0 + r, threshold_) ? p[r] : 0.f;
   }
 
+  // The keys from the first to the last that a bias shows, where it is the same for all queries, as for padding.
+  KeyRange keys_shown(int seqlen_k) const {
+    KeyRange keys{0, seqlen_k};
+    if (bias_.ptr == nullptr || bias_.row != 0 || bias_.col != 1) return keys;
+    with_bias([&](const auto* first) {
+      constexpr int kBlock = 64;  // one that shows nothing is passed as a whole
+      auto hides = [&](int begin, int end) {
+        bool any_shown = false;
+        for (int j = begin; j < end; ++j) any_shown |= bias_value(first[j]) != -INFINITY;
+        return !any_shown;
+      };
+      for (int n; (n = min_of(kBlock, keys.end - keys.begin)) > 0 && hides(keys.end - n, keys.end);) keys.end -= n;
+      for (int n; (n = min_of(kBlock, keys.end - keys.begin)) > 0 && hides(keys.begin, keys.begin + n);)
+        keys.begin += n;
+    });
+    return keys;
+  }
+
   // bytes[r][l] decides query i0 + l and key segment.key + r. The generator is called for all rows at once, which the
   // compiler turns into vectors: one call yields the bytes of rows r and r + 8 for columns c and c + 1 in each word.
   template <int kWidth, int kPitch>
