@@ -11,10 +11,10 @@ from flashsdk._problems import BandSpec, Blocks
 CAUSAL = BandSpec(None, 0, "bottom_right")
 # Keys in parts, queries in parts, or queries of a whole group of heads.
 CUT = [
-    ((1, 5000), 1), ((4, 4200), (4, 2)), ((20, 2600), 1), ((70, 2200), 1), ((130, 2100), 1),
-    ((5000, 1), 1), ((4200, 77), 1), ((2100, 200), 2), ((300, 150), (16, 2)),
+    ((1, 5000), 1), ((4, 4200), (4, 2)), ((20, 4200), 1), ((70, 4300), 1), ((130, 4100), 1),
+    ((5000, 1), 1), ((4200, 77), 1), ((4100, 200), 2), ((520, 150), (16, 2)),
 ]  # fmt: skip
-MASKS = [None, CAUSAL, BandSpec(2500, -40, "bottom_right"), BandSpec(40, 1900, "top_left")]
+MASKS = [None, CAUSAL, BandSpec(4150, -40, "bottom_right"), BandSpec(40, 4150, "top_left")]
 
 
 def blocks(seqlen_q, seqlen_k, size, density=0.5):
@@ -34,12 +34,12 @@ def test_parts(cpu, seqlen, heads):
 @pytest.mark.parametrize("size", [(16, 16), (64, 48), (128, 1024)], ids=str)
 def test_parts_of_layouts(cpu, size):
     """A part may begin inside a block of the layout."""
-    for seqlen in ((4, 3000), (40, 3000), (3000, 90)):
+    for seqlen in ((4, 4300), (40, 4300), (4300, 90)):
         mask = blocks(*seqlen, size)
         cpu.check(problem(seqlen, 2, 40, dtype=cpu.dtypes[0], mask=mask, seed=size[1]))
 
 
-@pytest.mark.parametrize("seqlen", [(3, 2500), (25, 2500), (2500, 25)], ids=str)
+@pytest.mark.parametrize("seqlen", [(3, 4200), (25, 4200), (4200, 25)], ids=str)
 def test_parts_with_features(cpu, seqlen):
     for i, features in enumerate(
         (
@@ -55,8 +55,8 @@ def test_parts_with_features(cpu, seqlen):
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)
 def test_parts_of_packed_sequences(cpu, mask):
     """Only some are long enough; more sequences than can be, and fewer."""
-    few = ((1, 2500), (0, 70), (3, 0), (33, 2100))
-    many = ((1, 1),) * 5 + ((2500, 30), (1, 2300), (2, 2100)) + ((3, 2),) * 6 + ((2200, 9),)
+    few = ((1, 4200), (0, 70), (3, 0), (33, 4100))
+    many = ((1, 1),) * 5 + ((4200, 30), (1, 4300), (2, 4100)) + ((3, 2),) * 6 + ((4300, 9),)
     for lengths in (few, many):
         cpu.check(packed(lengths, (4, 2), 40, dtype=cpu.dtypes[0], mask=mask, tail=(3, 4)))
 
@@ -75,7 +75,7 @@ def test_threads_and_batches_do_not_change_a_bit(dtype, seqlen, heads):
 
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
-@pytest.mark.parametrize("seqlen, heads", [((3, 2500), 2), ((40, 4200), 2), ((4200, 40), (2, 1))])
+@pytest.mark.parametrize("seqlen, heads", [((3, 4200), 2), ((40, 4200), 2), ((4200, 40), (2, 1))])
 def test_packed_is_batched(dtype, seqlen, heads):
     q, k, v, dout = qkv(seqlen, heads, 40, dtype=dtype, batch=3)
     want = both(q, k, v, dout, mask=fs.Causal())
