@@ -1,6 +1,7 @@
 // The C++ API, forward and backward, against a double-precision loop. ctest runs these once per instruction set.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <random>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "flashsdk/flashsdk.h"
+#include "plan.h"
 #include "problem.h"
 
 namespace flashsdk::testing {
@@ -143,6 +145,22 @@ TEST_F(Attention, EmptyTensorsWithoutAnAddress) {
   }
 }
 
+// dQ accumulators and row values: a sequence of one query takes no more than its query.
+TEST_F(Attention, WorkspaceOfManyShortSequencesIsThatOfTheirQueries) {
+  constexpr std::int64_t kSequences = 1000, kHeads = 8, kHeadDim = 64;
+  const std::size_t dq = kSequences * kHeads * kHeadDim * sizeof(float);
+  for (DType dtype : kDTypes) {
+    const Shape one{.seqlen_q = 1, .seqlen_k = 1, .num_heads = kHeads, .num_heads_kv = kHeads};
+    Shape batched = one, packed = one;
+    batched.batch = kSequences;
+    packed.lengths_q = packed.lengths_k = std::vector<int>(kSequences, 1);
+    const std::size_t of_threads = workspace_size(Problem(one, dtype).backward_args());
+    for (const Shape& shape : {batched, packed})
+      EXPECT_LT(workspace_size(Problem(shape, dtype).backward_args()), of_threads + dq + dq / 4)
+          << to_string(dtype) << (shape.packed() ? ", packed" : "");
+  }
+}
+
 TEST_F(Attention, Packed) {
   for (DType dtype : kDTypes) {
     Problem p({.num_heads = 4, .num_heads_kv = 2, .lengths_q = {3, 0, 150, 64, 1}, .lengths_k = {0, 7, 130, 64, 200}},
@@ -270,6 +288,46 @@ TEST_F(Attention, ThreadsAndRunsDoNotChangeABit) {
     EXPECT_EQ(again.dv.bytes(), first.dv.bytes()) << n << " threads";
   }
   set_num_threads(threads);
+}
+
+// Whether both of two threads have computed: each has a scratch of its own, at the end of the workspace.
+template <class Params>
+bool both_threads_worked(const Plan<Params>& plan) {
+  const std::size_t size = plan.entry->workspace_size(plan.params, 2);
+  const std::size_t scratch = size - plan.entry->workspace_size(plan.params, 1);
+  GuardedWorkspace workspace(size);
+  ParallelRunner runner{2, nullptr, [](void*, int, void (*fn)(void*, int), void* context) {
+                          std::thread other(fn, context, 1);
+                          fn(context, 0);
+                          other.join();
+                        }};
+  const auto* bytes = static_cast<const unsigned char*>(workspace.options().workspace.data);
+  plan.entry->launch(plan.params, {workspace.options().workspace.data, nullptr, runner});
+  auto touched = [&](const unsigned char* from) {
+    return std::any_of(from, from + scratch, [](unsigned char b) { return b != 0xFF; });
+  };
+  return touched(bytes + size - 2 * scratch) && touched(bytes + size - scratch);
+}
+
+// Who comes first takes a job; where there are several, both threads get one sooner or later.
+template <class Params>
+bool is_work_for_two(const Plan<Params>& plan) {
+  for (int tries = 0; tries < 300; ++tries)
+    if (both_threads_worked(plan)) return true;
+  return false;
+}
+
+TEST_F(Attention, LongSumsAreWorkForEveryThread) {
+  Problem group({.seqlen_q = 1, .seqlen_k = 8192, .num_heads = 32}),
+      queries({.seqlen_q = 40, .seqlen_k = 8192, .num_heads = 1});
+  Problem few_keys({.seqlen_q = 8192, .seqlen_k = 77, .num_heads = 1});
+  Problem few_keys_of_a_group({.seqlen_q = 300, .seqlen_k = 77, .num_heads = 32});
+  queries.options.mask = Causal();
+  for (Problem* p : {&group, &queries}) EXPECT_TRUE(is_work_for_two(plan(p->forward_args(), false)));
+  for (Problem* p : {&few_keys, &few_keys_of_a_group}) {
+    p->forward();
+    EXPECT_TRUE(is_work_for_two(plan(p->backward_args(), false)));
+  }
 }
 
 TEST_F(Attention, SeveralCallersAtOnce) {

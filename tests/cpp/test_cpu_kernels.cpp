@@ -205,7 +205,7 @@ TEST_P(CpuKernels, Transposes) {
   }
 }
 
-// Of whole panels, and of the first vector of lanes alone: the others are neither read nor written.
+// Of whole panels, and of their first vectors of lanes alone: the others are neither read nor written.
 TEST_P(CpuKernels, ProductOfEveryNumberOfRows) {
   constexpr int kALd = CpuProbe::kALd;
   const int panel = probe().panel;
@@ -218,19 +218,19 @@ TEST_P(CpuKernels, ProductOfEveryNumberOfRows) {
   };
   for (int rows = 1; rows <= 40; ++rows) {
     for (int steps : {0, 1, 2, 7, 33}) {
-      for (int variant = 0; variant < 32; ++variant) {
+      for (int variant = 0; variant < 64; ++variant) {
         const bool transposed = (variant & 1) != 0, add = (variant & 2) != 0, with_maximum = (variant & 4) != 0;
-        const bool narrow = (variant & 8) != 0, rescaled = (variant & 16) != 0;
-        const int used = narrow ? probe().lanes : panel;
+        const bool rescaled = (variant & 8) != 0;
+        const int vectors = std::min(variant / 16 + 1, panel / probe().lanes), used = vectors * probe().lanes;
         const std::vector<float> a = integers(kALd * kALd), rescale = integers(panel);
         std::vector<float> b = integers(panel * kALd);
         std::vector<float> c = integers(panel * (rows + 8)), maximum = integers(panel);
         const std::vector<float> c0 = c, maximum0 = maximum;
         for (int n = 0; n < panel * kALd; ++n)
           if (n % panel >= used) b[n] = NAN;
-        const int written = (narrow ? probe().narrow_product : probe().product)(
-            a.data(), transposed, b.data(), steps, c.data(), rows, add, rescaled ? rescale.data() : nullptr,
-            with_maximum ? maximum.data() : nullptr);
+        const int written =
+            probe().product[vectors - 1](a.data(), transposed, b.data(), steps, c.data(), rows, add,
+                                         rescaled ? rescale.data() : nullptr, with_maximum ? maximum.data() : nullptr);
         ASSERT_GE(written, rows);
         ASSERT_LE(written, rows + 3);
         for (int lane = 0; lane < panel; ++lane) {
@@ -245,10 +245,10 @@ TEST_P(CpuKernels, ProductOfEveryNumberOfRows) {
               highest = std::max(highest, expected);
             }
             ASSERT_EQ(c[r * panel + lane], expected)
-                << rows << " rows, " << steps << " steps, row " << r << (narrow ? ", narrow" : "");
+                << rows << " rows, " << steps << " steps, row " << r << ", " << vectors << " vectors";
           }
           ASSERT_EQ(maximum[lane], with_maximum ? highest : maximum0[lane])
-              << rows << " rows" << (narrow ? ", narrow" : "");
+              << rows << " rows, " << vectors << " vectors";
         }
       }
     }

@@ -25,6 +25,13 @@ TileWalk lists(const std::vector<int>& partial, const std::vector<int>& full, in
                          split, end);
 }
 
+std::vector<Visit> inside(const TileWalk& walk, int begin, int end) {
+  std::vector<Visit> result;
+  for (const Visit& visit : visits(walk))
+    if (visit.first >= begin && visit.first < end) result.push_back(visit);
+  return result;
+}
+
 TEST(TileWalkRuns, PartialFullPartial) {
   EXPECT_EQ(visits(TileWalk::runs(2, 4, 6, 7)),
             (std::vector<Visit>{{2, true}, {3, true}, {4, false}, {5, false}, {6, true}}));
@@ -80,6 +87,12 @@ TEST(TileWalkRuns, PartsAreTheWalkInPieces) {
       }
       EXPECT_EQ(joined, visits(walk)) << parts;
     }
+}
+
+TEST(TileWalkRuns, BetweenIsWhatLiesThere) {
+  for (const TileWalk& walk : {TileWalk::runs(0, 0, 0, 0), TileWalk::runs(2, 4, 6, 8), TileWalk::runs(3, 3, 9, 9)})
+    for (int begin = 0; begin <= 10; ++begin)
+      for (int end = begin; end <= 10; ++end) EXPECT_EQ(visits(walk.between(begin, end)), inside(walk, begin, end));
 }
 
 TEST(TileWalkLists, MergesInAscendingOrder) {
@@ -139,6 +152,9 @@ TEST(TileWalkLists, RandomListsMatchASortedUnion) {
     const int excess = lists(partial, full, split, end).count() - static_cast<int>(expected.size());
     ASSERT_GE(excess, 0);
     ASSERT_LT(excess, split);
+    const int first = static_cast<int>(rng() % (end + 1)), last = static_cast<int>(rng() % (end + 3));
+    const TileWalk walk = lists(partial, full, split, end);
+    ASSERT_EQ(visits(walk.between(first, last)), inside(walk, first, last)) << first << " to " << last;
   }
 }
 

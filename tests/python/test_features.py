@@ -6,7 +6,7 @@ import flashsdk as fs
 import numpy as np
 import pytest
 import reference
-from cases import assert_same_bits, packed, problem, qkv
+from cases import assert_same_bits, both, packed, problem, qkv
 from flashsdk._problems import BandSpec, numpy_dtype
 
 CAUSAL = BandSpec(None, 0, "bottom_right")
@@ -40,6 +40,50 @@ def test_bias_in_rows_of_whole_vectors(runner, kind, head_dim):
     check((70, 208), (2, 1, 1, 208), BandSpec(30, 50, "top_left"), batch=2, dropout_p=0.2)
     lengths = ((70, 90), (0, 30), (33, 141))
     check(lengths, (3, 1, 70, 144), of=packed, slack=(0, 3))
+
+
+@pytest.mark.parametrize("kind", [bool, np.float32], ids=["bool", "float32"])
+@pytest.mark.parametrize("queries", [1, 4, 20, 100])
+@pytest.mark.parametrize("shown", [(0, 700), (1500, 2600), (800, 1900), (0, 0)], ids=str)
+def test_a_cpu_does_not_read_what_a_bias_hides_from_all(kind, queries, shown):
+    """Whole tiles at either end: NaN there reaches nobody, and gradients there are 0."""
+    q, k, v, dout = qkv((queries, 2600), (4, 2), 40)
+    seen = np.s_[:, slice(*shown)]
+    bias = np.zeros((1, 1, 1, 2600), bool)
+    bias[..., slice(*shown)] = True
+    if kind is not bool:
+        bias = np.where(bias, 0.0, -np.inf).astype(kind)
+    want = [x.astype(np.float64) for x in both(q, k[seen], v[seen], dout)]
+    near = np.s_[:, max(0, shown[0] - 400) : shown[1] + 400 if shown[1] else 0]
+    for x in (k, v):
+        hidden = np.full_like(x, np.nan)
+        hidden[near] = x[near]
+        x[...] = hidden
+    got = both(q, k, v, dout, bias=bias)
+    for x, y in zip((*got[:3], got[3][seen], got[4][seen]), want, strict=True):
+        assert np.array_equal(np.isneginf(x), np.isneginf(y))
+        x, y = (np.where(np.isneginf(z), 0, z) for z in (x, y))
+        assert np.abs(x - y).max(initial=0) < 2e-5
+    for grad in got[3:]:
+        grad[seen] = 0
+        assert (grad == 0).all()
+
+
+def test_rows_of_a_bias_lie_anywhere():
+    """In any order in memory: the same as the array in its own order."""
+    for seqlen in ((3, 50), (37, 50), (70, 50)):
+        q, k, v, dout = qkv(seqlen, 2, 16)
+        for kind in (np.float32, np.float16, bool):
+            bias = np.random.default_rng(1).random((2, 2, *seqlen)) < 0.7
+            bias = bias.astype(kind)
+            results = []
+            for order in ((0, 1, 2, 3), (2, 1, 0, 3), (1, 2, 0, 3)):
+                back = np.argsort(order)
+                same = np.ascontiguousarray(bias.transpose(order)).transpose(back)
+                out, lse = fs.mha_fwd(q, k, v, bias=same)
+                results.append((out, lse, *fs.mha_bwd(dout, q, k, v, out, lse, bias=same)))
+            for other in results[1:]:
+                assert_same_bits(results[0], other)
 
 
 def test_bias_broadcast_by_stride():

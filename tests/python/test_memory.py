@@ -68,6 +68,40 @@ def test_extra_memory_is_linear(dtype, kind):
     assert used["backward"] < tiles + 3 * seqlen * (64 * 4 + 8)
 
 
+# dq alone is 16 floats a query in a workspace of some 300 MiB, and everything else one.
+LARGE = """
+import json, resource
+import numpy as np
+import flashsdk as fs
+
+fs.set_num_threads(1)
+q = np.ones((1, 4 << 20, 1, 1), np.float32)
+k = np.ones((1, 1, 1, 1), np.float32)
+out, lse = fs.mha_fwd(q, k, k)
+grads = {"dq": np.ones_like(q), "dk": np.ones_like(k), "dv": np.ones_like(k)}
+faults = []
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    fs.mha_bwd(q, q, k, k, out, lse, **grads)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+with open("/proc/self/smaps") as f:
+    lazy = sum(int(line.split()[1]) for line in f if line.startswith("LazyFree:")) * 1024
+print(json.dumps({"faults": faults, "lazy": lazy}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_large_workspace_is_found_again_and_lent_to_the_system():
+    """Without a fault a page in each call, and beyond 64 MiB for the system to take."""
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["faults"][-1] < found["faults"][0] / 10
+    assert found["lazy"] > 200 << 20
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_twice_the_length_is_at_most_twice_the_memory():
     short, long = (extra("float32", n, "causal", 2) for n in (6144, 12288))

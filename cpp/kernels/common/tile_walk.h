@@ -72,6 +72,23 @@ class TileWalk {
     return w;
   }
 
+  // The tiles from `begin` on and before `end`; asked before the first next().
+  FLASHSDK_HD TileWalk between(int begin, int end) const {
+    TileWalk w = *this;
+    w.end_ = min_of(end_, end);
+    if (split_ == 0) {
+      w.position_ = max_of(position_, begin);
+      return w;
+    }
+    const int block = begin / split_;
+    w.partial_ += lower_bound(partial_, partial_end_, block);
+    w.full_ += lower_bound(full_, full_list_end_, block);
+    w.next_partial_ = w.partial_ != partial_end_ ? *w.partial_ : kNone;
+    w.next_full_ = w.full_ != full_list_end_ ? *w.full_ : kNone;
+    if (min_of(w.next_partial_, w.next_full_) == block && w.next_block()) w.part_ = begin % split_;
+    return w;
+  }
+
   // Of runs alone: which tiles these are.
   FLASHSDK_HD bool has_runs() const { return split_ == 0; }
   FLASHSDK_HD int begin() const { return position_; }

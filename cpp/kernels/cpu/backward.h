@@ -4,8 +4,9 @@
 //        S^T = K·Q^T, dP^T = V·dO^T, P^T = exp(S^T - lse), dS^T = P^T∘(dP^T - delta),
 //        dV += P^T·dO, dK += dS^T·Q, dQ^T += K^T·dS^T;
 //   3. dQ converted.
-// dK and dV belong to the job. dQ tiles are shared by the jobs of a head, which add to them in the order of their
-// keys (DqOrder): gradients are bit-identical for any number of threads.
+// dK and dV belong to the job, or, of few keys and many queries, to a job for each part of the queries, which join them
+// in the order of these parts (cpu/parts.h). dQ tiles are shared by the jobs of a head, which add to them in the order
+// of their keys (DqOrder): gradients are bit-identical for any number of threads.
 #pragma once
 
 #include "cpu/backward_tile.h"
@@ -35,14 +36,14 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
   static constexpr Tile kTile{kQueries, kKeys};
 
   static std::size_t workspace_size(const ForwardParams& params, int num_threads) {
-    return BackwardBuffers(params, tile_for(params), dq_tile_floats(params)).bytes() + sizeof(Scratch) * num_threads;
+    return BackwardBuffers(params, tile_for(params)).bytes() + sizeof(Scratch) * num_threads;
   }
 
   static void launch(const ForwardParams& params, const LaunchContext& context) {
     const auto& p = static_cast<const BackwardParams&>(params);
     const Tile tile = tile_for(p);
     const ParallelRunner runner = runner_for(context.parallel, 2.5 * forward_flops(p));
-    BackwardBuffers buffers(p, tile, dq_tile_floats(p));
+    BackwardBuffers buffers(p, tile);
     buffers.place(context.workspace);
     auto* scratch = reinterpret_cast<Scratch*>(static_cast<char*>(context.workspace) + buffers.bytes());
 
@@ -50,16 +51,16 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
         p, buffers, runner, typename Base::RowOffset(p), [&](int slot, int batch, int head, int m_block) {
           Backward(p, tile, buffers, batch, head / p.heads_per_group(), scratch[slot]).sum_rows(head, m_block);
         });
-    const int heads = p.batch * p.num_heads_kv, n_blocks = buffers.n_blocks();
+    const int heads = p.batch * p.num_heads_kv;
     const int side_by_side = heads_side_by_side(p, runner.num_threads);
     for_each_job(runner, buffers.jobs(), [&](std::int64_t job, int slot) {
-      Split group(job, side_by_side * n_blocks);
+      Split group(job, side_by_side * buffers.jobs_of_head());
       const int first = group.quotient * side_by_side;
       Split column(group.remainder, min_of(side_by_side, heads - first));
       Split head(first + column.remainder, p.num_heads_kv);
-      Backward(p, tile, buffers, head.quotient, head.remainder, scratch[slot]).run(column.quotient);
+      Backward(p, tile, buffers, head.quotient, head.remainder, scratch[slot]).run(buffers.column_job(column.quotient));
     });
-    convert_dq<T, kQueries>(p, buffers, runner);
+    convert_dq<T>(p, buffers, runner);
   }
 
  private:
@@ -73,23 +74,32 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
   static int heads_side_by_side(const ForwardParams& p, int num_threads) {
     return p.mask.kind == MaskKind::kBlockSparse ? min_of(p.batch * p.num_heads_kv, num_threads) : 1;
   }
-  static int dq_tile_floats(const ForwardParams& p) { return Tr::padded(p.head_dim) * kQueries; }
 
   Backward(const BackwardParams& p, Tile tile, const BackwardBuffers& buffers, int batch, int head_kv, Scratch& scratch)
       : Base(p, buffers, batch, head_kv, scratch), tile_(tile) {}
 
-  void run(int n_block) {
-    DqOrder order(buffers_.progress(this->batch_ * p_.num_heads_kv + this->head_kv_), n_block);
+  void run(ColumnJob job) {
+    const auto [n_block, part] = job;
+    DqOrder order(buffers_.progress(this->batch_ * p_.num_heads_kv + this->head_kv_, part), n_block);
     key0_ = n_block * tile_.n;
     keys_ = min_of(tile_.n, seqlen_.seqlen_k - key0_);
-    if (keys_ > 0) {  // else a packed sequence shorter than the longest
+    const int group = p_.heads_per_group();
+    const int parts = num_parts(seqlen_.seqlen_k, std::int64_t{group} * seqlen_.seqlen_q);
+    if (keys_ > 0 && part < parts) {  // else a packed sequence shorter than the longest
       this->load_keys();
-      const int m_blocks = ceil_div(p_.seqlen_q, tile_.m), group = p_.heads_per_group();
+      const int m_blocks = ceil_div(p_.seqlen_q, tile_.m), visited = ceil_div(seqlen_.seqlen_q, tile_.m);
+      const TileRange mine = part_of({0, group * visited}, part, parts);
       for (int g = 0; g < group; ++g) {
+        const TileRange of_head{max_of(0, mine.begin - g * visited), min_of(visited, mine.end - g * visited)};
+        if (of_head.begin >= of_head.end) continue;
         const int head = this->head_kv_ * group + g;
         const Policy policy(p_.mask, seqlen_, this->batch_, head);
         const ScoreFeatures features(p_.score, seqlen_, this->batch_, head, p_.num_heads);
-        TileWalk walk = policy.col_walk(tile_, n_block);
+        if constexpr (kFeatures) {
+          const KeyRange shown = features.keys_shown(seqlen_.seqlen_k);
+          if (key0_ + keys_ <= shown.begin || key0_ >= shown.end) continue;
+        }
+        TileWalk walk = policy.col_walk(tile_, n_block).between(of_head.begin, of_head.end);
         TileRef query, next;
         for (bool more = walk.next(next); more;) {
           query = next;
@@ -100,10 +110,22 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
           add_tile(policy, features, head, query, [&] { order.wait_for_turn(); });
         }
       }
-      this->store_gradients(p_.dk, w_.dk, p_.head_dim, p_.score.softmax_scale);
-      this->store_gradients(p_.dv, w_.dv, p_.head_dim_v, p_.score.dropout.scale());
+      order.finish();
+      if (parts > 1) return join_parts(n_block, part, parts);
+      this->store_gradients();
     }
     order.finish();
+  }
+
+  void join_parts(int n_block, int part, int parts) {
+    const PartBuffers& buffers = buffers_.parts();
+    const std::int64_t offset = std::int64_t{p_.heads_per_group()} * seqlen_.offset_q;
+    float* joined = buffers.rows(this->batch_, offset, this->head_kv_) + key0_ * BackwardBuffers::joined_floats(p_);
+    const PartOrder order = buffers.order(this->batch_, this->head_kv_, n_block);
+    order.wait_for_turn(part);
+    if (part > 0) this->add_gradients(joined);
+    part + 1 < parts ? this->keep_gradients(joined) : this->store_gradients();
+    order.pass(part);
   }
 
   // The row sums of one tile of queries.
@@ -129,7 +151,7 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
   void begin_queries(int m_block) {
     i0_ = m_block * tile_.m;
     lanes_ = min_of(tile_.m, seqlen_.seqlen_q - i0_);
-    this->panels_ = ceil_div(lanes_, kPanel);
+    this->lane_end_ = round_up(lanes_, Base::kLaneStep);
   }
 
   // One tile of the score matrix: its share of dV, dK and, when its turn has come, dQ.
@@ -143,8 +165,7 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
     adjust_scores(policy, features, query.partial);
     this->differentiate_softmax(features);
     this->add_to_dk_dv();
-    wait_for_turn();
-    this->add_to_dq(buffers_.dq_tile(seqlen_, this->batch_, head, query.index));
+    this->add_to_dq(head, wait_for_turn);
   }
 
   // The keys of this job that some query of the tile can see, from a whole step on; false when there is none.
@@ -164,8 +185,8 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
     const KeySegment segment{begin_, key0_ + begin_, end_ - begin_, partial};
     if constexpr (kFeatures) this->apply_features(features, segment);
     if (partial)
-      mask_scores<kQueries, Base::kScorePitch>(w_.s + begin_ * Base::kScorePitch, segment, policy, w_.lane_keys, i0_,
-                                               lanes_);
+      mask_scores<Base::kScorePitch>(w_.s + begin_ * Base::kScorePitch, this->lane_end_, segment, policy, w_.lane_keys,
+                                     i0_, lanes_);
   }
 
   const Tile tile_;

@@ -1,13 +1,8 @@
 // What surrounds the backward's main pass: its workspace, the order in which jobs add to dQ, the pre- and post-pass.
 #pragma once
 
-#include "cpu/jobs.h"
+#include "cpu/parts.h"
 #include "cpu/scores.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-#include <sched.h>
 
 namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 
@@ -18,70 +13,94 @@ struct RowValues {
   FLASHSDK_HD RowValues operator+(int i) const { return {top + i, log2_sum + i, delta + i}; }
 };
 
-// The shared workspace of one call: row values (num_heads x all queries), the jobs' progress, and dQ accumulators in
-// tiles of (head_dim, queries of a tile). Everything is O(seqlen).
+// A job of the main pass: of a tile of keys, and of the parts of the queries (cpu/parts.h) that its column is cut into.
+struct ColumnJob {
+  int n_block, part;
+};
+
+// The shared workspace of one call: row values (num_heads x all queries), dQ accumulators (the same rows x head_dim),
+// the jobs' progress, and dK and dV of parts. Everything is O(seqlen).
 class BackwardBuffers {
  public:
-  FLASHSDK_HD BackwardBuffers(const ForwardParams& p, Tile tile, int dq_tile_floats)
+  FLASHSDK_HD BackwardBuffers(const ForwardParams& p, Tile tile)
       : tile_(tile),
         packed_(p.cu_seqlens_q != nullptr),
         num_heads_(p.num_heads),
         m_blocks_(ceil_div(p.seqlen_q, tile.m)),
         n_blocks_(ceil_div(p.seqlen_k, tile.n)),
-        dq_tile_floats_(dq_tile_floats),
-        jobs_(std::int64_t{p.batch} * p.num_heads_kv * n_blocks_),
+        dq_pitch_(round_up(p.head_dim, kLanes)),
         rows_(std::int64_t{p.num_heads} * (packed_ ? p.total_q : std::int64_t{p.batch} * p.seqlen_q)),
-        tiles_((packed_ ? std::int64_t{p.total_q} / tile.m + p.batch : std::int64_t{p.batch} * m_blocks_) *
-               p.num_heads) {}
+        parts_(p, p.num_heads_kv, tile.n, p.seqlen_k, std::int64_t{p.heads_per_group()} * p.seqlen_q,
+               std::int64_t{p.heads_per_group()} * p.total_q, joined_floats(p)),
+        jobs_of_head_(n_blocks_ + parts_.lines() * (parts_.most_parts() - 1)),
+        jobs_(std::int64_t{p.batch} * p.num_heads_kv * jobs_of_head_) {}
 
-  std::size_t bytes() const { return progress_offset() + aligned(jobs_ * sizeof(std::int32_t)); }
-  void place(void* workspace) { base_ = static_cast<char*>(workspace); }
+  std::size_t bytes() const { return parts_offset() + parts_.bytes(); }
+  void place(void* workspace) {
+    base_ = static_cast<char*>(workspace);
+    parts_.place(base_ + parts_offset());
+    std::memset(progress(0, 0), 0, jobs_ * sizeof(std::int32_t));
+  }
 
   std::int64_t jobs() const { return jobs_; }
-  int n_blocks() const { return n_blocks_; }
+  int jobs_of_head() const { return jobs_of_head_; }
+  // First the first parts of all tiles of keys, then the second ones of those that have more, …
+  ColumnJob column_job(int job) const {
+    if (job < n_blocks_) return {job, 0};
+    const Split part(job - n_blocks_, parts_.lines());
+    return {part.remainder, part.quotient + 1};
+  }
+  // Of one of the batch·num_heads_kv heads, the jobs of one part.
+  std::int32_t* progress(int head, int part) const {
+    return reinterpret_cast<std::int32_t*>(base_ + progress_offset()) + std::int64_t{head} * jobs_of_head_ +
+           (part == 0 ? 0 : n_blocks_ + (part - 1) * parts_.lines());
+  }
+  const PartBuffers& parts() const { return parts_; }
+  // dK and dV of a key.
+  static FLASHSDK_HD int joined_floats(const ForwardParams& p) {
+    return round_up(p.head_dim, kLanes) + round_up(p.head_dim_v, kLanes);
+  }
+
   int m_blocks() const { return m_blocks_; }
   Tile tile() const { return tile_; }
-  std::size_t dq_tile_bytes() const { return dq_tile_floats_ * sizeof(float); }
-  // Of the jobs of one of the batch·num_heads_kv heads.
-  std::int32_t* progress(int head) const {
-    return reinterpret_cast<std::int32_t*>(base_ + progress_offset()) + std::int64_t{head} * n_blocks_;
-  }
 
   // Those of the sequence's first query.
   RowValues row_values(const ForwardParams& p, const SeqlenInfo& s, int batch, int head) const {
-    float* top = reinterpret_cast<float*>(base_);
-    if (packed_) {
-      top += std::int64_t{head} * p.total_q + s.offset_q;
-    } else {
-      top += (std::int64_t{batch} * num_heads_ + head) * p.seqlen_q;
-    }
+    float* top = reinterpret_cast<float*>(base_) + first_row(p, s, batch, head);
     return {top, top + rows_, top + 2 * rows_};
   }
-
-  // A packed sequence starts at tile offset_q / m + batch: ceil(length / m) tiles fit before the next one's first.
-  float* dq_tile(const SeqlenInfo& s, int batch, int head, int m_block) const {
-    const std::int64_t first = packed_ ? s.offset_q / tile_.m + std::int64_t{batch} : std::int64_t{batch} * m_blocks_;
-    return reinterpret_cast<float*>(base_ + dq_offset()) + ((first + m_block) * num_heads_ + head) * dq_tile_floats_;
+  float* dq(const ForwardParams& p, const SeqlenInfo& s, int batch, int head) const {
+    return reinterpret_cast<float*>(base_ + dq_offset()) + first_row(p, s, batch, head) * dq_pitch_;
   }
+  int dq_pitch() const { return dq_pitch_; }
 
  private:
   static std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
   std::size_t dq_offset() const { return aligned(3 * rows_ * sizeof(float)); }
-  std::size_t progress_offset() const { return dq_offset() + tiles_ * dq_tile_bytes(); }
+  std::size_t progress_offset() const { return dq_offset() + aligned(rows_ * dq_pitch_ * sizeof(float)); }
+  std::size_t parts_offset() const { return progress_offset() + aligned(jobs_ * sizeof(std::int32_t)); }
+  std::int64_t first_row(const ForwardParams& p, const SeqlenInfo& s, int batch, int head) const {
+    return packed_ ? std::int64_t{head} * p.total_q + s.offset_q
+                   : (std::int64_t{batch} * num_heads_ + head) * p.seqlen_q;
+  }
 
   Tile tile_;
   bool packed_;
-  int num_heads_, m_blocks_, n_blocks_;
-  std::int64_t dq_tile_floats_, jobs_, rows_, tiles_;
+  int num_heads_, m_blocks_, n_blocks_, dq_pitch_;
+  std::int64_t rows_;
+  PartBuffers parts_;
+  int jobs_of_head_;
+  std::int64_t jobs_;
   char* base_ = nullptr;
 };
 
-// Jobs of one head add to a dQ tile in ascending order of their keys. Each publishes how far down its column it has
-// come, and adds at a position only when all earlier ones have passed it. Jobs are claimed in ascending order, so the
-// earliest one running never waits, and as all of them move down the same way the others rarely do.
+// Jobs of one head, and of one part of its queries, add to a dQ tile in ascending order of their keys. Each publishes
+// how far down its column it has come, and adds at a position only when all earlier ones have passed it. Jobs are
+// claimed in ascending order, so the earliest one running never waits, and as all of them move down the same way the
+// others rarely do.
 class DqOrder {
  public:
-  // progress: of the head's jobs, all 0 at the start; `job` is this one's number among them.
+  // progress: of these jobs, all 0 at the start; `job` is this one's number among them.
   FLASHSDK_HD DqOrder(std::int32_t* progress, int job) : progress_(progress), job_(job) {}
 
   // All before `position` is done with. Said before the tile there is computed: with a sparse layout the next one may
@@ -92,23 +111,13 @@ class DqOrder {
   }
   void wait_for_turn() {
     while (first_running_ < job_ && done(first_running_) == kFinished) ++first_running_;
-    for (int other = first_running_; other < job_; ++other)
-      for (int spins = 0; done(other) <= position_; ++spins) pause(spins);
+    for (int other = first_running_; other < job_; ++other) wait_until([&] { return done(other) > position_; });
   }
   FLASHSDK_HD void finish() { __atomic_store_n(progress_ + job_, kFinished, __ATOMIC_RELEASE); }
 
  private:
   static constexpr std::int32_t kFinished = 0x7FFFFFFF;
   FLASHSDK_HD std::int32_t done(int job) const { return __atomic_load_n(progress_ + job, __ATOMIC_ACQUIRE); }
-  static FLASHSDK_HD void pause(int spins) {
-    if (spins > 1000) {
-      sched_yield();  // more threads than processors
-      return;
-    }
-#if defined(__x86_64__)
-    _mm_pause();
-#endif
-  }
 
   std::int32_t* progress_;
   int job_, first_running_ = 0, position_ = 0;
@@ -162,14 +171,14 @@ FLASHSDK_HD bool trusted(float lse) {
   return !(std::fabs(lse) > kMaxTrustedLse<T>) || lse == -INFINITY;
 }
 
-// The row values, with delta = rowsum(dO∘O) - dlse; progress and dQ accumulators zeroed. row_offset(lse, top, log2_sum)
+// The row values, with delta = rowsum(dO∘O) - dlse, and dQ accumulators zeroed. row_offset(lse, top, log2_sum)
 // splits an lse. Calls sum_rows(slot, batch, head, m_block) for tiles in which some lse is not trusted.
 template <class T, class RowOffset, class SumRows>
 void prepare_backward(const BackwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner,
                       const RowOffset& row_offset, SumRows sum_rows) {
-  std::memset(buffers.progress(0), 0, buffers.jobs() * sizeof(std::int32_t));
   auto prepare = [&](int slot, int batch, int head, int m_block, const SeqlenInfo& s, int i0, int n) {
-    std::memset(buffers.dq_tile(s, batch, head, m_block), 0, buffers.dq_tile_bytes());
+    const std::int64_t pitch = buffers.dq_pitch();
+    std::memset(buffers.dq(p, s, batch, head) + i0 * pitch, 0, sizeof(float) * n * pitch);
     const T* out = s.head_q<const T>(p.out, batch, head) + i0 * p.out.row;
     const T* dout = s.head_q<const T>(p.dout, batch, head) + i0 * p.dout.row;
     const float* lse = s.rows(p.lse, batch, head) + i0 * p.lse.row;
@@ -192,20 +201,14 @@ void prepare_backward(const BackwardParams& p, const BackwardBuffers& buffers, c
   for_each_query_tile(p, buffers, runner, prepare);
 }
 
-// dQ = softmax_scale · accumulator, transposed back.
-template <class T, int kLanesOfTile>
+// dQ = softmax_scale · accumulator.
+template <class T>
 void convert_dq(const BackwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner) {
-  auto convert = [&](int, int batch, int head, int m_block, const SeqlenInfo& s, int i0, int n) {
-    const float* tile = buffers.dq_tile(s, batch, head, m_block);
+  auto convert = [&](int, int batch, int head, int, const SeqlenInfo& s, int i0, int n) {
+    const std::int64_t pitch = buffers.dq_pitch();
+    const float* rows = buffers.dq(p, s, batch, head) + i0 * pitch;
     T* dq = s.head_q<T>(p.dq, batch, head) + i0 * p.dq.row;
-    alignas(64) float rows[kLanes * 256];
-    const int d_padded = round_up(p.head_dim, kLanes);
-    for (int i = 0; i < n; i += kLanes) {
-      for (int c = 0; c < d_padded; c += kLanes)
-        transpose(tile + c * kLanesOfTile + i, kLanesOfTile, rows + c, d_padded);
-      for (int l = 0; l < min_of(kLanes, n - i); ++l)
-        store_row(rows + l * d_padded, p.head_dim, p.score.softmax_scale, dq + (i + l) * p.dq.row);
-    }
+    for (int i = 0; i < n; ++i) store_row(rows + i * pitch, p.head_dim, p.score.softmax_scale, dq + i * p.dq.row);
   };
   for_each_query_tile(p, buffers, runner, convert);
 }

@@ -16,6 +16,8 @@ class BackwardTile {
   static constexpr int kRowPart = Tr::kRowPart, kRowPitch = Tr::kRowPitch, kWidePitch = Tr::kWidePitch;
   static constexpr int kKeys = Tr::kBackwardKeys, kQueries = Tr::kBackwardQueries;
   static constexpr int kPaddedKeys = kKeys + Dot::kMaxRowPadding;
+  // Of the lanes of a tile so many are computed as hold its queries.
+  static constexpr int kLaneStep = Dot::kTiles ? kPanel : kLanes;
   using SummedKeys = typename Tr::template SummedKeys<kKeys>;
   // Row pitch of S^T and dP^T (keys, queries), and of P^T and dS^T as operands in pairs of queries, which take their
   // place; the words of the second part of these lie behind the first's.
@@ -39,6 +41,7 @@ class BackwardTile {
     alignas(64) float s[kPaddedKeys * kScorePitch];   // S^T (keys, lanes), then P^T
     alignas(64) float dp[kPaddedKeys * kScorePitch];  // dP^T, then dS^T
     alignas(64) Word ds_pairs[kStep == 1 ? 1 : (kKeys + 1) / kStep * kParts * kScorePitch];
+    alignas(64) float dq[(Dot::kTiles ? kHeadDim : kQueries) * kPanel];    // this tile's share, of a panel
     alignas(64) float top[kQueries], log2_sum[kQueries], delta[kQueries];  // RowValues
     alignas(64) float row_max[kQueries], row_sum[kQueries];                // of the rows whose sum is taken anew
     LaneKeys<kQueries> lane_keys;
@@ -99,7 +102,7 @@ class BackwardTile {
       w_.delta[l] = l < lanes_ ? row.delta[l] : 0.f;
     }
     load_operand(w_.q, seqlen_.template head_q<const T>(p_.q, batch_, head) + i0_ * p_.q.row, p_.q.row, p_.head_dim);
-    scale_operand(w_.q.transposed, scale_.q_factor, panels_ * kParts * Tr::kTransposedPart);
+    scale_operand(w_.q.transposed, scale_.q_factor, ceil_div(lanes_, kPanel) * kParts * Tr::kTransposedPart);
   }
   void load_queries(int head) {
     load_scored_queries(head);
@@ -122,7 +125,7 @@ class BackwardTile {
   // The online softmax's step without P: m' = max(m, rows of S^T), l = l·exp(m - m') + sum exp(S^T - m').
   __attribute__((noinline)) void add_to_row_sums() {
     const Vec factor = set1(factor_);
-    for (int l = 0; l < panels_ * kPanel; l += kLanes) {
+    for (int l = 0; l < lane_end_; l += kLanes) {
       const Vec old_max = load(w_.row_max + l);
       Vec new_max = old_max, sum = zero();
       for (int r = begin_; r < end_; ++r) new_max = max(new_max, load(w_.s + r * kScorePitch + l));
@@ -157,8 +160,8 @@ class BackwardTile {
   void dout_products() { multiply_visible(w_.v, w_.dout.transposed, p_.head_dim_v, w_.dp, next_dout_); }
 
   __attribute__((noinline)) void apply_features(const ScoreFeatures& features, const KeySegment& segment) {
-    features.template apply<kQueries, kScorePitch>(w_.s + begin_ * kScorePitch, segment, i0_, lanes_, scale_.magnitude,
-                                                   w_.softcap_slope + begin_ * kScorePitch);
+    features.template apply<kScorePitch>(w_.s + begin_ * kScorePitch, lane_end_, segment, i0_, lanes_, scale_.magnitude,
+                                         w_.softcap_slope + begin_ * kScorePitch);
     if (features.dropout())
       features.template random_bytes<kQueries, kScorePitch>(segment, i0_, w_.random + begin_ * kScorePitch);
   }
@@ -184,11 +187,10 @@ class BackwardTile {
       if constexpr (kFeatures)
         if (features.softcap()) ds = mul(ds, load(w_.softcap_slope + i));
     };
-    const int lane_end = panels_ * kPanel;
     if constexpr (kStep == 1) {
       for (int r = begin_; r < end_; ++r)
 #pragma GCC unroll 4
-        for (int l = 0; l < lane_end; l += kLanes) {
+        for (int l = 0; l < lane_end_; l += kLanes) {
           Vec p, ds;
           at(r, l, p, ds);
           store(w_.s + r * kScorePitch + l, p);
@@ -202,7 +204,7 @@ class BackwardTile {
   // dV += P^T·dO and dK += dS^T·Q.
   void add_to_dk_dv() {
     using Pairs = Strides<kScorePitch, 1, kParts * kWidePitch, kWidePitch, kPairPart, kWidePitch>;
-    const int rows = end_ - begin_, query_steps = panels_ * kPanel / kStep;
+    const int rows = end_ - begin_, query_steps = Dot::kTiles ? lane_end_ / kStep : ceil_div(lanes_, kStep);
     const auto* p = reinterpret_cast<const Word*>(w_.s) + begin_ * kScorePitch;
     const auto* ds = reinterpret_cast<const Word*>(w_.dp) + begin_ * kScorePitch;
     for (int c = 0; c < p_.head_dim_v; c += kPanel)
@@ -211,45 +213,99 @@ class BackwardTile {
       product<Dot, Pairs>(ds, w_.q.pairs() + c, query_steps, w_.dk + begin_ * kWidePitch + c, rows, FromC{});
   }
 
-  // dQ^T += K^T·dS^T; dq is a tile of (head_dim, queries).
-  void add_to_dq(float* dq) {
-    const int rows = end_ - begin_;
-    for (int n = 0; n < panels_; ++n)
-      product<Dot, Strides<SummedKeys::kRow, SummedKeys::kStep, kParts * kScorePitch, kQueries, SummedKeys::kPart,
-                           kScorePitch>>(w_.summed_k() + begin_ / kStep * SummedKeys::kStep,
-                                         w_.ds_by_pairs() + begin_ / kStep * kParts * kScorePitch + n * kPanel,
-                                         ceil_div(rows, kStep), dq + n * kPanel, p_.head_dim, FromC{});
+  // dQ += dS·K, once it is its turn. Rows are queries and lanes head dimensions, so that it costs what the queries cost
+  // and accumulators need no padding. Tile registers read dS by rows of keys only: there it is dQ^T = K^T·dS^T.
+  template <class Turn>
+  void add_to_dq(int head, Turn wait_for_turn) {
+    const std::int64_t pitch = buffers_.dq_pitch();
+    float* dq = buffers_.dq(p_, seqlen_, batch_, head) + i0_ * pitch;
+    const Word* keys = w_.summed_k() + begin_ / kStep * SummedKeys::kStep;
+    const Word* ds = w_.ds_by_pairs() + begin_ / kStep * kParts * kScorePitch;
+    const int steps = ceil_div(end_ - begin_, kStep);
+    if constexpr (Dot::kTiles) {
+      using S =
+          Strides<SummedKeys::kRow, SummedKeys::kStep, kParts * kScorePitch, kPanel, SummedKeys::kPart, kScorePitch>;
+      for (int l = 0; l < lane_end_; l += kPanel) {
+        product<Dot, S>(keys, ds + l, steps, w_.dq, p_.head_dim, FromZero{});
+        if (l == 0) wait_for_turn();
+        add_transposed(dq + l * pitch, min_of(kPanel, lanes_ - l));
+      }
+    } else {
+      for (int c = 0; c < p_.head_dim; c += kPanel) {
+        product<Dot, Strides<1, kScorePitch, SummedKeys::kStep, kPanel>>(ds, keys + c, steps, w_.dq, lanes_,
+                                                                         FromZero{});
+        if (c == 0) wait_for_turn();
+        for (int l = 0; l < lanes_; ++l)
+          add_row(w_.dq + l * kPanel, min_of(kPanel, buffers_.dq_pitch() - c), dq + l * pitch + c);
+      }
+    }
   }
 
+  void store_gradients() {
+    store_gradients(p_.dk, w_.dk, p_.head_dim, p_.score.softmax_scale);
+    store_gradients(p_.dv, w_.dv, p_.head_dim_v, p_.score.dropout.scale());
+  }
+  // Those of other parts of the queries, a row a key: added to this part's, or made of them.
+  __attribute__((noinline)) void add_gradients(const float* joined) {
+    const int d = round_up(p_.head_dim, kLanes), d_v = round_up(p_.head_dim_v, kLanes);
+    for (int r = 0; r < keys_; ++r, joined += d + d_v) {
+      add_row(joined, d, w_.dk + r * kWidePitch);
+      add_row(joined + d, d_v, w_.dv + r * kWidePitch);
+    }
+  }
+  __attribute__((noinline)) void keep_gradients(float* joined) const {
+    const int d = round_up(p_.head_dim, kLanes), d_v = round_up(p_.head_dim_v, kLanes);
+    for (int r = 0; r < keys_; ++r, joined += d + d_v) {
+      std::memcpy(joined, w_.dk + r * kWidePitch, sizeof(float) * d);
+      std::memcpy(joined + d, w_.dv + r * kWidePitch, sizeof(float) * d_v);
+    }
+  }
+
+ private:
   void store_gradients(const TensorParam& tensor, const float* src, int d, float scale) {
     T* dst = seqlen_.template head_k<T>(tensor, batch_, head_kv_) + key0_ * tensor.row;
     for (int r = 0; r < keys_; ++r) store_row(src + r * kWidePitch, d, scale, dst + r * tensor.row);
   }
+  static FLASHSDK_HD void add_row(const float* src, int n, float* dst) {
+    for (int c = 0; c < n; c += kLanes) store(dst + c, add(load(dst + c), load(src + c)));
+  }
+  // w_.dq, the transpose, to rows of dQ.
+  __attribute__((noinline)) void add_transposed(float* dq, int lanes) {
+    alignas(64) float block[kLanes * kLanes];
+    const std::int64_t pitch = buffers_.dq_pitch();
+    for (int l = 0; l < lanes; l += kLanes)
+      for (int c = 0; c < p_.head_dim; c += kLanes) {
+        transpose(w_.dq + c * kPanel + l, kPanel, block, kLanes);
+        for (int n = 0; n < min_of(kLanes, lanes - l); ++n)
+          add_row(block + n * kLanes, kLanes, dq + (l + n) * pitch + c);
+      }
+  }
 
- private:
   void multiply_visible(const Word* keys, const Word* queries, int d, float* dst, RowPrefetch& next) {
-    for (int n = 0; n < panels_; ++n)
-      product<typename Tr::ScoreDot, Strides<kRowPitch, 1, kPanel, kScorePitch, kRowPart, Tr::kTransposedPart>>(
-          keys + begin_ * kRowPitch, queries + n * kParts * Tr::kTransposedPart, ceil_div(d, kStep),
-          dst + begin_ * kScorePitch + n * kPanel, end_ - begin_, FromZero{}, nullptr, &next);
+    using S = Strides<kRowPitch, 1, kPanel, kScorePitch, kRowPart, Tr::kTransposedPart>;
+    for (int l = 0; l < lanes_; l += kPanel)
+      with_vectors_of<Dot>(lanes_ - l, [&]<int kUsed>() __attribute__((always_inline)) {
+        product<typename Tr::ScoreDot, S, kUsed>(
+            keys + begin_ * kRowPitch, queries + l / kPanel * kParts * Tr::kTransposedPart, ceil_div(d, kStep),
+            dst + begin_ * kScorePitch + l, end_ - begin_, FromZero{}, nullptr, &next);
+      });
   }
 
   // A row that sees no key counts as zeros, whatever it holds: 0·NaN would reach the keys of the tile.
   __attribute__((noinline)) void load_operand(QueryOperand& operand, const T* src, std::int64_t stride, int d) {
-    const int d_padded = Tr::padded(d), padding = panels_ * kPanel - lanes_;
+    const int d_padded = Tr::padded(d), padding = lane_end_ - lanes_;
     pack_rows<Dot, kRowPitch, kRowPart>(src, stride, lanes_, d, d_padded, operand.rows);
     zero_rows<Dot, kRowPitch>(padding, operand.rows + lanes_ * kRowPitch);
     for (int l = 0; l < lanes_; ++l)
       if (w_.log2_sum[l] == INFINITY) zero_rows<Dot, kRowPitch>(1, operand.rows + l * kRowPitch);
     for (int part = 0; part < kParts; ++part) {
       const Word* rows = operand.rows + part * kRowPart;
-      for (int n = 0; n < panels_; ++n)
-        transpose_rows<Dot, kRowPitch, kPanel>(rows + n * kPanel * kRowPitch, kPanel, d_padded,
-                                               operand.transposed + (n * kParts + part) * Tr::kTransposedPart);
+      for (int l = 0; l < lanes_; l += kPanel)
+        transpose_rows<Dot, kRowPitch, kPanel>(rows + l * kRowPitch, min_of(kPanel, lane_end_ - l), d_padded,
+                                               operand.transposed + (l / kPanel * kParts + part) * Tr::kTransposedPart);
       if constexpr (kStep > 1)
-        pack_row_pairs<Dot, kParts * kWidePitch>(reinterpret_cast<const Bf16*>(rows), kRowPitch * kStep,
-                                                 panels_ * kPanel, d_padded, d_padded,
-                                                 operand.row_pairs + part * kWidePitch);
+        pack_row_pairs<Dot, kParts * kWidePitch>(reinterpret_cast<const Bf16*>(rows), kRowPitch * kStep, lane_end_,
+                                                 d_padded, d_padded, operand.row_pairs + part * kWidePitch);
     }
   }
 
@@ -258,37 +314,10 @@ class BackwardTile {
   FLASHSDK_HD void differentiate_in_pairs(At& at) {
 #if defined(__AVX512BF16__)
     auto *p_rows = reinterpret_cast<std::uint32_t*>(w_.s), *ds_rows = reinterpret_cast<std::uint32_t*>(w_.dp);
-    for (int r = begin_; r < begin_ + round_up(end_ - begin_, 2); r += 2)
-      for (int l = 0; l < panels_ * kPanel; l += kPanel) {
-        Vec p[2][kVecs], ds[2][kVecs];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVecs; ++v) {
-          at(r, l + v * kLanes, p[0][v], ds[0][v]);
-          if (r + 1 < end_) {
-            at(r + 1, l + v * kLanes, p[1][v], ds[1][v]);
-          } else {
-            p[1][v] = ds[1][v] = zero();
-          }
-        }
-#pragma GCC unroll 4
-        for (int v = 0; v < kVecs; ++v) {
-          const Bf16Parts<kParts> pairs(ds[0][v], ds[1][v]);
-          for (int part = 0; part < kParts; ++part)
-            store_pairs(w_.ds_pairs + (r / 2 * kParts + part) * kScorePitch + l + v * kLanes,
-                        interleave_halves(pairs.part[part]));
-        }
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; ++h)
-#pragma GCC unroll 2
-          for (int v = 0; v < kVecs; v += 2) {
-            const Bf16Parts<kParts> p_pair(p[h][v], p[h][v + 1]), ds_pair(ds[h][v], ds[h][v + 1]);
-            for (int part = 0; part < kParts; ++part) {
-              const int word = (r + h) * kScorePitch + part * kPairPart + (l + v * kLanes) / 2;
-              store_pairs(p_rows + word, p_pair.part[part]);
-              store_pairs(ds_rows + word, ds_pair.part[part]);
-            }
-          }
-      }
+    for (int l = 0; l < lane_end_; l += kPanel)
+      with_vectors_of<Dot>(lane_end_ - l, [&]<int kUsed>() __attribute__((always_inline)) {
+        differentiate_in_pairs<kUsed>(at, l, p_rows, ds_rows);
+      });
     const int done = begin_ + round_up(end_ - begin_, 2), steps = ceil_div(end_ - begin_, 2);
     std::memset(w_.ds_pairs + done / 2 * kParts * kScorePitch, 0,
                 sizeof(Word) * (round_up(steps, Dot::kDepth) - steps) * kParts * kScorePitch);
@@ -296,6 +325,44 @@ class BackwardTile {
     (void)at;
 #endif
   }
+#if defined(__AVX512BF16__)
+  // Of kUsed vectors of lanes from l on.
+  template <int kUsed, class At>
+  FLASHSDK_HD void differentiate_in_pairs(At& at, int l, std::uint32_t* p_rows, std::uint32_t* ds_rows) {
+    constexpr int kPaired = round_up(kUsed, 2);
+    for (int r = begin_; r < begin_ + round_up(end_ - begin_, 2); r += 2) {
+      Vec p[2][kPaired], ds[2][kPaired];
+      if constexpr (kUsed < kPaired) p[0][kUsed] = p[1][kUsed] = ds[0][kUsed] = ds[1][kUsed] = zero();
+#pragma GCC unroll 4
+      for (int v = 0; v < kUsed; ++v) {
+        at(r, l + v * kLanes, p[0][v], ds[0][v]);
+        if (r + 1 < end_) {
+          at(r + 1, l + v * kLanes, p[1][v], ds[1][v]);
+        } else {
+          p[1][v] = ds[1][v] = zero();
+        }
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < kUsed; ++v) {
+        const Bf16Parts<kParts> pairs(ds[0][v], ds[1][v]);
+        for (int part = 0; part < kParts; ++part)
+          store_pairs(w_.ds_pairs + (r / 2 * kParts + part) * kScorePitch + l + v * kLanes,
+                      interleave_halves(pairs.part[part]));
+      }
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h)
+#pragma GCC unroll 2
+        for (int v = 0; v < kPaired; v += 2) {
+          const Bf16Parts<kParts> p_pair(p[h][v], p[h][v + 1]), ds_pair(ds[h][v], ds[h][v + 1]);
+          for (int part = 0; part < kParts; ++part) {
+            const int word = (r + h) * kScorePitch + part * kPairPart + (l + v * kLanes) / 2;
+            store_pairs(p_rows + word, p_pair.part[part]);
+            store_pairs(ds_rows + word, ds_pair.part[part]);
+          }
+        }
+    }
+  }
+#endif
 
  protected:
   const BackwardParams& p_;
@@ -306,9 +373,9 @@ class BackwardTile {
   Scratch& w_;
   float factor_;  // of a stored score, to units of log2
   RowPrefetch next_q_, next_dout_;
-  int key0_ = 0, keys_ = 0;              // this job's keys
-  int i0_ = 0, lanes_ = 0, panels_ = 0;  // this tile's queries
-  int begin_ = 0, end_ = 0;              // its visible keys, relative to key0_
+  int key0_ = 0, keys_ = 0;                // this job's keys
+  int i0_ = 0, lanes_ = 0, lane_end_ = 0;  // this tile's queries, and with lanes of padding
+  int begin_ = 0, end_ = 0;                // its visible keys, relative to key0_
 };
 
 }  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

@@ -26,40 +26,41 @@ class FewQueries {
  public:
   static bool fit(int queries) { return queries <= kMax; }
 
-  FewQueries(const T* q, std::int64_t stride, int queries, int d, int d_v, ScaleSplit scale)
-      : queries_(queries),
-        d_(d),
-        padded_d_(round_up(d, kLanes)),
-        d_v_(d_v),
-        factor_(static_cast<float>(scale.magnitude * kLog2e)) {
+  // Q is multiplied by q_factor, and `factor` takes a score to units of log2.
+  FewQueries(const T* q, std::int64_t stride, int queries, int d, int d_v, float q_factor, float factor)
+      : queries_(queries), d_(d), padded_d_(round_up(d, kLanes)), d_v_(d_v), factor_(factor) {
     for (int l = 0; l < queries; ++l) {
       load_row(q + l * stride, d, d, q_ + l * kHeadDim);
-      scale_operand(q_ + l * kHeadDim, scale.q_factor, d);
+      scale_operand(q_ + l * kHeadDim, q_factor, d);
       std::memset(out_ + l * kHeadDim, 0, sizeof(float) * kHeadDim);
       max_[l] = -INFINITY;
       sum_[l] = 0.f;
     }
   }
 
-  // S of up to kKeys keys, and -inf up to whole vectors of them.
+  // S of up to kKeys keys.
   __attribute__((noinline)) void scores(const T* k, std::int64_t stride, int keys) {
     keys_ = keys;
     for (int r = 0; r < keys; r += kBlock) score_keys(k + r * stride, stride, min_of(kBlock, keys - r), s_ + r);
-    for (int l = 0; l < queries_; ++l)
-      for (int r = keys; r < round_up(keys, kLanes); ++r) row(l)[r] = -INFINITY;
   }
   // Of a query, a row of keys.
   float* row(int query) { return s_ + query * kKeys; }
 
-  // The online softmax's step, and O = O·exp(m - m') + P·V.
+  // The online softmax's step: P in place of S, and O = O·exp(m - m').
+  __attribute__((noinline)) void exponentiate() {
+    for (int l = 0; l < queries_; ++l) {
+      for (int r = keys_; r < round_up(keys_, kLanes); ++r) row(l)[r] = -INFINITY;
+      raise_softmax(l);
+    }
+  }
+  // O += P·V.
   __attribute__((noinline)) void accumulate(const T* v, std::int64_t stride) {
-    for (int l = 0; l < queries_; ++l) raise_softmax(l);
     int l = 0;
     for (; l + 2 <= queries_; l += 2) add_rows<2>(v, stride, l);
     if (l < queries_) add_rows<1>(v, stride, l);
   }
 
-  const float* out(int query) const { return out_ + query * kHeadDim; }  // not normalised
+  float* out(int query) { return out_ + query * kHeadDim; }  // not normalised
   float max(int query) const { return max_[query]; }
   float sum(int query) const { return sum_[query]; }
 

@@ -4,7 +4,8 @@
 // and stay in L2; per panel, with queries in vector lanes:
 //   S^T = K·Q^T, m' = max(m, rows of S^T) or still m (raised()), P^T = exp(S^T - m'), l = l·exp(m - m') + sum P^T,
 //   O^T = O^T·exp(m - m') + V^T·P^T.
-// Results do not depend on how jobs are cut or on the number of threads.
+// The keys of sequences with few queries are cut into parts, a job each (cpu/parts.h). Results do not depend on how
+// jobs are cut or on the number of threads.
 #pragma once
 
 #include "cpu/entry.h"
@@ -29,41 +30,86 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
  public:
   static constexpr Tile kTile{Tr::kForwardQueries, kKeys};
 
-  static std::size_t workspace_size(const ForwardParams&, int num_threads) { return sizeof(Scratch) * num_threads; }
+  static std::size_t workspace_size(const ForwardParams& p, int num_threads) {
+    return part_buffers(p, tile_for(p, num_threads)).bytes() + sizeof(Scratch) * num_threads;
+  }
 
   static void launch(const ForwardParams& p, const LaunchContext& context) {
     const ParallelRunner runner = runner_for(context.parallel, forward_flops(p));
     const Tile tile = tile_for(p, runner.num_threads);
     const int m_blocks = ceil_div(p.seqlen_q, tile.m);
-    auto* scratch = static_cast<Scratch*>(context.workspace);
-    for_each_job(runner, std::int64_t{p.batch} * p.num_heads * m_blocks, [&](std::int64_t job, int slot) {
-      Split line(job, m_blocks);
+    PartBuffers parts = part_buffers(p, tile);
+    parts.place(static_cast<char*>(context.workspace));
+    auto* scratch = reinterpret_cast<Scratch*>(static_cast<char*>(context.workspace) + parts.bytes());
+    const int whole = m_blocks - parts.lines(), jobs = whole + parts.lines() * parts.most_parts();
+    for_each_job(runner, std::int64_t{p.batch} * p.num_heads * jobs, [&](std::int64_t job, int slot) {
+      Split line(job, jobs);
       Split head(line.quotient, p.num_heads);
+      Split part(max_of(0, line.remainder - whole), parts.most_parts());
       // Last queries first: under a causal mask they see most keys, and long jobs must not come last.
-      Forward(p, tile, head.quotient, head.remainder, scratch[slot]).run(m_blocks - 1 - line.remainder);
+      const int m_block = m_blocks - 1 - (line.remainder < whole ? line.remainder : whole + part.quotient);
+      Forward(p, tile, head.quotient, head.remainder, scratch[slot]).run(m_block, part.remainder, parts);
     });
   }
 
  private:
+  static PartBuffers part_buffers(const ForwardParams& p, Tile tile) {
+    return {p, p.num_heads, tile.m, p.seqlen_q, p.seqlen_k, p.total_k, Base::joined_floats(p)};
+  }
+
   // Tiles cut layout blocks evenly; with few jobs they shrink until every thread has some.
   static Tile tile_for(const ForwardParams& p, int num_threads) {
     if (p.mask.kind == MaskKind::kBlockSparse)
       return {tile_in_block(p.mask.block_q, kTile.m), tile_in_block(p.mask.block_k, kTile.n)};
     Tile tile = kTile;
-    const double heads = double{1} * p.batch * p.num_heads;
-    while (tile.m > kPanel && heads * ceil_div(p.seqlen_q, tile.m) < 4 * num_threads) tile.m /= 2;
+    const double lines = double{1} * p.batch * p.num_heads * num_parts(p.seqlen_q, p.seqlen_k);
+    while (tile.m > kPanel && lines * ceil_div(p.seqlen_q, tile.m) < 4 * num_threads) tile.m /= 2;
     return tile;
   }
 
   Forward(const ForwardParams& p, Tile tile, int batch, int head, Scratch& scratch)
       : Base(p, batch, head, scratch), tile_(tile), policy_(p.mask, seqlen_, batch, head) {}
 
-  void run(int m_block) {
+  void run(int m_block, int part, const PartBuffers& buffers) {
     const int i0 = m_block * tile_.m, i1 = min_of(i0 + tile_.m, seqlen_.seqlen_q);
     if (i0 >= i1) return;  // a packed sequence shorter than the longest
+    TileWalk walk = policy_.row_walk(tile_, m_block);
+    const TileRange tiles = tiles_of_sequence(walk.has_runs());
+    const int parts = num_parts(seqlen_.seqlen_q, keys_in(tiles));
+    if (part >= parts) return;
+    const TileRange mine = part_of(tiles, part, parts);
+    walk = walk.between(mine.begin, mine.end);
+    if (parts > 1) {
+      this->joined_ = {part, parts, buffers.rows(this->batch_, seqlen_.offset_k, this->head_)};
+    }
+    const PartOrder order = buffers.order(this->batch_, this->head_, m_block);
+    auto wait_for_turn = [&] {
+      if (parts > 1) order.wait_for_turn(part);
+    };
     // By the sequence alone, so that results do not depend on how it is cut.
-    if constexpr (!kFeatures)
-      if (FewQueries::fit(seqlen_.seqlen_q)) return run_few(m_block, i0, i1);
+    FewQueries::fit(seqlen_.seqlen_q) ? run_few(walk, i0, i1, wait_for_turn) : run_panels(walk, i0, i1, wait_for_turn);
+    if (parts > 1) order.pass(part);
+  }
+
+  // The tiles that queries of the sequence visit, of lists all, without what a bias hides of them at either end.
+  TileRange tiles_of_sequence(bool runs) const {
+    TileRange tiles{0, ceil_div(seqlen_.seqlen_k, tile_.n)};
+    if (runs) {
+      const TileWalk walk = policy_.row_walk({seqlen_.seqlen_q, tile_.n}, 0);
+      tiles = {walk.begin(), walk.end()};
+    }
+    if constexpr (kFeatures) {
+      const KeyRange shown = this->features_.keys_shown(seqlen_.seqlen_k);
+      tiles.begin = max_of(tiles.begin, shown.begin / tile_.n);
+      tiles.end = max_of(tiles.begin, min_of(tiles.end, ceil_div(shown.end, tile_.n)));
+    }
+    return tiles;
+  }
+  int keys_in(TileRange tiles) const { return min_of(tiles.end * tile_.n, seqlen_.seqlen_k) - tiles.begin * tile_.n; }
+
+  // Queries [i0, i1), and results when their turn has come.
+  template <class Turn>
+  void run_panels(TileWalk walk, int i0, int i1, Turn wait_for_turn) {
     const int panels = ceil_div(i1 - i0, kPanel);
     int first_key = 0, end_key = seqlen_.seqlen_k;
     for (int n = 0; n < panels; ++n) {
@@ -75,7 +121,6 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
         end_key = n == 0 ? panel.keys.last_end : max_of(end_key, panel.keys.last_end);
       }
     }
-    TileWalk walk = policy_.row_walk(tile_, m_block);
     TileRef next;
     bool more = walk.next(next);
     KeyTile keys;
@@ -88,27 +133,37 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
       }
       for (int n = 0; n < panels; ++n) {
         Panel& panel = w_.panel[n];
-        panel.lanes <= kLanes ? attend<Base::kNarrowVecs>(panel, keys) : attend<kVecs>(panel, keys);
+        with_vectors_of<typename Tr::Dot>(panel.lanes, [&]<int kUsed>() { attend<kUsed>(panel, keys); });
       }
     }
+    wait_for_turn();
     for (int n = 0; n < panels; ++n) this->finish_panel(w_.panel[n]);
   }
 
-  // Queries [i0, i1) of a sequence that has few.
-  void run_few(int m_block, int i0, int i1) {
+  // The same of a sequence that has few.
+  template <class Turn>
+  void run_few(TileWalk walk, int i0, int i1, Turn wait_for_turn) {
     FewQueries few(seqlen_.template head_q<const T>(p_.q, this->batch_, this->head_) + i0 * p_.q.row, p_.q.row, i1 - i0,
-                   p_.head_dim, p_.head_dim_v, this->scale_);
+                   p_.head_dim, p_.head_dim_v, this->scale_.q_factor, this->factor_);
     const KeyRange seen = seen_keys(i0, i1);
-    TileWalk walk = policy_.row_walk(tile_, m_block);
     for (TileRef tile; walk.next(tile);) {
       KeyRange keys{tile.index * tile_.n, min_of((tile.index + 1) * tile_.n, seqlen_.seqlen_k)};
       if (tile.partial) keys = {max_of(keys.begin, seen.begin), min_of(keys.end, seen.end)};
       if (keys.begin >= keys.end) continue;
-      few.scores(this->k_ + keys.begin * p_.k.row, p_.k.row, keys.end - keys.begin);
+      const int count = keys.end - keys.begin;
+      few.scores(this->k_ + keys.begin * p_.k.row, p_.k.row, count);
+      if constexpr (kFeatures)
+        for (int i = i0; i < i1; ++i)
+          this->features_.apply_row(few.row(i - i0), i, keys.begin, count, this->scale_.magnitude);
       if (tile.partial)
         for (int i = i0; i < i1; ++i) hide_keys(i, keys, few.row(i - i0));
+      few.exponentiate();
+      if constexpr (kFeatures)
+        if (this->features_.dropout())
+          for (int i = i0; i < i1; ++i) this->features_.drop_row(few.row(i - i0), i, keys.begin, count);
       few.accumulate(this->v_ + keys.begin * p_.v.row, p_.v.row);
     }
+    wait_for_turn();
     for (int i = i0; i < i1; ++i) this->finish_row(i, few.out(i - i0), few.max(i - i0), few.sum(i - i0));
   }
 
@@ -170,7 +225,7 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
       if (s.count <= 0) continue;
       if constexpr (kFeatures) this->template apply_features<kUsed>(panel, s);
       if (s.partial)
-        mask_scores<kUsed * kLanes, kPanel>(w_.s + s.row * kPanel, s, policy_, panel.keys, panel.i0, panel.lanes);
+        mask_scores<kPanel>(w_.s + s.row * kPanel, kUsed * kLanes, s, policy_, panel.keys, panel.i0, panel.lanes);
     }
   }
 

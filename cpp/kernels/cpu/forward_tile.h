@@ -1,7 +1,7 @@
 // One job of the forward pass, step by step, for any mask: what cpu/forward.h calls as it walks the visited tiles.
 #pragma once
 
-#include "cpu/jobs.h"
+#include "cpu/parts.h"
 #include "cpu/scores.h"
 
 namespace flashsdk::cpu::FLASHSDK_ISA_NS {
@@ -57,10 +57,6 @@ class ForwardTile {
   using SummedKeys = typename Tr::template SummedKeys<kKeys>;
   using KeyTile = cpu::FLASHSDK_ISA_NS::KeyTile<kKeys, Tr::kCut>;
 
-  // Vectors of lanes that are computed where one holds all queries of a panel. Products on tile registers take whole
-  // panels.
-  static constexpr int kNarrowVecs = Dot::kTiles ? kVecs : 1;
-
   // One panel of queries: its operand and its running state.
   struct Panel {
     alignas(64) Word q[kParts * Tr::kTransposedPart];  // Q^T (head_dim, lanes)
@@ -78,6 +74,13 @@ class ForwardTile {
     alignas(64) float out[kPanel * kWidePitch];
     alignas(64) std::uint8_t random[kFeatures ? kKeys * kPanel : 1];
   };
+
+  // What earlier parts of the keys came to (cpu/parts.h): per row O, not normalised, and behind it m and l.
+  struct Joined {
+    int part = 0, parts = 1;
+    float* rows = nullptr;
+  };
+  static int joined_floats(const ForwardParams& p) { return round_up(p.head_dim_v, kLanes) + kLanes; }
 
   ForwardTile(const ForwardParams& p, int batch, int head, Scratch& scratch)
       : p_(p),
@@ -143,8 +146,8 @@ class ForwardTile {
 
   template <int kUsed>
   __attribute__((noinline)) void apply_features(const Panel& panel, const KeySegment& segment) {
-    features_.template apply<kUsed * kLanes, kPanel>(w_.s + segment.row * kPanel, segment, panel.i0, panel.lanes,
-                                                     scale_.magnitude, nullptr);
+    features_.template apply<kPanel>(w_.s + segment.row * kPanel, kUsed * kLanes, segment, panel.i0, panel.lanes,
+                                     scale_.magnitude, nullptr);
     if (features_.dropout())
       features_.template random_bytes<kUsed * kLanes, kPanel>(segment, panel.i0, w_.random + segment.row * kPanel);
   }
@@ -192,7 +195,12 @@ class ForwardTile {
   }
   // A row that sees no key has l = 0: out = 0, lse = -inf. Dropout's scale comes last: a P that is rounded to bf16
   // loses nothing to it.
-  void finish_row(int i, const float* o, float max, float sum) const {
+  void finish_row(int i, float* o, float max, float sum) const {
+    if (joined_.parts > 1) {
+      float* joined = joined_.rows + std::int64_t{i} * joined_floats(p_);
+      if (joined_.part > 0) join(joined, o, max, sum);
+      if (joined_.part + 1 < joined_.parts) return store_joined(o, max, sum, joined);
+    }
     T* out = seqlen_.template head_q<T>(p_.out, batch_, head_) + i * p_.out.row;
     float* lse = seqlen_.rows(p_.lse, batch_, head_) + i * p_.lse.row;
     store_row(o, p_.head_dim_v, sum == 0.f ? 0.f : p_.score.dropout.scale() / sum, out);
@@ -200,6 +208,28 @@ class ForwardTile {
   }
 
  private:
+  // The online softmax's step with what a part has found: o, max and sum become those of all parts up to it.
+  __attribute__((noinline)) void join(const float* before, float* o, float& max, float& sum) const {
+    const int d = round_up(p_.head_dim_v, kLanes);
+    const Vec old_max = set1(before[d]), new_max = FLASHSDK_ISA_NS::max(old_max, set1(max)), factor = set1(factor_);
+    const Vec shift = finite_or_zero(new_max);
+    const Vec rescale = exp2<5>(mul(sub(old_max, shift), factor));
+    const Vec scale = exp2<5>(mul(sub(set1(max), shift), factor));
+    for (int c = 0; c < d; c += kLanes) store(o + c, fma(load(before + c), rescale, mul(load(o + c), scale)));
+    alignas(64) float lane[3][kLanes];
+    store(lane[0], new_max);
+    store(lane[1], rescale);
+    store(lane[2], scale);
+    max = lane[0][0];
+    sum = before[d + 1] * lane[1][0] + sum * lane[2][0];
+  }
+  void store_joined(const float* o, float max, float sum, float* joined) const {
+    const int d = round_up(p_.head_dim_v, kLanes);
+    std::memcpy(joined, o, sizeof(float) * d);
+    joined[d] = max;
+    joined[d + 1] = sum;
+  }
+
   // Tile registers cannot rescale O as they load it: the maximum stays while P comes to no more than 2^8, which neither
   // bf16 nor the sum minds.
   Vec raised(Vec old_max, Vec new_max) const {
@@ -284,6 +314,7 @@ class ForwardTile {
   const T *k_, *v_;
   float factor_;  // of a stored score, to units of log2
   RowPrefetch next_k_, next_v_;
+  Joined joined_;
 };
 
 }  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

@@ -4,6 +4,11 @@
 #include "common/kernel_entry.h"
 #include "cpu/tiles.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#include <sched.h>
+
 namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 
 // Below this many floating-point operations waking another thread costs more than it saves.
@@ -35,6 +40,20 @@ void for_each_job(const ParallelRunner& runner, std::int64_t jobs, F fn) {
     release_tile_registers();
   };
   runner(work);
+}
+
+// Returns when another thread has made ready() true.
+template <class Ready>
+void wait_until(Ready ready) {
+  for (int spins = 0; !ready(); ++spins) {
+    if (spins > 1000) {
+      sched_yield();  // more threads than processors
+      continue;
+    }
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+  }
 }
 
 // An integer quotient and remainder.

@@ -112,13 +112,13 @@ void pack_summed_parts(const typename Dot::Word* packed, int rows, int d, int d_
 }
 
 // The transpose of packed rows: (d_padded / kStep, kRowsOut) words from (rows, kPitch), whose rows are a multiple of
-// kLanes. Lanes behind them are zeros.
+// kLanes. Lanes behind them, which only tile registers read, are zeros there.
 template <class Dot, int kPitch, int kRowsOut>
 void transpose_rows(const typename Dot::Word* src, int rows, int d_padded, typename Dot::Word* dst) {
   const int steps = ceil_div(d_padded, Dot::kStep);
   for (int c = 0; c < steps; c += kLanes)
     for (int r = 0; r < rows; r += kLanes) transpose(src + r * kPitch + c, kPitch, dst + c * kRowsOut + r, kRowsOut);
-  if (rows == kRowsOut) return;
+  if (!Dot::kTiles || rows == kRowsOut) return;
   for (int c = 0; c < round_up(steps, kLanes); ++c)
     std::memset(dst + c * kRowsOut + rows, 0, sizeof(*dst) * (kRowsOut - rows));
 }

@@ -1,4 +1,4 @@
-// What happens to a tile of raw scores S^T (keys, queries in kWidth lanes, rows kPitch apart) beside the exponential:
+// What happens to a tile of raw scores S^T (keys, queries in `width` lanes, rows kPitch apart) beside the exponential:
 // rare score features, the mask, the row maximum, and dropout's random bytes. Off features are compiled out by callers.
 #pragma once
 
@@ -54,18 +54,17 @@ struct LaneKeys {
 };
 
 // -inf where query i0 + l does not see the key.
-template <int kWidth, int kPitch, class Policy, int kLanesHeld>
-void mask_scores(float* s, const KeySegment& segment, const Policy& policy, const LaneKeys<kLanesHeld>& lane_keys,
-                 int i0, int lanes) {
-  static_assert(kWidth <= kLanesHeld);
+template <int kPitch, class Policy, int kLanesHeld>
+void mask_scores(float* s, int width, const KeySegment& segment, const Policy& policy,
+                 const LaneKeys<kLanesHeld>& lane_keys, int i0, int lanes) {
   for (int r = 0; r < segment.count; ++r, s += kPitch) {
     const int j = segment.key + r;
     if constexpr (kHasKeyRange<Policy>) {
-      for (int l = 0; l < kWidth; l += kLanes)
+      for (int l = 0; l < width; l += kLanes)
         store(s + l, mask_keys(load(s + l), load_int(lane_keys.begin + l), load_int(lane_keys.end + l), j));
     } else {
       // Lanes of padding are as blind as the last query: a key that nobody sees may hold NaN.
-      for (int l = 0; l < kWidth; ++l)
+      for (int l = 0; l < width; ++l)
         if (!policy.allowed(i0 + min_of(l, lanes - 1), j)) s[l] = -INFINITY;
     }
   }
@@ -93,36 +92,62 @@ class ScoreFeatures {
   // Raw scores times `scale` become final scores. With `softcap_slope`, writes d(capped)/d(scaled).
   //
   // A bias of -inf, and a boolean one, hides the key whatever its score is, NaN too; from lanes of padding every key is
-  // hidden. A finite bias never does: the sum stays finite.
-  template <int kWidth, int kPitch>
-  void apply(float* s, const KeySegment& segment, int i0, int lanes, float scale, float* softcap_slope) const {
-    alignas(64) float bias[kWidth], query[kWidth];
-    for (int l = 0; l < kWidth; ++l) {
-      query[l] = static_cast<float>(i0 + l + shift_);
-      bias[l] = -INFINITY;
-    }
-    for (int r = 0; r < segment.count; ++r) {
-      const int j = segment.key + r;
-      if (bias_.ptr != nullptr) load_bias(i0, lanes, j, bias);
-      for (int l = 0; l < kWidth; l += kLanes) {
-        float* at = s + r * kPitch + l;
-        Vec x = mul(load(at), set1(scale));
-        if (softcap_ > 0.f) {
-          Vec th = tanh(mul(x, set1(1.f / softcap_)));
-          if (softcap_slope != nullptr) store(softcap_slope + r * kPitch + l, sub(set1(1.f), mul(th, th)));
-          x = mul(th, set1(softcap_));
+  // hidden, or those that are hidden from all. A finite bias never does: the sum stays finite.
+  template <int kPitch>
+  void apply(float* s, int width, const KeySegment& segment, int i0, int lanes, float scale,
+             float* softcap_slope) const {
+    alignas(64) float bias[kLanes * kLanes], query[kLanes];
+    for (int r0 = 0; r0 < segment.count; r0 += kLanes) {
+      const int keys = min_of(kLanes, segment.count - r0);
+      for (int l = 0; l < width; l += kLanes) {
+        if (bias_.ptr != nullptr) load_bias(i0 + l, lanes - l, segment.key + r0, keys, bias);
+        for (int n = 0; n < kLanes; ++n) query[n] = static_cast<float>(i0 + l + n + shift_);
+        for (int r = r0; r < r0 + keys; ++r) {
+          const int at = r * kPitch + l;
+          const Vec distance = sub(load(query), set1(static_cast<float>(segment.key + r)));
+          const Score score = final_score(mul(load(s + at), set1(scale)), bias + (r - r0) * kLanes, distance);
+          store(s + at, score.value);
+          if (softcap_ > 0.f && softcap_slope != nullptr) store(softcap_slope + at, score.softcap_slope);
         }
-        if (bias_.ptr != nullptr) {
-          const Vec b = load(bias + l);
-          x = select_below(b, -FLT_MAX, set1(-INFINITY), max(set1(-FLT_MAX), add(x, b)));
-        }
-        if (slope_ != 0.f) {
-          Vec distance = sub(load(query + l), set1(static_cast<float>(j)));
-          x = sub(x, mul(set1(slope_), max(distance, sub(zero(), distance))));
-        }
-        store(at, x);
       }
     }
+  }
+  // The same of the keys [j0, j0 + count) and query i, keys in lanes; lanes behind the last one become anything.
+  void apply_row(float* s, int i, int j0, int count, float scale) const {
+    alignas(64) float bias[kLanes], key[kLanes];
+    const float query = static_cast<float>(i + shift_);
+    for (int r = 0; r < count; r += kLanes) {
+      if (bias_.ptr != nullptr)
+        with_bias([&](const auto* first) {
+          first += i * bias_.row + (j0 + r) * bias_.col;
+          store(bias, bias_of_keys(first, bias_.col, count - r));
+        });
+      for (int n = 0; n < kLanes; ++n) key[n] = static_cast<float>(j0 + r + n);
+      store(s + r, final_score(mul(load(s + r), set1(scale)), bias, sub(set1(query), load(key))).value);
+    }
+  }
+  // Of probabilities that lie likewise, zeros what dropout leaves out.
+  void drop_row(float* p, int i, int j0, int count) const {
+    const DropoutRng rng = rng_;
+    for (int r = 0; r < count; ++r) p[r] = rng.keep(i, j0 + r, threshold_) ? p[r] : 0.f;
+  }
+
+  // The keys from the first to the last that a bias shows, where it is the same for all queries, as for padding.
+  KeyRange keys_shown(int seqlen_k) const {
+    KeyRange keys{0, seqlen_k};
+    if (bias_.ptr == nullptr || bias_.row != 0 || bias_.col != 1) return keys;
+    with_bias([&](const auto* first) {
+      constexpr int kBlock = 64;  // one that shows nothing is passed as a whole
+      auto hides = [&](int begin, int end) {
+        bool any_shown = false;
+        for (int j = begin; j < end; ++j) any_shown |= bias_value(first[j]) != -INFINITY;
+        return !any_shown;
+      };
+      for (int n; (n = min_of(kBlock, keys.end - keys.begin)) > 0 && hides(keys.end - n, keys.end);) keys.end -= n;
+      for (int n; (n = min_of(kBlock, keys.end - keys.begin)) > 0 && hides(keys.begin, keys.begin + n);)
+        keys.begin += n;
+    });
+    return keys;
   }
 
   // bytes[r][l] decides query i0 + l and key segment.key + r. The generator is called for all rows at once, which the
@@ -165,23 +190,73 @@ class ScoreFeatures {
     std::memcpy(dst, rows + first, kWidth);
   }
 
-  void load_bias(int i0, int lanes, int j, float* dst) const {
-    for (int l = 0; l < lanes; ++l) {
-      std::int64_t at = bias_offset_ + (i0 + l) * bias_.row + j * bias_.col;
-      switch (bias_.dtype) {
-        case DType::kFloat32:
-          dst[l] = static_cast<const float*>(bias_.ptr)[at];
-          break;
-        case DType::kBFloat16:
-          dst[l] = to_float(static_cast<const Bf16*>(bias_.ptr)[at]);
-          break;
-        case DType::kFloat16:
-          dst[l] = to_float(static_cast<const Fp16*>(bias_.ptr)[at]);
-          break;
-        default:
-          dst[l] = static_cast<const std::uint8_t*>(bias_.ptr)[at] != 0 ? 0.f : -INFINITY;
-      }
+  struct Score {
+    Vec value, softcap_slope;
+  };
+  FLASHSDK_HD Score final_score(Vec x, const float* bias, Vec distance) const {
+    Score score{x, x};
+    if (softcap_ > 0.f) {
+      const Vec th = tanh(mul(x, set1(1.f / softcap_)));
+      score.softcap_slope = sub(set1(1.f), mul(th, th));
+      x = mul(th, set1(softcap_));
     }
+    if (bias_.ptr != nullptr) {
+      const Vec b = load(bias);
+      x = select_below(b, -FLT_MAX, set1(-INFINITY), max(set1(-FLT_MAX), add(x, b)));
+    }
+    if (slope_ != 0.f) x = sub(x, mul(set1(slope_), max(distance, sub(zero(), distance))));
+    score.value = x;
+    return score;
+  }
+
+  // Calls f with the bias of this batch and head, as a pointer to elements. True bytes attend.
+  template <class F>
+  FLASHSDK_HD void with_bias(F f) const {
+    switch (bias_.dtype) {
+      case DType::kFloat32:
+        return f(static_cast<const float*>(bias_.ptr) + bias_offset_);
+      case DType::kBFloat16:
+        return f(static_cast<const Bf16*>(bias_.ptr) + bias_offset_);
+      case DType::kFloat16:
+        return f(static_cast<const Fp16*>(bias_.ptr) + bias_offset_);
+      default:
+        return f(static_cast<const std::uint8_t*>(bias_.ptr) + bias_offset_);
+    }
+  }
+  template <class T>
+  static FLASHSDK_HD float bias_value(T x) {
+    return to_float(x);
+  }
+  static FLASHSDK_HD float bias_value(std::uint8_t attend) { return attend != 0 ? 0.f : -INFINITY; }
+  template <class T>
+  static FLASHSDK_HD Vec bias_values(const T* at) {
+    return load_as_float(at);
+  }
+  static FLASHSDK_HD Vec bias_values(const std::uint8_t* at) {
+    return select_below(keep_at_least(set1(1.f), at, 1), 1.f, set1(-INFINITY), zero());
+  }
+  // Of a query the keys from one on, of which `count` exist: -inf behind them. Stride 0 is the same for all keys.
+  template <class T>
+  static FLASHSDK_HD Vec bias_of_keys(const T* first, std::int64_t stride, int count) {
+    if (stride == 0) return set1(bias_value(*first));
+    if (count >= kLanes) return bias_values(first);
+    alignas(64) float x[kLanes];
+    for (int n = 0; n < kLanes; ++n) x[n] = n < count ? bias_value(first[n]) : -INFINITY;
+    return load(x);
+  }
+  // Of kLanes queries from i on, of which `lanes` exist, and the keys [j, j + keys): (keys, lanes).
+  __attribute__((noinline)) void load_bias(int i, int lanes, int j, int keys, float* block) const {
+    with_bias([&](const auto* first) {
+      first += i * bias_.row + j * bias_.col;
+      if (bias_.row == 0) {
+        for (int r = 0; r < keys; ++r) store(block + r * kLanes, set1(bias_value(first[r * bias_.col])));
+        return;
+      }
+      alignas(64) float rows[kLanes * kLanes];
+      for (int l = 0; l < kLanes; ++l)
+        store(rows + l * kLanes, l < lanes ? bias_of_keys(first + l * bias_.row, bias_.col, keys) : set1(-INFINITY));
+      transpose(rows, kLanes, block, kLanes);
+    });
   }
 
   float softcap_, slope_;

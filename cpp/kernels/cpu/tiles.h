@@ -170,4 +170,18 @@ FLASHSDK_HD void release_tile_registers() {}
 
 #endif
 
+// Calls f<n>() with the vectors that hold the first `lanes` lanes of a panel. Tile registers take whole panels.
+template <class Dot, class F>
+FLASHSDK_HD void with_vectors_of(int lanes, F f) {
+  if constexpr (!Dot::kTiles) {
+    if (lanes <= kLanes) return f.template operator()<1>();
+    if constexpr (kVecs == 4) {
+      if (lanes <= 2 * kLanes) return f.template operator()<2>();
+      if (lanes <= 3 * kLanes) return f.template operator()<3>();
+    }
+  }
+  f.template operator()<kVecs>();
+}
+static_assert(kVecs == 2 || kVecs == 4);
+
 }  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

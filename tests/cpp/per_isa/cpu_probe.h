@@ -35,8 +35,7 @@ struct CpuProbe {
   static constexpr int kALd = 64;
   using Product = int(const float* a, bool a_transposed, const float* b, int steps, float* c, int rows, bool add,
                       const float* rescale, float* maximum);
-  Product* product;
-  Product* narrow_product;  // of the first vector of lanes alone
+  Product* product[4];  // [n] of the first n + 1 vectors of lanes alone, up to the last of a panel
 
   // The same on tile registers, null where there are none: words hold pairs of bf16, `words` of them (a multiple of 16)
   // are summed over. [1] and [2] take values in two parts, of whose products [1] leaves out the last; the second part
