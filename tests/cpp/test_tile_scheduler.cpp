@@ -58,7 +58,7 @@ constexpr cuda::Workers kH100{50 << 20, 132}, kPairs{50 << 20, 66}, kSmallL2{6 <
 using Widths = std::pair<int, int>;  // of a section, of the last one
 Widths widths(const ForwardParams& p, cuda::Workers workers = kH100) {
   const cuda::BackwardSchedule schedule = cuda::backward_schedule(p, kTileKeys, kElementBytes, workers);
-  return {schedule.sections.section, schedule.last};
+  return {schedule.sections.section, schedule.last_width};
 }
 
 // A head of 16K tokens takes 16 MiB, of 33 in a section and 66 in the last one.

@@ -92,8 +92,9 @@ struct ForwardParams {
 // The backward needs all the forward had, and the gradients.
 struct BackwardParams : ForwardParams {
   TensorParam dout, dq, dk, dv;
-  RowParam dlse;       // ptr null: zero
-  int first_head = 0;  // heads of all sequences before these, where they are a part of a batch: what dropout counts by
+  RowParam dlse;  // ptr null: zero
+  // Of a part of a batch (cuda/batch_parts.h): heads of all sequences before it. Dropout counts heads over the whole.
+  int first_head = 0;
 };
 
 }  // namespace flashsdk

@@ -35,9 +35,9 @@ inline dim3 query_tile_grid(const ForwardParams& p, int tile_rows) {
   return dim3(static_cast<unsigned>(max_of(1, tiles)),
               static_cast<unsigned>(max_of(1, min_of(heads, kMost))));  // no third: see branch_if()
 }
-// kPacked: of packed sequences, here and in all kernels. Heads come in reverse: the main kernel begins with the first
-// heads, whose dq_accum the first pass has then just cleared, and ends with the last ones, which the last pass then
-// finds in L2: 0 to 2 % of a call (benchmarks/results/sm90_backward_order.csv, run 43).
+// kPacked: of packed sequences, here and in all kernels. In batched calls heads come in reverse: the main kernel
+// begins with the first heads, whose dq_accum the first pass has then just cleared, and ends with the last ones,
+// which the last pass then finds in L2: 0 to 2 % of a call (benchmarks/results/sm90_backward_order.csv, run 43).
 template <bool kPacked, int kTileRows, class Body>
 __device__ void for_each_query_tile(const ForwardParams& p, Body&& body) {
   if constexpr (kPacked) {

@@ -26,8 +26,10 @@ struct TileSchedule {
     int first_head = index / section_tiles * section;
     int rest = index % section_tiles;
     int width = min_of(section, heads_total - first_head);
-    int block = rest / width;
-    int head = first_head + rest % width;
+    return work_at(rest / width, first_head + rest % width);
+  }
+  // The tile that comes as number `block` in its head, of all heads.
+  FLASHSDK_HD TileWork work_at(int block, int head) const {
     return {descending ? num_blocks - 1 - block : block, head % num_heads, head / num_heads};
   }
 
@@ -38,9 +40,7 @@ struct TileSchedule {
 };
 
 // Heads whose operands of bytes_per_head stay in L2 together.
-inline constexpr std::int64_t kL2Share = 16 << 20;  // of 40 MiB (A100) to 60 MB (H200); of keys, for the forward
-inline int section_of(std::int64_t bytes_per_head, int heads_total, bool uniform_tiles,
-                      std::int64_t l2_share = kL2Share) {
+inline int section_of(std::int64_t bytes_per_head, int heads_total, bool uniform_tiles, std::int64_t l2_share) {
   if (uniform_tiles || heads_total == 0) return 1;
   std::int64_t fit = l2_share / (bytes_per_head > 0 ? bytes_per_head : 1);
   return static_cast<int>(fit < 1 ? 1 : fit > heads_total ? heads_total : fit);
@@ -49,26 +49,25 @@ inline int section_of(std::int64_t bytes_per_head, int heads_total, bool uniform
 // The tiles of queries, whose heads share K and V in L2.
 inline TileSchedule forward_schedule(const ForwardParams& p, int tile_queries, std::size_t element_bytes,
                                      bool uniform_tiles) {
+  constexpr std::int64_t kL2Share = 16 << 20;  // of 40 MiB (A100) to 60 MB (H200)
   const int heads_total = p.num_heads * p.batch;
   const std::int64_t kv_bytes =
       std::int64_t{p.seqlen_k} * (p.head_dim + p.head_dim_v) * element_bytes / p.heads_per_group();
   return {ceil_div(p.seqlen_q, tile_queries), p.num_heads, heads_total,
-          section_of(kv_bytes, heads_total, uniform_tiles), true};
+          section_of(kv_bytes, heads_total, uniform_tiles, kL2Share), true};
 }
 
 // The tiles of keys: sections of the same width, and a last one that is wider.
 struct BackwardSchedule {
   TileSchedule sections;  // of all heads but those of the last
-  int last;               // heads of the last
+  int last_width;         // heads of the last
 
-  FLASHSDK_HD std::int64_t size() const { return sections.size() + std::int64_t{sections.num_blocks} * last; }
+  FLASHSDK_HD std::int64_t size() const { return sections.size() + std::int64_t{sections.num_blocks} * last_width; }
 
   FLASHSDK_HD TileWork work(int index) const {
     const int rest = index - static_cast<int>(sections.size());
     if (rest < 0) return sections.work(index);
-    const int block = rest / last, head = sections.heads_total + rest % last;
-    return {sections.descending ? sections.num_blocks - 1 - block : block, head % sections.num_heads,
-            head / sections.num_heads};
+    return sections.work_at(rest / last_width, sections.heads_total + rest % last_width);
   }
 
   // Of one packed sequence alone, whose heads have so many tiles.
@@ -82,14 +81,15 @@ struct Workers {
   int count;
 };
 
-// Every key tile of a head reads its Q and dO and adds to its fp32 dQ, so a section holds no more heads than two thirds
-// of L2 hold these of. With more, memory is read and written anew for each: five times as much at head_dim 256
-// (docs/sm90-backward.md, "Bytes"). Heads of a group count once, as their tiles are walked one head after another.
+// Every key tile of a head reads its Q and dO and adds to its fp32 dQ. Under a band, and in deterministic calls, a
+// section holds no more heads than two thirds of L2 hold these of. With more, memory is read and written anew for
+// each tile: five times as much at head_dim 256 (docs/sm90-backward.md, "Bytes"). Heads of a group count once, as
+// their tiles are walked one head after another.
 // Under a band the longest tiles of a section come first, and workers are idle at the end of the last one unless it has
 // kTilesEach tiles for each of them. So that one may hold twice the share, where a head has enough key tiles to use
 // often what is read once. Without a mask tiles are equally long, and one head after another is best. Key tiles of a
-// layout share less of what they read. In a deterministic call key tiles of a head take turns (turn_order.h): of more
-// heads fewer queue for the same dQ.
+// layout share less of what they read: a third of L2. In a deterministic call key tiles of a head take turns
+// (turn_order.h), and of more heads fewer queue for the same dQ.
 inline BackwardSchedule backward_schedule(const ForwardParams& p, int tile_keys, std::size_t element_bytes,
                                           Workers workers) {
   constexpr int kTilesEach = 4, kUsedOften = 16;

@@ -40,7 +40,8 @@ set(FLASHSDK_SM90_FORWARD_256_Alibi 128x80_2_2_1_true 128x64_2_2_1_false)
 set(FLASHSDK_SM90_FORWARD_256_Bias 128x64_2_2_1_false)
 
 # backward: block_m x block_n _ buffers of dO _ of K _ staggered. Q has as many as dO up to head_dim 128, one more above.
-# There 128 keys are a cluster's of two CTAs; it takes no deterministic calls, which is why 64 are listed, too.
+# There 128 keys are a cluster's of two CTAs, which refuses some calls (refuse_backward), so 64 are listed, too. The first
+# tile that fits is taken.
 # Measurements: docs/sm90-backward.md.
 set(FLASHSDK_SM90_BACKWARD_FEATURES None Dropout Capped Alibi Bias BiasDropout)
 set(FLASHSDK_SM90_BACKWARD_64_None 128x128_2_2_false)

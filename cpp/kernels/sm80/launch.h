@@ -166,6 +166,9 @@ using BackwardPolicy = std::conditional_t<kFeatures == cuda::Features::kAll && !
                                               !Traits::kStaggered && std::is_same_v<Policy, DensePolicy>,
                                           BandPolicy, Policy>;
 
+template <class Traits>
+constexpr flashsdk::Tile kBackwardTile{Traits::kBlockM, Traits::kBlockN};
+
 template <class Traits, class Policy, cuda::Features kFeatures>
 void launch_backward_kernels(const BackwardParams& p, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
@@ -210,7 +213,7 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
   }
   const auto& p = static_cast<const BackwardParams&>(params);
   cuda::DeviceGuard guard(p.device.index);
-  cuda::for_each_part(p, Traits::kBlockM, cuda::workers_of(p.device.index), [&](const BackwardParams& part) {
+  cuda::for_each_part(p, kBackwardTile<Traits>, cuda::workers_of(p.device.index), [&](const BackwardParams& part) {
     launch_backward_kernels<Traits, Policy, kFeatures>(part, context);
   });
   cuda::clear_gradient_tails<typename Traits::Element>(p, static_cast<cudaStream_t>(context.stream));
@@ -222,8 +225,7 @@ KernelEntry backward_entry() {
       key_of<Traits, Policy, kFeatures>(Op::kBackward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
       [](const ForwardParams& p) { return refuse<Traits, kFeatures>(p, true, kBackwardSmemBytes<Traits, kFeatures>); },
       [](const ForwardParams& p, int) {
-        ForwardParams part = p;  // the largest of the batch
-        part.batch = cuda::sequences_at_once(p, Traits::kBlockM, cuda::workers_of(p.device.index));
+        const ForwardParams part = cuda::largest_part(p, kBackwardTile<Traits>, cuda::workers_of(p.device.index));
         return cuda::BackwardWorkspace(part, Traits::kBlockM, Traits::kHeadDim, nullptr).size;
       },
       launch_backward<Traits, Policy, kFeatures>};

@@ -18,12 +18,13 @@ cuda::BackwardWorkspace backward_workspace(const ForwardParams& p, void* base) {
   return cuda::BackwardWorkspace(p, Traits::kBlockM, Traits::kHeadDimQ, base, Traits::kDqPieces);
 }
 
-// Of the largest part of the batch.
+template <class Traits>
+constexpr flashsdk::Tile kBackwardTile{Traits::kBlockM, Traits::kBlockN};
+
 template <class Traits>
 std::size_t backward_workspace_size(const ForwardParams& p) {
-  ForwardParams part = p;
-  part.batch = cuda::sequences_at_once(p, Traits::kBlockM, cuda::workers_of(p.device.index));
-  return backward_workspace<Traits>(part, nullptr).size;
+  const cuda::Workers workers = cuda::workers_of(p.device.index, Traits::kClusterSize);
+  return backward_workspace<Traits>(cuda::largest_part(p, kBackwardTile<Traits>, workers), nullptr).size;
 }
 
 // Tiles of keys that thread blocks take off the schedule, at most.
@@ -40,7 +41,8 @@ const char* refuse_backward(const ForwardParams& p) {
   if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
   if constexpr (Traits::kClusterSize > 1) {
     if (p.deterministic) return "clusters add to dq in no fixed order";
-    if (p.seqlen_k <= Traits::kCtaKeys) return "there are keys for one of a cluster's blocks alone";
+    const int keys = p.cu_seqlens_k != nullptr ? min_of(p.seqlen_k, p.total_k / max_of(1, p.batch)) : p.seqlen_k;
+    if (keys <= Traits::kCtaKeys) return "sequences have no more keys than one CTA of a cluster takes";
   }
   const auto& b = static_cast<const BackwardParams&>(p);
   if (const char* reason = tensor_map_refusal(b.dout, query_extent(p, p.head_dim_v))) return reason;
@@ -101,7 +103,8 @@ template <class Traits, cuda::Features kFeatures>
 void launch_backward(const ForwardParams& params, const LaunchContext& context) {
   const auto& p = static_cast<const BackwardParams&>(params);
   cuda::DeviceGuard guard(p.device.index);
-  cuda::for_each_part(p, Traits::kBlockM, cuda::workers_of(p.device.index), [&](const BackwardParams& part) {
+  const cuda::Workers workers = cuda::workers_of(p.device.index, Traits::kClusterSize);
+  cuda::for_each_part(p, kBackwardTile<Traits>, workers, [&](const BackwardParams& part) {
     if (part.cu_seqlens_q != nullptr)
       launch_backward_kernels<Traits, kFeatures, true>(part, context);
     else

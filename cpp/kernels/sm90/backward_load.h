@@ -104,15 +104,16 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
     smem.work[use.stage] = work;
     smem.full_work.arrive_full(use);
   };
-  // The first is that of the block's index, and the next is taken before work on one begins, so that nobody waits for
-  // the counter. Not so where blocks wait for each other (turn_order.h): only a block that runs may take work, and it
-  // soon begins what it has taken: all but the last kStepsLeft steps of the work before have been read.
+  // The first is that of the block's index, or the cluster's, and the next is taken before work on one begins, so that
+  // nobody waits for the counter. Not so where blocks wait for each other (turn_order.h): only a block that runs may
+  // take work, and it soon begins what it has taken: all but the last kStepsLeft steps of the work before have been
+  // read.
   const bool ahead = !p.deterministic;
   constexpr unsigned kStepsLeft = 2;
-  const int streams = gridDim.x / Traits::kClusterSize;  // a cluster's CTAs take the same work
+  const int workers = gridDim.x / Traits::kClusterSize;  // a cluster's CTAs take the same work
   auto take = [&]() -> int {
     if (!leads) return 0;
-    auto draw = [&] { return streams + atomicAdd(ws.next_work, 1); };
+    auto draw = [&] { return workers + atomicAdd(ws.next_work, 1); };
     if constexpr (Traits::kClusterSize > 1) return smem.next_index.next(taken++, draw);
     if (ahead) return draw();
     smem.full_plan.wait_empty(RingState<kPlannedSteps>::after(steps + kPlannedSteps - 1 - kStepsLeft));
@@ -342,7 +343,8 @@ __device__ void send_ds(typename Traits::Smem& smem) {
     for_each_step<Traits>(smem, steps, [&](const PlannedStep&) {
       const auto use = RingState<Traits::kScoreBuffers>::after(steps);
       smem.own_ds.wait_full(use);
-      smem.full_ds.announce(use, Tile::kSlabBytes);  // of the other's, which may be there already
+      // Of the other's, which may be there already: see load_shared_tile().
+      smem.full_ds.announce(use, Tile::kSlabBytes);
       auto* slab = smem.ds + use.stage * Tile::kElements;
       copy_to_peer(slab + kSlab, slab, Tile::kSlabBytes, smem.full_ds.full[use.stage]);
     });

@@ -203,8 +203,8 @@ class WideBackwardWarpgroup {
     if (work.visited) {
       wait_keys(work, seq);
       const Scores scores(p_, seq, own_work(work));
-      bool last = step_dk<true>(scores, acc_dk);
-      while (!last) last = step_dk<!kPair>(scores, acc_dk);
+      bool last = step_dk<!kPair>(scores, acc_dk);
+      while (!last) last = step_dk<true>(scores, acc_dk);
       if constexpr (kPair) last_dq();
       release_keys();
     }
@@ -212,7 +212,7 @@ class WideBackwardWarpgroup {
                             p_.head_dim);
   }
 
-  template <bool kFirst, class Accumulator>  // kFirst: as if it were, where its dQ is not late
+  template <bool kHasDq, class Accumulator>  // of this step, or in a cluster of the one before
   __device__ __forceinline__ bool step_dk(const Scores& scores, Accumulator& acc_dk) {
     const Use use = Use::after(steps_);
     const ScoreUse buffer = RingState<Traits::kScoreBuffers>::after(steps_);
@@ -248,7 +248,6 @@ class WideBackwardWarpgroup {
     auto q = smem_tensor<typename SmemQ::Transposed>(smem_.q)(cute::_, cute::_, use.q.stage);
     start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q), acc_dk, true);
     release(smem_.full_do, use.dout);  // and delta
-    constexpr bool kHasDq = !kPair || !kFirst;
     const unsigned dq_step = kPair ? steps_ - 1 : steps_;
     DqPieces acc_dq;
     if constexpr (kHasDq) start_dq(acc_dq, dq_step);
@@ -272,24 +271,24 @@ class WideBackwardWarpgroup {
     auto all_ds = smem_tensor<typename SmemScores::RowMajor>(smem_.ds)(cute::_, cute::_, use.stage);
     if constexpr (kPair) {
       auto peer_k = smem_tensor<typename Traits::SmemPeerK::Transposed>(smem_.peer_k)(cute::_, cute::_, 0);
-      start_dq(pieces.acc[0], all_k, cluster_rank() * Traits::kWarpgroups + warpgroup_, all_ds, 0, false);
-      start_dq(pieces.acc[0], peer_k, warpgroup_, all_ds, 1, true);
+      start_product(pieces.acc[0], all_k, cluster_rank() * Traits::kWarpgroups + warpgroup_, all_ds, 0, false);
+      start_product(pieces.acc[0], peer_k, warpgroup_, all_ds, 1, true);
     } else {
       CUTE_UNROLL
       for (int i = 0; i < kPieces; ++i) {
         const int piece = warpgroup_ * kPieces + i;
         auto ds = cute::local_tile(all_ds, Shape<Int<Traits::kDqColumns>, Int<kKeys>>{},
                                    cute::make_coord(piece / Traits::kDqRowPieces, 0));
-        start_dq(pieces.acc[i], all_k, piece % Traits::kDqRowPieces, ds, 0, false);
+        start_product(pieces.acc[i], all_k, piece % Traits::kDqRowPieces, ds, 0, false);
       }
     }
   }
-  // A product: 64 rows of Kᵀ from `rows` on, dS of the keys of one CTA.
+  // A product: piece `row_piece`, of 64 rows, of Kᵀ times slab `slab` of dS.
   template <class Accumulator, class TransposedK, class Ds>
-  __device__ __forceinline__ void start_dq(Accumulator& acc, const TransposedK& all_k, int rows, const Ds& all_ds,
-                                           int keys, bool accumulate) {
-    auto k = cute::local_tile(all_k, Shape<Int<kWarpgroupRows>, Int<kKeys>>{}, cute::make_coord(rows, 0));
-    auto ds = cute::local_tile(all_ds, Shape<Int<Traits::kDqColumns>, Int<kKeys>>{}, cute::make_coord(0, keys));
+  __device__ __forceinline__ void start_product(Accumulator& acc, const TransposedK& all_k, int row_piece,
+                                                const Ds& all_ds, int slab, bool accumulate) {
+    auto k = cute::local_tile(all_k, Shape<Int<kWarpgroupRows>, Int<kKeys>>{}, cute::make_coord(row_piece, 0));
+    auto ds = cute::local_tile(all_ds, Shape<Int<Traits::kDqColumns>, Int<kKeys>>{}, cute::make_coord(0, slab));
     start_gemm<MmaDq>(operand_a<MmaDq>(k), operand_b<MmaDq>(ds), acc, accumulate);
   }
   // Hands each to the warp that adds it, while the next ones are computed; in a cluster adds it from registers.

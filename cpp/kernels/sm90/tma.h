@@ -35,8 +35,10 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, cutlass::arch:
   }
 }
 
-// A tile that all kCtas of a cluster need: each starts the copy of its share of the slabs to all of them. Their
-// barriers have been told kTile::kBytes; a place must be free in all.
+// A tile that all kCtas of a cluster need: each starts the copy of its share of the slabs to all of them. The place
+// must be free in all. Each CTA tells its own barrier kTile::kBytes, perhaps after bytes of the other have come: the
+// phase cannot end before it has arrived itself, and the phase before has ended, as consumers of both have released
+// the place.
 template <class kTile, int kCtas>
 __device__ __forceinline__ void load_shared_tile(const CUtensorMap& map,
                                                  cutlass::arch::ClusterTransactionBarrier& barrier, void* smem,
