@@ -21,6 +21,7 @@ class CpuWorkspace {
   ~CpuWorkspace() { std::free(data_); }
 
   Workspace at_least(std::size_t size) {
+    used_ = size;
     if (size > size_) {
       std::free(data_);
       size_ = (size + kAlignment - 1) / kAlignment * kAlignment;
@@ -32,13 +33,14 @@ class CpuWorkspace {
     }
     return {data_, size_};
   }
-  // What lies beyond kMostKept is lent back: the system takes pages of it when memory is short, and until then the next
-  // call finds them. To get them anew costs a fault a page, which short sequences take twice the time for.
+  // What the call used beyond kMostKept is lent back: the system takes pages of it when memory is short, and until then
+  // the next call finds them. To get them anew costs a fault a page, which short sequences take twice the time for. What
+  // a call did not touch has been lent by the one before.
   void trim() {
-    if (size_ <= kMostKept) return;
+    if (used_ <= kMostKept) return;
     const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE)),
                begin = reinterpret_cast<std::uintptr_t>(data_);
-    const std::uintptr_t first = (begin + kMostKept + page - 1) / page * page, end = (begin + size_) / page * page;
+    const std::uintptr_t first = (begin + kMostKept + page - 1) / page * page, end = (begin + used_) / page * page;
     if (first >= end || madvise(reinterpret_cast<void*>(first), end - first, MADV_FREE) == 0) return;
     std::free(data_);  // an old system, which does not lend
     data_ = nullptr;
@@ -48,7 +50,7 @@ class CpuWorkspace {
  private:
   static constexpr std::size_t kAlignment = 256, kMostKept = std::size_t{64} << 20;
   void* data_ = nullptr;
-  std::size_t size_ = 0;
+  std::size_t size_ = 0, used_ = 0;  // bytes, and those of the last call
 };
 
 }  // namespace flashsdk

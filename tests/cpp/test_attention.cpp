@@ -271,21 +271,25 @@ TEST_F(Attention, LongSequencesDoNotDrift) {
 
 TEST_F(Attention, ThreadsAndRunsDoNotChangeABit) {
   const int threads = get_num_threads();
-  Problem first({.batch = 2, .seqlen_q = 300, .seqlen_k = 400, .num_heads = 4, .num_heads_kv = 2}, DType::kBFloat16);
-  first.options.mask = Causal();
-  first.options.deterministic = true;
-  first.forward();
-  first.backward();
-  for (int n : {1, 2, 3, 7}) {
-    set_num_threads(n);
-    Problem again = first;
-    again.forward();
-    again.backward();
-    EXPECT_EQ(again.out.bytes(), first.out.bytes()) << n << " threads";
-    EXPECT_EQ(again.lse.bytes(), first.lse.bytes()) << n << " threads";
-    EXPECT_EQ(again.dq.bytes(), first.dq.bytes()) << n << " threads";
-    EXPECT_EQ(again.dk.bytes(), first.dk.bytes()) << n << " threads";
-    EXPECT_EQ(again.dv.bytes(), first.dv.bytes()) << n << " threads";
+  // The second's sums over keys are cut into parts, the third's over queries.
+  for (const auto& [seqlen_q, seqlen_k] : {std::pair{300, 400}, std::pair{40, 8200}, std::pair{8200, 200}}) {
+    Problem first({.batch = 2, .seqlen_q = seqlen_q, .seqlen_k = seqlen_k, .num_heads = 4, .num_heads_kv = 2},
+                  DType::kBFloat16);
+    first.options.mask = Causal();
+    first.options.deterministic = true;
+    first.forward();
+    first.backward();
+    for (int n : {1, 2, 3, 7}) {
+      set_num_threads(n);
+      Problem again = first;
+      again.forward();
+      again.backward();
+      EXPECT_EQ(again.out.bytes(), first.out.bytes()) << n << " threads, " << seqlen_q << " queries";
+      EXPECT_EQ(again.lse.bytes(), first.lse.bytes()) << n << " threads, " << seqlen_q << " queries";
+      EXPECT_EQ(again.dq.bytes(), first.dq.bytes()) << n << " threads, " << seqlen_q << " queries";
+      EXPECT_EQ(again.dk.bytes(), first.dk.bytes()) << n << " threads, " << seqlen_q << " queries";
+      EXPECT_EQ(again.dv.bytes(), first.dv.bytes()) << n << " threads, " << seqlen_q << " queries";
+    }
   }
   set_num_threads(threads);
 }
@@ -303,6 +307,7 @@ bool both_threads_worked(const Plan<Params>& plan) {
                         }};
   const auto* bytes = static_cast<const unsigned char*>(workspace.options().workspace.data);
   plan.entry->launch(plan.params, {workspace.options().workspace.data, nullptr, runner});
+  EXPECT_TRUE(workspace.guard_untouched());
   auto touched = [&](const unsigned char* from) {
     return std::any_of(from, from + scratch, [](unsigned char b) { return b != 0xFF; });
   };

@@ -91,12 +91,17 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
     if (parts > 1) order.pass(part);
   }
 
-  // The tiles that queries of the sequence visit, of lists all, without what a bias hides of them at either end.
+  // The tiles that queries of the sequence visit, without what a bias hides of them at either end. Of lists, and where
+  // queries are too many for parts, all. A policy is asked for the tiles it is asked for elsewhere.
   TileRange tiles_of_sequence(bool runs) const {
     TileRange tiles{0, ceil_div(seqlen_.seqlen_k, tile_.n)};
-    if (runs) {
-      const TileWalk walk = policy_.row_walk({seqlen_.seqlen_q, tile_.n}, 0);
-      tiles = {walk.begin(), walk.end()};
+    if (runs && seqlen_.seqlen_q <= kMostPartRows) {
+      TileRange seen{tiles.end, 0};
+      for (int m = 0; m * tile_.m < seqlen_.seqlen_q; ++m) {
+        const TileWalk walk = policy_.row_walk(tile_, m);
+        if (walk.begin() < walk.end()) seen = {min_of(seen.begin, walk.begin()), max_of(seen.end, walk.end())};
+      }
+      tiles = seen.begin < seen.end ? seen : TileRange{0, 0};
     }
     if constexpr (kFeatures) {
       const KeyRange shown = this->features_.keys_shown(seqlen_.seqlen_k);
