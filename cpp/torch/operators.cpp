@@ -235,7 +235,7 @@ void fill(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o, A
   args.bias = view_if_given(kBias, o.bias);
   args.alibi_slopes = view_if_given(kAlibiSlopes, o.alibi_slopes);
   if (o.seed) {
-    if (o.seed->is_cuda() || o.seed->scalar_type() != ScalarType::Long || o.seed->numel() != 1)
+    if (!o.seed->is_cpu() || o.seed->scalar_type() != ScalarType::Long || o.seed->numel() != 1)
       fail("seed: another tensor; int64, one element, on cpu");
     args.seed = static_cast<std::uint64_t>(*static_cast<const std::int64_t*>(o.seed->data_ptr()));
   }

@@ -130,6 +130,8 @@ bool view_of(const at::Tensor& t, bool heads_first, TensorView& view) {
 // None is not given.
 bool view_if_given(const at::Tensor& t, TensorView& view) { return !t.defined() || view_of(t, false, view); }
 
+[[noreturn]] void raise(const Failure& failure);
+
 // What forward and backward share; false for what the core would not take. A float that float32 cannot hold has a
 // message of its own.
 bool fill(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, AttentionArgs& args) {
@@ -155,7 +157,11 @@ bool fill(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::
   args.dropout_p = static_cast<float>(p.dropout_p);
   if ((args.softcap == 0.f && p.softcap != 0.) || !std::isfinite(args.softcap)) return false;
   if (!(p.dropout_p >= 0. && args.dropout_p < 1.f)) return false;
-  if (p.seed.defined()) args.seed = static_cast<std::uint64_t>(*p.seed.const_data_ptr<std::int64_t>());
+  if (p.dropout_p != 0.) {
+    const at::Tensor& seed = p.seed;  // hooks for saved tensors may have given back any
+    if (!seed.defined() || !seed.is_cpu() || seed.scalar_type() != at::kLong || seed.numel() != 1) return false;
+    args.seed = static_cast<std::uint64_t>(*seed.const_data_ptr<std::int64_t>());
+  }
   args.deterministic = p.deterministic;
   args.backend = p.backend;
   return true;
@@ -310,7 +316,7 @@ class AttentionBackward final : public Node {
     p.cu_seqlens_k = cu_seqlens_k;
     p.bias = bias;
     p.alibi_slopes = alibi_slopes;
-    p.seed = seed;
+    p.seed = p.dropout_p != 0. ? on_cpu(seed) : seed;
     at::Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(out);  // zeros: only lse is used
     const at::Tensor dlse = grads.size() > 1 ? grads[1] : at::Tensor();
     bool ordinary = unwatched() && plain(dout) && plain_or_none(dlse) && !recorded(dout, dlse, q, k, v, out, lse);
@@ -318,6 +324,13 @@ class AttentionBackward final : public Node {
     variable_list results(3);
     if (ordinary && run_backward(p, dout, dlse, x, results)) return results;
     return dispatch(p, dout, dlse, x);
+  }
+
+  // What a hook gave back for the seed. Of one on meta the operator would make gradients without a value.
+  static at::Tensor on_cpu(const at::Tensor& seed) {
+    if (!seed.defined() || seed.device().is_meta())
+      raise({"invalid_argument", "seed: another tensor; int64, one element, on cpu"});
+    return seed.device().is_cpu() ? seed : seed.to(at::kCPU);
   }
 
   // Uninitialised memory for the gradient of x. Heads first it has the order of x in memory, which is what views of a
@@ -666,7 +679,7 @@ pybind11::object attribute(const char* module, const char* name) {
 }
 
 // flashsdk.Error, as PyTorch hands on what Python raised.
-void raise(const Failure& failure) {
+[[noreturn]] void raise(const Failure& failure) {
   const pybind11::gil_scoped_acquire gil;
   const pybind11::object type = attribute("flashsdk._errors", "Error");
   PyErr_SetObject(type.ptr(), type(failure.message, failure.code).ptr());

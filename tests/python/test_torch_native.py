@@ -238,6 +238,43 @@ def test_hooks_leave_no_second_derivative():
         gradient.sum().backward()
 
 
+def seeds_are(change):
+    """Hooks that give back another tensor for the seed."""
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x, lambda x: change(x) if x.dtype == torch.int64 else x
+    )
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x[:0], lambda x: x.repeat(2), lambda x: x.to("meta"), lambda x: x.float()],
+    ids=["empty", "two", "meta", "float"],
+)
+@pytest.mark.parametrize("watch", [contextlib.nullcontext, Watching])
+def test_a_seed_that_hooks_changed_is_refused(change, watch):
+    for call, inputs in ((attention(dropout_p=0.3), qkv()), (sdpa(dropout_p=0.3), GROUPED)):
+        q, k, v = with_gradients(inputs[:1] * 3)
+        with seeds_are(change):
+            out = call(q, k, v)
+        with watch(), pytest.raises(fs.Error, match="seed: another tensor; int64, one element"):
+            out.sum().backward()
+
+
+@needs_native
+def test_a_seed_that_hooks_copied_is_taken():
+    inputs = with_gradients(qkv())
+    call = attention(dropout_p=0.3, seed=2**64 - 5)
+    want = torch.autograd.grad(call(*inputs).square().sum(), inputs)
+    with seeds_are(lambda x: x.repeat(3)[1]):
+        loss = call(*inputs).square().sum()
+    assert all(map(torch.equal, torch.autograd.grad(loss, inputs), want))
+    if torch.cuda.is_available():
+        with seeds_are(torch.Tensor.cuda):
+            loss = call(*inputs).square().sum()
+        assert all(map(torch.equal, torch.autograd.grad(loss, inputs), want))
+
+
 COMPILED = {
     "dropout": (attention(mask=CAUSAL, dropout_p=0.3), qkv()),
     "lse": (lambda *x: adapter.attention(*x, return_lse=True)[1], qkv()),
