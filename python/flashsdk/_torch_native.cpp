@@ -167,18 +167,28 @@ bool fill(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::
   return true;
 }
 
-// Runs a call on the current stream of q's device.
+// The stream on which PyTorch works now. It says with Python's errors why it does not know, which needs the GIL.
+bool current_stream(int device, void** stream) {
+  if (g_exchange == nullptr) return false;
+  const pybind11::gil_scoped_acquire gil;
+  if (g_exchange->current_work_stream(kDLCUDA, device, stream) == 0) return true;
+  PyErr_Clear();
+  return false;
+}
+
+bool stream_of(const at::Tensor& q, void** stream) { return !q.is_cuda() || current_stream(q.get_device(), stream); }
+
+// Runs a call on a stream of q's device.
 template <class Args>
 bool run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const Args& args, bool packed,
-         const at::Tensor& q) {
+         const at::Tensor& q, void* stream) {
   struct Scratch {
     const at::Tensor& like;
     at::Tensor memory;
   } scratch{q, {}};
   GpuOptions gpu;
   if (q.is_cuda()) {
-    if (g_exchange == nullptr) return false;
-    if (g_exchange->current_work_stream(kDLCUDA, q.get_device(), &gpu.stream) != 0) return false;
+    gpu.stream = stream;
     gpu.owner = &scratch;
     gpu.workspace = [](void* owner, std::size_t size) {
       auto& s = *static_cast<Scratch*>(owner);
@@ -196,7 +206,8 @@ bool forward(const Problem& p, const at::Tensor& q, const at::Tensor& k, const a
              at::Tensor& lse) {
   RECORD_FUNCTION(p.packed ? "flashsdk::mha_varlen_fwd" : "flashsdk::mha_fwd", std::vector<c10::IValue>({q, k, v}));
   ForwardArgs args;
-  if (!fill(p, q, k, v, args)) return false;
+  void* stream = nullptr;
+  if (!fill(p, q, k, v, args) || !stream_of(q, &stream)) return false;
   const at::AutoDispatchBelowADInplaceOrView below;
   const auto size = q.sizes();
   const auto lse_options = q.options().dtype(at::kFloat);
@@ -214,7 +225,7 @@ bool forward(const Problem& p, const at::Tensor& q, const at::Tensor& k, const a
   }
   if (!view_of(out, p.heads_first, args.out) || !view_of(lse, false, args.lse)) return false;
   const pybind11::gil_scoped_release released;
-  return run(g_core->forward, args, p.packed, q);
+  return run(g_core->forward, args, p.packed, q, stream);
 }
 
 // ---- the gradient
@@ -348,7 +359,8 @@ class AttentionBackward final : public Node {
     const auto& [q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes, seed] = x;
     RECORD_FUNCTION(p.packed ? "flashsdk::mha_varlen_bwd" : "flashsdk::mha_bwd", std::vector<c10::IValue>({dout, q}));
     BackwardArgs args;
-    if (!fill(p, q, k, v, args)) return false;
+    void* stream = nullptr;
+    if (!fill(p, q, k, v, args) || !stream_of(q, &stream)) return false;
     const at::AutoDispatchBelowADInplaceOrView below;
     const bool h = p.heads_first;
     // Autograd's gradients are often expanded or transposed: that of out.sum() has strides 0.
@@ -359,7 +371,7 @@ class AttentionBackward final : public Node {
         !view_if_given(row_sums, args.dlse) || !view_of(gradients[0], h, args.dq) ||
         !view_of(gradients[1], h, args.dk) || !view_of(gradients[2], h, args.dv))
       return false;
-    return run(g_core->backward, args, p.packed, q);
+    return run(g_core->backward, args, p.packed, q, stream);
   }
 
   // The operator, for those who look on, for gradients that are recorded themselves, and for what the core refuses.
@@ -557,7 +569,13 @@ bool draw_seed(PyObject* given, Problem& p) {
   return true;
 }
 
-// nullptr where the call is not for this way.
+pybind11::object wrapped(at::Tensor x) {
+  auto result = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(std::move(x)));
+  if (!result) throw python_error();
+  return result;
+}
+
+// nullptr, and no error set, where the call is not for this way.
 PyObject* attend(const Problem& p, std::array<at::Tensor, 3>& qkv, Return wanted) {
   autocast(qkv);
   const auto& [q, k, v] = qkv;
@@ -571,13 +589,13 @@ PyObject* attend(const Problem& p, std::array<at::Tensor, 3>& qkv, Return wanted
     if (lse_is_output) torch::autograd::set_history(lse, node);
     node->save(p, q, k, v, out, lse, lse_is_output);
   }
-  if (wanted == Return::kOut) return THPVariable_Wrap(std::move(out));
+  if (wanted == Return::kOut) return wrapped(std::move(out)).release().ptr();
   const int count = wanted == Return::kWithProbs ? 3 : 2;
   auto result = pybind11::reinterpret_steal<pybind11::object>(PyTuple_New(count));
   if (!result) throw python_error();
-  if (count == 3) PyTuple_SET_ITEM(result.ptr(), 2, THPVariable_Wrap(at::empty({0}, out.options())));
-  PyTuple_SET_ITEM(result.ptr(), 0, THPVariable_Wrap(std::move(out)));
-  PyTuple_SET_ITEM(result.ptr(), 1, THPVariable_Wrap(std::move(lse)));
+  if (count == 3) PyTuple_SET_ITEM(result.ptr(), 2, wrapped(at::empty({0}, out.options())).release().ptr());
+  PyTuple_SET_ITEM(result.ptr(), 0, wrapped(std::move(out)).release().ptr());
+  PyTuple_SET_ITEM(result.ptr(), 1, wrapped(std::move(lse)).release().ptr());
   return result.release().ptr();
 }
 
@@ -588,7 +606,7 @@ template <Function function>
 PyObject* guarded(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   PyObject* const result = unwatched() ? function(given, count) : nullptr;
-  if (result != nullptr) return result;
+  if (result != nullptr || PyErr_Occurred() != nullptr) return result;
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -693,10 +711,7 @@ PyObject* register_operators(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   static bool done = false;
   if (!std::exchange(done, true)) {
-    const auto stream = [](int device, void** stream) {
-      return g_exchange != nullptr && g_exchange->current_work_stream(kDLCUDA, device, stream) == 0;
-    };
-    torch_ops::register_operators({g_core, stream, raise}, /*define=*/false);
+    torch_ops::register_operators({g_core, current_stream, raise}, /*define=*/false);
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

@@ -194,6 +194,18 @@ def test_leaves_the_rest_to_python(monkeypatch, call):
         call(*inputs)
 
 
+@needs_native
+def test_an_error_is_no_call_for_python():
+    """It arrives as it is: None and an error at once would be a SystemError."""
+    band = fs.SlidingWindow(9, 3)
+    object.__delattr__(band, "left")
+    q, k, v = qkv()
+    with pytest.raises(AttributeError, match="left"):
+        _torch_eager.native.attention(
+            *(q, k, v, band, None, None, None, 0.0, 0.0, None, False, None, None)
+        )
+
+
 class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
