@@ -759,9 +759,14 @@ PyMODINIT_FUNC PyInit__torch_native() {
     py::find_others();
     return PyModule_Create(&definition);
   } catch (pybind11::error_already_set& e) {
-    e.restore();
-  } catch (const pybind11::import_error& e) {
-    e.set_error();
+    // flashsdk.torch does without, as it does where the module is not there.
+    if (e.matches(PyExc_ImportError) || !e.matches(PyExc_Exception)) {
+      e.restore();
+    } else {
+      pybind11::raise_from(e, PyExc_ImportError, "flashsdk._torch_native finds not what it needs");
+    }
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_ImportError, e.what());
   }
   return nullptr;
 }

@@ -434,6 +434,20 @@ def test_is_for_one_pytorch_and_can_be_turned_off():
 
 
 @needs_native
+@pytest.mark.parametrize(
+    "change", ["del _bindings.core_api", "_bindings.core_api = 3", "_bindings.core_api = foreign"]
+)
+def test_is_not_there_without_the_core(change):
+    """Such as beside an extension of another build: the way in Python is taken."""
+    other = "from datetime import datetime_CAPI as foreign; from flashsdk import _bindings; "
+    assert which(other + change) == ["InPython", "True"]
+    line = f"{other}{change}; import torch; from flashsdk import _torch_native"
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True)
+    want = "ImportError: flashsdk._torch_native finds not what it needs"
+    assert done.stderr.splitlines()[-1] == want
+
+
+@needs_native
 def test_every_function_has_both_ways():
     """What stands for the extension where it is missing has all that it has."""
     ways = _torch_eager.native, _torch_eager.InPython
