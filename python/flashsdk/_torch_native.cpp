@@ -599,6 +599,11 @@ PyObject* attend(const Problem& p, std::array<at::Tensor, 3>& qkv, Return wanted
   return result.release().ptr();
 }
 
+[[noreturn]] void fail_count(const char* name, const char* expected, Py_ssize_t count) {
+  throw torch::TypeError(std::string(name) + "() takes " + expected + " arguments; " + std::to_string(count) +
+                         " were given");
+}
+
 using Function = PyObject* (*)(PyObject* const* given, Py_ssize_t count);
 
 // A function of the module: None where `function` gives nullptr, PyTorch's exceptions as they are.
@@ -614,6 +619,7 @@ PyObject* guarded(PyObject*, PyObject* const* given, Py_ssize_t count) {
 // (q, k, v, mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed, return_lse, deterministic, backend), and
 // the four of packed sequences behind them.
 PyObject* attention(PyObject* const* given, Py_ssize_t count) {
+  if (count != 13 && count != 17) fail_count("attention", "13 or 17", count);
   Problem p;
   std::array<at::Tensor, 3> qkv;
   bool return_lse;
@@ -628,11 +634,16 @@ PyObject* attention(PyObject* const* given, Py_ssize_t count) {
 
 // (q, k, v, None or the tuple of the four of packed sequences, dropout_p, softmax_scale, causal, window_size, softcap,
 // alibi_slopes, deterministic, return_attn_probs)
-PyObject* flash_attn(PyObject* const* given, Py_ssize_t) {
+PyObject* flash_attn(PyObject* const* given, Py_ssize_t count) {
+  if (count != 12) fail_count("flash_attn", "12", count);
   Problem p;
   std::array<at::Tensor, 3> qkv;
   bool causal, deterministic, return_probs;
-  if (given[3] != Py_None && !read_lengths(PySequence_Fast_ITEMS(given[3]), p)) return nullptr;
+  if (given[3] != Py_None) {
+    if (!PyTuple_CheckExact(given[3]) || PyTuple_GET_SIZE(given[3]) != 4)
+      throw torch::TypeError("flash_attn(): lengths are a tuple of four, or None");
+    if (!read_lengths(PySequence_Fast_ITEMS(given[3]), p)) return nullptr;
+  }
   if (!read_qkv(given, p.packed ? 3 : 4, qkv) || !read_number(given[4], p.dropout_p) || !read_scale(given[5], p) ||
       !read_flag(given[6], causal) || !read_number(given[8], p.softcap) || !read_constant(given[9], p.alibi_slopes) ||
       !read_flag(given[10], deterministic) || !read_flag(given[11], return_probs) ||
@@ -658,7 +669,8 @@ PyObject* flash_attn(PyObject* const* given, Py_ssize_t) {
 
 // (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), each (batch, heads, seqlen, dim): what is to
 // be broadcast otherwise than attention itself does has to be expanded first.
-PyObject* scaled_dot_product_attention(PyObject* const* given, Py_ssize_t) {
+PyObject* scaled_dot_product_attention(PyObject* const* given, Py_ssize_t count) {
+  if (count != 8) fail_count("scaled_dot_product_attention", "8", count);
   Problem p;
   p.heads_first = true;
   std::array<at::Tensor, 3> qkv;

@@ -206,6 +206,29 @@ def test_an_error_is_no_call_for_python():
         )
 
 
+@needs_native
+@pytest.mark.parametrize(
+    "name, counts",
+    [("attention", (13, 17)), ("flash_attn", (12,)), ("scaled_dot_product_attention", (8,))],
+)
+def test_entries_count_their_arguments(name, counts):
+    entry = getattr(_torch_eager.native, name)
+    for n in range(20):
+        if n in counts:
+            assert entry(*[None] * n) is None
+        else:
+            with pytest.raises(TypeError, match=rf"{name}\(\) takes .* arguments; {n} were given"):
+                entry(*[None] * n)
+
+
+@needs_native
+@pytest.mark.parametrize("lengths", [(), LENGTHS[:3], [*LENGTHS], (*LENGTHS, 1), 3])
+def test_flash_attn_takes_a_tuple_of_four(lengths):
+    rest = 0.0, None, False, (-1, -1), 0.0, None, False, False
+    with pytest.raises(TypeError, match="a tuple of four"):
+        _torch_eager.native.flash_attn(*(x[0] for x in qkv()), lengths, *rest)
+
+
 class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
