@@ -132,8 +132,8 @@ bool view_if_given(const at::Tensor& t, TensorView& view) { return !t.defined() 
 
 [[noreturn]] void raise(const Failure& failure);
 
-// What forward and backward share; false for what the core would not take. A float that float32 cannot hold has a
-// message of its own.
+// What forward and backward share but the seed; false for what the core would not take. A float that float32 cannot hold
+// has a message of its own.
 bool fill(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, AttentionArgs& args) {
   const bool h = p.heads_first;
   if (!view_of(q, h, args.q) || !view_of(k, h, args.k) || !view_of(v, h, args.v) ||
@@ -156,15 +156,27 @@ bool fill(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::
   args.softcap = static_cast<float>(p.softcap);
   args.dropout_p = static_cast<float>(p.dropout_p);
   if ((args.softcap == 0.f && p.softcap != 0.) || !std::isfinite(args.softcap)) return false;
-  if (!(p.dropout_p >= 0. && args.dropout_p < 1.f)) return false;
-  if (p.dropout_p != 0.) {
-    const at::Tensor& seed = p.seed;  // hooks for saved tensors may have given back any
-    if (!seed.defined() || !seed.is_cpu() || seed.scalar_type() != at::kLong || seed.numel() != 1) return false;
-    args.seed = static_cast<std::uint64_t>(*seed.const_data_ptr<std::int64_t>());
-  }
+  if (!(p.dropout_p >= 0. && p.dropout_p < 1.)) return false;
+  if (args.dropout_p == 1.f) args.dropout_p = std::nextafter(1.f, 0.f);
   args.deterministic = p.deterministic;
   args.backend = p.backend;
   return true;
+}
+
+bool fill_seed(const Problem& p, AttentionArgs& args) {
+  if (p.dropout_p == 0.) return true;
+  const at::Tensor& seed = p.seed;  // hooks for saved tensors may have given back any
+  if (!seed.defined() || !seed.is_cpu() || seed.scalar_type() != at::kLong || seed.numel() != 1) return false;
+  args.seed = static_cast<std::uint64_t>(*seed.const_data_ptr<std::int64_t>());
+  return true;
+}
+
+// Of dropout that was given no seed: drawn from the CPU's generator on whatever device q is, so that nothing is waited
+// for. The way in Python draws as well: only once nothing but the core can refuse.
+void draw_seed(Problem& p) {
+  if (p.dropout_p == 0. || p.seed.defined()) return;
+  const auto options = at::TensorOptions().dtype(at::kLong).device(at::kCPU);
+  p.seed = at::randint(std::numeric_limits<std::int64_t>::max(), {1}, options);
 }
 
 // The stream on which PyTorch works now. It says with Python's errors why it does not know, which needs the GIL.
@@ -202,7 +214,7 @@ bool run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const
 
 at::Tensor with_last_contiguous(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
-bool forward(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out,
+bool forward(Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out,
              at::Tensor& lse) {
   RECORD_FUNCTION(p.packed ? "flashsdk::mha_varlen_fwd" : "flashsdk::mha_fwd", std::vector<c10::IValue>({q, k, v}));
   ForwardArgs args;
@@ -224,6 +236,8 @@ bool forward(const Problem& p, const at::Tensor& q, const at::Tensor& k, const a
     lse = at::empty({size[0], size[2], size[1]}, lse_options);
   }
   if (!view_of(out, p.heads_first, args.out) || !view_of(lse, false, args.lse)) return false;
+  draw_seed(p);
+  if (!fill_seed(p, args)) return false;
   const pybind11::gil_scoped_release released;
   return run(g_core->forward, args, p.packed, q, stream);
 }
@@ -360,7 +374,7 @@ class AttentionBackward final : public Node {
     RECORD_FUNCTION(p.packed ? "flashsdk::mha_varlen_bwd" : "flashsdk::mha_bwd", std::vector<c10::IValue>({dout, q}));
     BackwardArgs args;
     void* stream = nullptr;
-    if (!fill(p, q, k, v, args) || !stream_of(q, &stream)) return false;
+    if (!fill(p, q, k, v, args) || !fill_seed(p, args) || !stream_of(q, &stream)) return false;
     const at::AutoDispatchBelowADInplaceOrView below;
     const bool h = p.heads_first;
     // Autograd's gradients are often expanded or transposed: that of out.sum() has strides 0.
@@ -548,24 +562,17 @@ void autocast(std::array<at::Tensor, 3>& qkv) {
     if (x.is_floating_point() && x.scalar_type() != at::kDouble) x = x.to(dtype);
 }
 
-// The seed is drawn from the CPU's generator on whatever device q is, so that nothing is waited for.
-bool draw_seed(PyObject* given, Problem& p) {
-  std::uint64_t seed = 0;
-  if (given != nullptr && given != Py_None) {
-    if (!PyLong_CheckExact(given)) return false;
-    seed = PyLong_AsUnsignedLongLong(given);
-    if (seed == static_cast<std::uint64_t>(-1) && PyErr_Occurred() != nullptr) {
-      PyErr_Clear();
-      return false;
-    }
+bool read_seed(PyObject* given, Problem& p) {
+  if (given == Py_None) return true;
+  if (!PyLong_CheckExact(given)) return false;
+  const std::uint64_t seed = PyLong_AsUnsignedLongLong(given);
+  if (seed == static_cast<std::uint64_t>(-1) && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    return false;
   }
   if (p.dropout_p == 0.) return true;
   const auto options = at::TensorOptions().dtype(at::kLong).device(at::kCPU);
-  if (given == nullptr || given == Py_None) {
-    p.seed = at::randint(std::numeric_limits<std::int64_t>::max(), {1}, options);
-  } else {
-    p.seed = at::full({1}, static_cast<std::int64_t>(seed), options);
-  }
+  p.seed = at::full({1}, static_cast<std::int64_t>(seed), options);
   return true;
 }
 
@@ -576,7 +583,7 @@ pybind11::object wrapped(at::Tensor x) {
 }
 
 // nullptr, and no error set, where the call is not for this way.
-PyObject* attend(const Problem& p, std::array<at::Tensor, 3>& qkv, Return wanted) {
+PyObject* attend(Problem& p, std::array<at::Tensor, 3>& qkv, Return wanted) {
   autocast(qkv);
   const auto& [q, k, v] = qkv;
   at::Tensor out, lse;
@@ -627,7 +634,7 @@ PyObject* attention(PyObject* const* given, Py_ssize_t count) {
       !read_mask(given[3], p) || !read_constant(given[4], p.bias) || !read_constant(given[5], p.alibi_slopes) ||
       !read_scale(given[6], p) || !read_number(given[7], p.softcap) || !read_number(given[8], p.dropout_p) ||
       !read_flag(given[10], return_lse) || !read_deterministic(given[11], p.deterministic) ||
-      !read_backend(given[12], p.backend) || !draw_seed(given[9], p))
+      !read_backend(given[12], p.backend) || !read_seed(given[9], p))
     return nullptr;
   return attend(p, qkv, return_lse ? Return::kOutAndLse : Return::kOut);
 }
@@ -662,7 +669,6 @@ PyObject* flash_attn(PyObject* const* given, Py_ssize_t count) {
   }
   if (p.softcap < 0.) p.softcap = 0.;
   read_deterministic(deterministic ? Py_True : Py_None, p.deterministic);
-  if (!draw_seed(nullptr, p)) return nullptr;
   for (at::Tensor& x : qkv) x = with_last_contiguous(x);
   return attend(p, qkv, return_probs ? Return::kWithProbs : Return::kOut);
 }
@@ -692,7 +698,6 @@ PyObject* scaled_dot_product_attention(PyObject* const* given, Py_ssize_t count)
     while (p.bias.dim() < 4) p.bias = p.bias.unsqueeze(0);
     if (p.bias.dim() > 4 || p.bias.stride(3) != 1) return nullptr;
   }
-  if (!draw_seed(nullptr, p)) return nullptr;
   for (at::Tensor& x : qkv) x = with_last_contiguous(x);
   return attend(p, qkv, Return::kOut);
 }

@@ -64,6 +64,7 @@ BATCHES = {
     "softcap and scale": attention(softcap=3.0, softmax_scale=0.4),
     "integers for numbers": attention(softcap=3, softmax_scale=1),
     "dropout": attention(dropout_p=0.3),
+    "dropout of nearly all": attention(dropout_p=1 - 1e-12),
     "dropout of a seed": attention(dropout_p=0.3, seed=2**64 - 1, return_lse=True),
     "deterministic, on a backend": attention(deterministic=True, backend="cpu"),
     "flash_attn": flash(),
@@ -162,6 +163,31 @@ def test_takes_autocast(monkeypatch, dtype):
         python = [*results(attention(bias=BIAS), inputs), *results(sdpa(), first)]
     assert native[0].dtype == dtype and native[1].dtype == torch.float32
     assert all(map(torch.equal, native, python))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "call, inputs",
+    [
+        (attention(dropout_p=0.3, softcap=1e-300), qkv()),
+        (flash(dropout_p=0.3, softmax_scale=1e300), qkv()),
+        (sdpa(dropout_p=0.3, scale=1e300), heads_first(qkv())),
+        (attention(dropout_p=1.5), qkv()),
+    ],
+    ids=["attention", "flash_attn", "sdpa", "probability"],
+)
+def test_leaves_the_generator_to_python(monkeypatch, call, inputs):
+    """With a call that it does not take: the next one draws the same either way."""
+
+    def state():
+        torch.manual_seed(7)
+        with pytest.raises(fs.Error):
+            call(*inputs)
+        return torch.get_rng_state()
+
+    native = state()
+    in_python(monkeypatch)
+    assert torch.equal(native, state())
 
 
 class Wrapper(torch.Tensor):
