@@ -399,6 +399,9 @@ REFUSED = {
     "softmax_scale: 1e+300; a number that float32 can hold": {"softmax_scale": 1e300},
     "softcap: 1e-300; 0, or a number that float32 can hold": {"softcap": 1e-300},
     "dropout_p: 1; 0 <= dropout_p < 1": {"dropout_p": 1.0},
+    "dropout_p: -1e-300; a number, 0 <= dropout_p < 1": {"dropout_p": -1e-300},
+    "dropout_p: -0.5; a number, 0 <= dropout_p < 1": {"dropout_p": -0.5},
+    "dropout_p: 1e+300; a number, 0 <= dropout_p < 1": {"dropout_p": 1e300},
     "backend: sm90; cpu, as q is on cpu": {"backend": "sm90"},
 }
 
