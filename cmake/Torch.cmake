@@ -3,6 +3,7 @@
 set(FLASHSDK_BUILD_TORCH AUTO CACHE STRING "What is for PyTorch: AUTO (where Python has PyTorch 2.11 or newer), ON or OFF")
 set_property(CACHE FLASHSDK_BUILD_TORCH PROPERTY STRINGS AUTO ON OFF)
 set(FLASHSDK_OLDEST_TORCH 2.11)
+set(FLASHSDK_NEWEST_TORCH 2.13)  # of _torch_native, by its release series
 
 string(TOUPPER "${FLASHSDK_BUILD_TORCH}" wanted)
 if(wanted MATCHES "^(OFF|NO|FALSE|N|0)$")
@@ -76,10 +77,18 @@ if(BUILD_SHARED_LIBS AND NOT SKBUILD)
     ${FLASHSDK_SANITIZE_LINK} ${torch_dir}/lib/libtorch_cpu.so $<${on_gpu}:${torch_dir}/lib/libtorch_cuda.so>)
   # libtorch is the program's, of any release from 2.11 on.
   set_target_properties(flashsdk_torch PROPERTIES INSTALL_RPATH $ORIGIN)
+  # PyTorch keeps its kernels: unloading would take the code away under them.
+  target_link_options(flashsdk_torch PRIVATE LINKER:-z,nodelete)
   install(TARGETS flashsdk_torch LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT development)
 endif()
 
 if(NOT FLASHSDK_BUILD_PYTHON)
+  return()
+endif()
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" torch_series "${torch_version}")
+if(wanted STREQUAL "AUTO" AND torch_series VERSION_GREATER FLASHSDK_NEWEST_TORCH)
+  message(STATUS "PyTorch: _torch_native left out, it knows PyTorch up to ${FLASHSDK_NEWEST_TORCH}; "
+                 "FLASHSDK_BUILD_TORCH=ON tries")
   return()
 endif()
 # libtorch's C++ interface changes with each release, so this is for the PyTorch of Python_EXECUTABLE alone; with any

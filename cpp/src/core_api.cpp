@@ -17,10 +17,7 @@ bool run(const Args& args, bool packed, const GpuOptions& gpu, Failure& failure)
         options.workspace = {gpu.workspace(gpu.owner, planned.workspace_size), planned.workspace_size};
       planned.launch(options);
     } else {
-      CpuWorkspace& workspace = CpuWorkspace::of_thread();
-      options.workspace = workspace.at_least(planned.workspace_size);
-      planned.launch(options);
-      workspace.trim();
+      launch_on_cpu(planned, options);
     }
     return true;
   } catch (const Error& e) {

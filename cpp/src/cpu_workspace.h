@@ -53,4 +53,15 @@ class CpuWorkspace {
   std::size_t size_ = 0, used_ = 0;  // bytes, and those of the last call
 };
 
+// Launches with this thread's memory, which is trimmed however that ends.
+template <class Planned>
+void launch_on_cpu(const Planned& planned, LaunchOptions options) {
+  struct Guard {
+    CpuWorkspace& workspace;
+    ~Guard() { workspace.trim(); }
+  } guard{CpuWorkspace::of_thread()};
+  options.workspace = guard.workspace.at_least(planned.workspace_size);
+  planned.launch(options);
+}
+
 }  // namespace flashsdk

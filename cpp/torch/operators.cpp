@@ -216,9 +216,9 @@ struct Options {
   fail(std::string(name) + ": " + text + "; " + allowed);
 }
 
-float narrowed(const char* name, double x) {
+float narrowed(const char* name, double x, const char* allowed = "a number that float32 can hold") {
   const auto result = static_cast<float>(x);
-  if (std::isinf(result) && std::isfinite(x)) fail_number(name, x, "a number that float32 can hold");
+  if (std::isinf(result) && std::isfinite(x)) fail_number(name, x, allowed);
   return result;
 }
 
@@ -230,12 +230,14 @@ void fill(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o, A
   if (o.softmax_scale) args.softmax_scale = narrowed("softmax_scale", *o.softmax_scale);
   args.softcap = narrowed("softcap", o.softcap);
   if (args.softcap == 0.f && o.softcap != 0.) fail_number("softcap", o.softcap, "0, or a number that float32 can hold");
-  args.dropout_p = narrowed("dropout_p", o.dropout_p);
+  constexpr const char* kProbability = "a number, 0 <= dropout_p < 1";
+  if (o.dropout_p < 0.) fail_number("dropout_p", o.dropout_p, kProbability);  // also one that float32 makes 0 of
+  args.dropout_p = narrowed("dropout_p", o.dropout_p, kProbability);
   if (args.dropout_p == 1.f && o.dropout_p < 1.) args.dropout_p = std::nextafter(1.f, 0.f);
   args.bias = view_if_given(kBias, o.bias);
   args.alibi_slopes = view_if_given(kAlibiSlopes, o.alibi_slopes);
   if (o.seed) {
-    if (o.seed->is_cuda() || o.seed->scalar_type() != ScalarType::Long || o.seed->numel() != 1)
+    if (!o.seed->is_cpu() || o.seed->scalar_type() != ScalarType::Long || o.seed->numel() != 1)
       fail("seed: another tensor; int64, one element, on cpu");
     args.seed = static_cast<std::uint64_t>(*static_cast<const std::int64_t*>(o.seed->data_ptr()));
   }

@@ -184,10 +184,7 @@ struct Call {
     const auto planned = plan(args, packed);
     if (args.q.device.type == DeviceType::kCUDA) return launch_on_gpu(planned);
     nb::gil_scoped_release released;
-    CpuWorkspace& workspace = CpuWorkspace::of_thread();
-    options.workspace = workspace.at_least(planned.workspace_size);
-    planned.launch(options);
-    workspace.trim();
+    launch_on_cpu(planned, options);
   }
 
  private:

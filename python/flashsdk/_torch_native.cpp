@@ -130,8 +130,10 @@ bool view_of(const at::Tensor& t, bool heads_first, TensorView& view) {
 // None is not given.
 bool view_if_given(const at::Tensor& t, TensorView& view) { return !t.defined() || view_of(t, false, view); }
 
-// What forward and backward share; false for what the core would not take. A float that float32 cannot hold has a
-// message of its own.
+[[noreturn]] void raise(const Failure& failure);
+
+// What forward and backward share but the seed; false for what the core would not take. A float that float32 cannot hold
+// has a message of its own.
 bool fill(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, AttentionArgs& args) {
   const bool h = p.heads_first;
   if (!view_of(q, h, args.q) || !view_of(k, h, args.k) || !view_of(v, h, args.v) ||
@@ -154,25 +156,51 @@ bool fill(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::
   args.softcap = static_cast<float>(p.softcap);
   args.dropout_p = static_cast<float>(p.dropout_p);
   if ((args.softcap == 0.f && p.softcap != 0.) || !std::isfinite(args.softcap)) return false;
-  if (!(p.dropout_p >= 0. && args.dropout_p < 1.f)) return false;
-  if (p.seed.defined()) args.seed = static_cast<std::uint64_t>(*p.seed.const_data_ptr<std::int64_t>());
+  if (!(p.dropout_p >= 0. && p.dropout_p < 1.)) return false;
+  if (args.dropout_p == 1.f) args.dropout_p = std::nextafter(1.f, 0.f);
   args.deterministic = p.deterministic;
   args.backend = p.backend;
   return true;
 }
 
-// Runs a call on the current stream of q's device.
+bool fill_seed(const Problem& p, AttentionArgs& args) {
+  if (p.dropout_p == 0.) return true;
+  const at::Tensor& seed = p.seed;  // hooks for saved tensors may have given back any
+  if (!seed.defined() || !seed.is_cpu() || seed.scalar_type() != at::kLong || seed.numel() != 1) return false;
+  args.seed = static_cast<std::uint64_t>(*seed.const_data_ptr<std::int64_t>());
+  return true;
+}
+
+// Of dropout that was given no seed: drawn from the CPU's generator on whatever device q is, so that nothing is waited
+// for. The way in Python draws as well: only once nothing but the core can refuse.
+void draw_seed(Problem& p) {
+  if (p.dropout_p == 0. || p.seed.defined()) return;
+  const auto options = at::TensorOptions().dtype(at::kLong).device(at::kCPU);
+  p.seed = at::randint(std::numeric_limits<std::int64_t>::max(), {1}, options);
+}
+
+// The stream on which PyTorch works now. It says with Python's errors why it does not know, which needs the GIL.
+bool current_stream(int device, void** stream) {
+  if (g_exchange == nullptr) return false;
+  const pybind11::gil_scoped_acquire gil;
+  if (g_exchange->current_work_stream(kDLCUDA, device, stream) == 0) return true;
+  PyErr_Clear();
+  return false;
+}
+
+bool stream_of(const at::Tensor& q, void** stream) { return !q.is_cuda() || current_stream(q.get_device(), stream); }
+
+// Runs a call on a stream of q's device.
 template <class Args>
 bool run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const Args& args, bool packed,
-         const at::Tensor& q) {
+         const at::Tensor& q, void* stream) {
   struct Scratch {
     const at::Tensor& like;
     at::Tensor memory;
   } scratch{q, {}};
   GpuOptions gpu;
   if (q.is_cuda()) {
-    if (g_exchange == nullptr) return false;
-    if (g_exchange->current_work_stream(kDLCUDA, q.get_device(), &gpu.stream) != 0) return false;
+    gpu.stream = stream;
     gpu.owner = &scratch;
     gpu.workspace = [](void* owner, std::size_t size) {
       auto& s = *static_cast<Scratch*>(owner);
@@ -186,11 +214,12 @@ bool run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const
 
 at::Tensor with_last_contiguous(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
-bool forward(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out,
+bool forward(Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out,
              at::Tensor& lse) {
   RECORD_FUNCTION(p.packed ? "flashsdk::mha_varlen_fwd" : "flashsdk::mha_fwd", std::vector<c10::IValue>({q, k, v}));
   ForwardArgs args;
-  if (!fill(p, q, k, v, args)) return false;
+  void* stream = nullptr;
+  if (!fill(p, q, k, v, args) || !stream_of(q, &stream)) return false;
   const at::AutoDispatchBelowADInplaceOrView below;
   const auto size = q.sizes();
   const auto lse_options = q.options().dtype(at::kFloat);
@@ -207,8 +236,10 @@ bool forward(const Problem& p, const at::Tensor& q, const at::Tensor& k, const a
     lse = at::empty({size[0], size[2], size[1]}, lse_options);
   }
   if (!view_of(out, p.heads_first, args.out) || !view_of(lse, false, args.lse)) return false;
+  draw_seed(p);
+  if (!fill_seed(p, args)) return false;
   const pybind11::gil_scoped_release released;
-  return run(g_core->forward, args, p.packed, q);
+  return run(g_core->forward, args, p.packed, q, stream);
 }
 
 // ---- the gradient
@@ -310,7 +341,7 @@ class AttentionBackward final : public Node {
     p.cu_seqlens_k = cu_seqlens_k;
     p.bias = bias;
     p.alibi_slopes = alibi_slopes;
-    p.seed = seed;
+    p.seed = p.dropout_p != 0. ? on_cpu(seed) : seed;
     at::Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(out);  // zeros: only lse is used
     const at::Tensor dlse = grads.size() > 1 ? grads[1] : at::Tensor();
     bool ordinary = unwatched() && plain(dout) && plain_or_none(dlse) && !recorded(dout, dlse, q, k, v, out, lse);
@@ -318,6 +349,13 @@ class AttentionBackward final : public Node {
     variable_list results(3);
     if (ordinary && run_backward(p, dout, dlse, x, results)) return results;
     return dispatch(p, dout, dlse, x);
+  }
+
+  // What a hook gave back for the seed. Of one on meta the operator would make gradients without a value.
+  static at::Tensor on_cpu(const at::Tensor& seed) {
+    if (!seed.defined() || seed.device().is_meta())
+      raise({"invalid_argument", "seed: another tensor; int64, one element, on cpu"});
+    return seed.device().is_cpu() ? seed : seed.to(at::kCPU);
   }
 
   // Uninitialised memory for the gradient of x. Heads first it has the order of x in memory, which is what views of a
@@ -335,7 +373,8 @@ class AttentionBackward final : public Node {
     const auto& [q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes, seed] = x;
     RECORD_FUNCTION(p.packed ? "flashsdk::mha_varlen_bwd" : "flashsdk::mha_bwd", std::vector<c10::IValue>({dout, q}));
     BackwardArgs args;
-    if (!fill(p, q, k, v, args)) return false;
+    void* stream = nullptr;
+    if (!fill(p, q, k, v, args) || !fill_seed(p, args) || !stream_of(q, &stream)) return false;
     const at::AutoDispatchBelowADInplaceOrView below;
     const bool h = p.heads_first;
     // Autograd's gradients are often expanded or transposed: that of out.sum() has strides 0.
@@ -346,7 +385,7 @@ class AttentionBackward final : public Node {
         !view_if_given(row_sums, args.dlse) || !view_of(gradients[0], h, args.dq) ||
         !view_of(gradients[1], h, args.dk) || !view_of(gradients[2], h, args.dv))
       return false;
-    return run(g_core->backward, args, p.packed, q);
+    return run(g_core->backward, args, p.packed, q, stream);
   }
 
   // The operator, for those who look on, for gradients that are recorded themselves, and for what the core refuses.
@@ -523,29 +562,28 @@ void autocast(std::array<at::Tensor, 3>& qkv) {
     if (x.is_floating_point() && x.scalar_type() != at::kDouble) x = x.to(dtype);
 }
 
-// The seed is drawn from the CPU's generator on whatever device q is, so that nothing is waited for.
-bool draw_seed(PyObject* given, Problem& p) {
-  std::uint64_t seed = 0;
-  if (given != nullptr && given != Py_None) {
-    if (!PyLong_CheckExact(given)) return false;
-    seed = PyLong_AsUnsignedLongLong(given);
-    if (seed == static_cast<std::uint64_t>(-1) && PyErr_Occurred() != nullptr) {
-      PyErr_Clear();
-      return false;
-    }
+bool read_seed(PyObject* given, Problem& p) {
+  if (given == Py_None) return true;
+  if (!PyLong_CheckExact(given)) return false;
+  const std::uint64_t seed = PyLong_AsUnsignedLongLong(given);
+  if (seed == static_cast<std::uint64_t>(-1) && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    return false;
   }
   if (p.dropout_p == 0.) return true;
   const auto options = at::TensorOptions().dtype(at::kLong).device(at::kCPU);
-  if (given == nullptr || given == Py_None) {
-    p.seed = at::randint(std::numeric_limits<std::int64_t>::max(), {1}, options);
-  } else {
-    p.seed = at::full({1}, static_cast<std::int64_t>(seed), options);
-  }
+  p.seed = at::full({1}, static_cast<std::int64_t>(seed), options);
   return true;
 }
 
-// nullptr where the call is not for this way.
-PyObject* attend(const Problem& p, std::array<at::Tensor, 3>& qkv, Return wanted) {
+pybind11::object wrapped(at::Tensor x) {
+  auto result = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(std::move(x)));
+  if (!result) throw python_error();
+  return result;
+}
+
+// nullptr, and no error set, where the call is not for this way.
+PyObject* attend(Problem& p, std::array<at::Tensor, 3>& qkv, Return wanted) {
   autocast(qkv);
   const auto& [q, k, v] = qkv;
   at::Tensor out, lse;
@@ -558,14 +596,19 @@ PyObject* attend(const Problem& p, std::array<at::Tensor, 3>& qkv, Return wanted
     if (lse_is_output) torch::autograd::set_history(lse, node);
     node->save(p, q, k, v, out, lse, lse_is_output);
   }
-  if (wanted == Return::kOut) return THPVariable_Wrap(std::move(out));
+  if (wanted == Return::kOut) return wrapped(std::move(out)).release().ptr();
   const int count = wanted == Return::kWithProbs ? 3 : 2;
   auto result = pybind11::reinterpret_steal<pybind11::object>(PyTuple_New(count));
   if (!result) throw python_error();
-  if (count == 3) PyTuple_SET_ITEM(result.ptr(), 2, THPVariable_Wrap(at::empty({0}, out.options())));
-  PyTuple_SET_ITEM(result.ptr(), 0, THPVariable_Wrap(std::move(out)));
-  PyTuple_SET_ITEM(result.ptr(), 1, THPVariable_Wrap(std::move(lse)));
+  if (count == 3) PyTuple_SET_ITEM(result.ptr(), 2, wrapped(at::empty({0}, out.options())).release().ptr());
+  PyTuple_SET_ITEM(result.ptr(), 0, wrapped(std::move(out)).release().ptr());
+  PyTuple_SET_ITEM(result.ptr(), 1, wrapped(std::move(lse)).release().ptr());
   return result.release().ptr();
+}
+
+[[noreturn]] void fail_count(const char* name, const char* expected, Py_ssize_t count) {
+  throw torch::TypeError(std::string(name) + "() takes " + expected + " arguments; " + std::to_string(count) +
+                         " were given");
 }
 
 using Function = PyObject* (*)(PyObject* const* given, Py_ssize_t count);
@@ -575,7 +618,7 @@ template <Function function>
 PyObject* guarded(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   PyObject* const result = unwatched() ? function(given, count) : nullptr;
-  if (result != nullptr) return result;
+  if (result != nullptr || PyErr_Occurred() != nullptr) return result;
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -583,6 +626,7 @@ PyObject* guarded(PyObject*, PyObject* const* given, Py_ssize_t count) {
 // (q, k, v, mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed, return_lse, deterministic, backend), and
 // the four of packed sequences behind them.
 PyObject* attention(PyObject* const* given, Py_ssize_t count) {
+  if (count != 13 && count != 17) fail_count("attention", "13 or 17", count);
   Problem p;
   std::array<at::Tensor, 3> qkv;
   bool return_lse;
@@ -590,18 +634,23 @@ PyObject* attention(PyObject* const* given, Py_ssize_t count) {
       !read_mask(given[3], p) || !read_constant(given[4], p.bias) || !read_constant(given[5], p.alibi_slopes) ||
       !read_scale(given[6], p) || !read_number(given[7], p.softcap) || !read_number(given[8], p.dropout_p) ||
       !read_flag(given[10], return_lse) || !read_deterministic(given[11], p.deterministic) ||
-      !read_backend(given[12], p.backend) || !draw_seed(given[9], p))
+      !read_backend(given[12], p.backend) || !read_seed(given[9], p))
     return nullptr;
   return attend(p, qkv, return_lse ? Return::kOutAndLse : Return::kOut);
 }
 
 // (q, k, v, None or the tuple of the four of packed sequences, dropout_p, softmax_scale, causal, window_size, softcap,
 // alibi_slopes, deterministic, return_attn_probs)
-PyObject* flash_attn(PyObject* const* given, Py_ssize_t) {
+PyObject* flash_attn(PyObject* const* given, Py_ssize_t count) {
+  if (count != 12) fail_count("flash_attn", "12", count);
   Problem p;
   std::array<at::Tensor, 3> qkv;
   bool causal, deterministic, return_probs;
-  if (given[3] != Py_None && !read_lengths(PySequence_Fast_ITEMS(given[3]), p)) return nullptr;
+  if (given[3] != Py_None) {
+    if (!PyTuple_CheckExact(given[3]) || PyTuple_GET_SIZE(given[3]) != 4)
+      throw torch::TypeError("flash_attn(): lengths are a tuple of four, or None");
+    if (!read_lengths(PySequence_Fast_ITEMS(given[3]), p)) return nullptr;
+  }
   if (!read_qkv(given, p.packed ? 3 : 4, qkv) || !read_number(given[4], p.dropout_p) || !read_scale(given[5], p) ||
       !read_flag(given[6], causal) || !read_number(given[8], p.softcap) || !read_constant(given[9], p.alibi_slopes) ||
       !read_flag(given[10], deterministic) || !read_flag(given[11], return_probs) ||
@@ -620,14 +669,14 @@ PyObject* flash_attn(PyObject* const* given, Py_ssize_t) {
   }
   if (p.softcap < 0.) p.softcap = 0.;
   read_deterministic(deterministic ? Py_True : Py_None, p.deterministic);
-  if (!draw_seed(nullptr, p)) return nullptr;
   for (at::Tensor& x : qkv) x = with_last_contiguous(x);
   return attend(p, qkv, return_probs ? Return::kWithProbs : Return::kOut);
 }
 
 // (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), each (batch, heads, seqlen, dim): what is to
 // be broadcast otherwise than attention itself does has to be expanded first.
-PyObject* scaled_dot_product_attention(PyObject* const* given, Py_ssize_t) {
+PyObject* scaled_dot_product_attention(PyObject* const* given, Py_ssize_t count) {
+  if (count != 8) fail_count("scaled_dot_product_attention", "8", count);
   Problem p;
   p.heads_first = true;
   std::array<at::Tensor, 3> qkv;
@@ -649,7 +698,6 @@ PyObject* scaled_dot_product_attention(PyObject* const* given, Py_ssize_t) {
     while (p.bias.dim() < 4) p.bias = p.bias.unsqueeze(0);
     if (p.bias.dim() > 4 || p.bias.stride(3) != 1) return nullptr;
   }
-  if (!draw_seed(nullptr, p)) return nullptr;
   for (at::Tensor& x : qkv) x = with_last_contiguous(x);
   return attend(p, qkv, Return::kOut);
 }
@@ -666,7 +714,7 @@ pybind11::object attribute(const char* module, const char* name) {
 }
 
 // flashsdk.Error, as PyTorch hands on what Python raised.
-void raise(const Failure& failure) {
+[[noreturn]] void raise(const Failure& failure) {
   const pybind11::gil_scoped_acquire gil;
   const pybind11::object type = attribute("flashsdk._errors", "Error");
   PyErr_SetObject(type.ptr(), type(failure.message, failure.code).ptr());
@@ -680,10 +728,7 @@ PyObject* register_operators(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   static bool done = false;
   if (!std::exchange(done, true)) {
-    const auto stream = [](int device, void** stream) {
-      return g_exchange != nullptr && g_exchange->current_work_stream(kDLCUDA, device, stream) == 0;
-    };
-    torch_ops::register_operators({g_core, stream, raise}, /*define=*/false);
+    torch_ops::register_operators({g_core, current_stream, raise}, /*define=*/false);
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -731,9 +776,14 @@ PyMODINIT_FUNC PyInit__torch_native() {
     py::find_others();
     return PyModule_Create(&definition);
   } catch (pybind11::error_already_set& e) {
-    e.restore();
-  } catch (const pybind11::import_error& e) {
-    e.set_error();
+    // flashsdk.torch does without, as it does where the module is not there.
+    if (e.matches(PyExc_ImportError) || !e.matches(PyExc_Exception)) {
+      e.restore();
+    } else {
+      pybind11::raise_from(e, PyExc_ImportError, "flashsdk._torch_native finds not what it needs");
+    }
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_ImportError, e.what());
   }
   return nullptr;
 }

@@ -45,6 +45,9 @@ def standard(q, k, v, causal):
 
 
 def main() -> None:
+    # PyTorch keeps its kernels, so that nobody may unload it.
+    command = ["readelf", "--dynamic", "--wide", sys.argv[1]]
+    assert "NODELETE" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
     torch.ops.load_library(sys.argv[1])
     assert not any(name.startswith("flashsdk") for name in sys.modules)
     torch.manual_seed(0)

@@ -64,6 +64,7 @@ BATCHES = {
     "softcap and scale": attention(softcap=3.0, softmax_scale=0.4),
     "integers for numbers": attention(softcap=3, softmax_scale=1),
     "dropout": attention(dropout_p=0.3),
+    "dropout of nearly all": attention(dropout_p=1 - 1e-12),
     "dropout of a seed": attention(dropout_p=0.3, seed=2**64 - 1, return_lse=True),
     "deterministic, on a backend": attention(deterministic=True, backend="cpu"),
     "flash_attn": flash(),
@@ -164,6 +165,31 @@ def test_takes_autocast(monkeypatch, dtype):
     assert all(map(torch.equal, native, python))
 
 
+@needs_native
+@pytest.mark.parametrize(
+    "call, inputs",
+    [
+        (attention(dropout_p=0.3, softcap=1e-300), qkv()),
+        (flash(dropout_p=0.3, softmax_scale=1e300), qkv()),
+        (sdpa(dropout_p=0.3, scale=1e300), heads_first(qkv())),
+        (attention(dropout_p=1.5), qkv()),
+    ],
+    ids=["attention", "flash_attn", "sdpa", "probability"],
+)
+def test_leaves_the_generator_to_python(monkeypatch, call, inputs):
+    """With a call that it does not take: the next one draws the same either way."""
+
+    def state():
+        torch.manual_seed(7)
+        with pytest.raises(fs.Error):
+            call(*inputs)
+        return torch.get_rng_state()
+
+    native = state()
+    in_python(monkeypatch)
+    assert torch.equal(native, state())
+
+
 class Wrapper(torch.Tensor):
     """A subclass that looks at functions."""
 
@@ -192,6 +218,41 @@ def test_leaves_the_rest_to_python(monkeypatch, call):
     no_way_in_python(monkeypatch)
     with pytest.raises(AssertionError, match="the way in Python"):
         call(*inputs)
+
+
+@needs_native
+def test_an_error_is_no_call_for_python():
+    """It arrives as it is: None and an error at once would be a SystemError."""
+    band = fs.SlidingWindow(9, 3)
+    object.__delattr__(band, "left")
+    q, k, v = qkv()
+    with pytest.raises(AttributeError, match="left"):
+        _torch_eager.native.attention(
+            *(q, k, v, band, None, None, None, 0.0, 0.0, None, False, None, None)
+        )
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "name, counts",
+    [("attention", (13, 17)), ("flash_attn", (12,)), ("scaled_dot_product_attention", (8,))],
+)
+def test_entries_count_their_arguments(name, counts):
+    entry = getattr(_torch_eager.native, name)
+    for n in range(20):
+        if n in counts:
+            assert entry(*[None] * n) is None
+        else:
+            with pytest.raises(TypeError, match=rf"{name}\(\) takes .* arguments; {n} were given"):
+                entry(*[None] * n)
+
+
+@needs_native
+@pytest.mark.parametrize("lengths", [(), LENGTHS[:3], [*LENGTHS], (*LENGTHS, 1), 3])
+def test_flash_attn_takes_a_tuple_of_four(lengths):
+    rest = 0.0, None, False, (-1, -1), 0.0, None, False, False
+    with pytest.raises(TypeError, match="a tuple of four"):
+        _torch_eager.native.flash_attn(*(x[0] for x in qkv()), lengths, *rest)
 
 
 class Watching(TorchDispatchMode):
@@ -236,6 +297,43 @@ def test_hooks_leave_no_second_derivative():
     with pytest.raises(fs.Error, match="create_graph: True"):
         (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         gradient.sum().backward()
+
+
+def seeds_are(change):
+    """Hooks that give back another tensor for the seed."""
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x, lambda x: change(x) if x.dtype == torch.int64 else x
+    )
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x[:0], lambda x: x.repeat(2), lambda x: x.to("meta"), lambda x: x.float()],
+    ids=["empty", "two", "meta", "float"],
+)
+@pytest.mark.parametrize("watch", [contextlib.nullcontext, Watching])
+def test_a_seed_that_hooks_changed_is_refused(change, watch):
+    for call, inputs in ((attention(dropout_p=0.3), qkv()), (sdpa(dropout_p=0.3), GROUPED)):
+        q, k, v = with_gradients(inputs[:1] * 3)
+        with seeds_are(change):
+            out = call(q, k, v)
+        with watch(), pytest.raises(fs.Error, match="seed: another tensor; int64, one element"):
+            out.sum().backward()
+
+
+@needs_native
+def test_a_seed_that_hooks_copied_is_taken():
+    inputs = with_gradients(qkv())
+    call = attention(dropout_p=0.3, seed=2**64 - 5)
+    want = torch.autograd.grad(call(*inputs).square().sum(), inputs)
+    with seeds_are(lambda x: x.repeat(3)[1]):
+        loss = call(*inputs).square().sum()
+    assert all(map(torch.equal, torch.autograd.grad(loss, inputs), want))
+    if torch.cuda.is_available():
+        with seeds_are(torch.Tensor.cuda):
+            loss = call(*inputs).square().sum()
+        assert all(map(torch.equal, torch.autograd.grad(loss, inputs), want))
 
 
 COMPILED = {
@@ -301,6 +399,9 @@ REFUSED = {
     "softmax_scale: 1e+300; a number that float32 can hold": {"softmax_scale": 1e300},
     "softcap: 1e-300; 0, or a number that float32 can hold": {"softcap": 1e-300},
     "dropout_p: 1; 0 <= dropout_p < 1": {"dropout_p": 1.0},
+    "dropout_p: -1e-300; a number, 0 <= dropout_p < 1": {"dropout_p": -1e-300},
+    "dropout_p: -0.5; a number, 0 <= dropout_p < 1": {"dropout_p": -0.5},
+    "dropout_p: 1e+300; a number, 0 <= dropout_p < 1": {"dropout_p": 1e300},
     "backend: sm90; cpu, as q is on cpu": {"backend": "sm90"},
 }
 
@@ -382,6 +483,20 @@ def test_is_for_one_pytorch_and_can_be_turned_off():
     done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True)
     message = f"ImportError: flashsdk._torch_native is for PyTorch {torch.__version__}; "
     assert done.stderr.splitlines()[-1] == f"{message}here is 2.11.0"
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "change", ["del _bindings.core_api", "_bindings.core_api = 3", "_bindings.core_api = foreign"]
+)
+def test_is_not_there_without_the_core(change):
+    """Such as beside an extension of another build: the way in Python is taken."""
+    other = "from datetime import datetime_CAPI as foreign; from flashsdk import _bindings; "
+    assert which(other + change) == ["InPython", "True"]
+    line = f"{other}{change}; import torch; from flashsdk import _torch_native"
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True)
+    want = "ImportError: flashsdk._torch_native finds not what it needs"
+    assert done.stderr.splitlines()[-1] == want
 
 
 @needs_native
