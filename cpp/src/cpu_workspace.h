@@ -21,7 +21,7 @@ class CpuWorkspace {
   ~CpuWorkspace() { std::free(data_); }
 
   Workspace at_least(std::size_t size) {
-    used_ = size;
+    used_ = 0;  // nothing to lend, should there be no memory
     if (size > size_) {
       std::free(data_);
       size_ = (size + kAlignment - 1) / kAlignment * kAlignment;
@@ -31,11 +31,12 @@ class CpuWorkspace {
         fail("workspace", "no memory for " + std::to_string(size) + " bytes", "less is free", ErrorCode::kRuntime);
       }
     }
+    used_ = size;
     return {data_, size_};
   }
   // What the call used beyond kMostKept is lent back: the system takes pages of it when memory is short, and until then
-  // the next call finds them. To get them anew costs a fault a page, which short sequences take twice the time for. What
-  // a call did not touch has been lent by the one before.
+  // the next call finds them. To get them anew costs a fault a page, which short sequences take twice the time for.
+  // What a call did not touch has been lent by the one before.
   void trim() {
     if (used_ <= kMostKept) return;
     const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE)),

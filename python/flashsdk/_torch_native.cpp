@@ -132,8 +132,8 @@ bool view_if_given(const at::Tensor& t, TensorView& view) { return !t.defined() 
 
 [[noreturn]] void raise(const Failure& failure);
 
-// What forward and backward share but the seed; false for what the core would not take. A float that float32 cannot hold
-// has a message of its own.
+// What forward and backward share but the seed; false for what the core would not take. A float that float32 cannot
+// hold has a message of its own.
 bool fill(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, AttentionArgs& args) {
   const bool h = p.heads_first;
   if (!view_of(q, h, args.q) || !view_of(k, h, args.k) || !view_of(v, h, args.v) ||

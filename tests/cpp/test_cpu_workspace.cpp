@@ -54,5 +54,15 @@ TEST(CpuWorkspace, IsTrimmedHoweverALaunchEnds) {
   }
 }
 
+#if !defined(__SANITIZE_ADDRESS__)  // which ends a program that asks for so much
+TEST(CpuWorkspace, LendsNothingWhereThereIsNoMemory) {
+  launch_on_cpu(Launch{std::size_t{96} << 20, false, {}}, {});
+  EXPECT_THROW(launch_on_cpu(Launch{std::size_t{1} << 60, false, {}}, {}), Error);
+  const Launch again{std::size_t{96} << 20, false, {}};
+  launch_on_cpu(again, {});
+  EXPECT_NE(again.seen.data, nullptr);
+}
+#endif
+
 }  // namespace
 }  // namespace flashsdk::testing
