@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,14 @@ def test_extra_memory_is_linear(dtype, kind):
     assert used["backward"] < tiles + 3 * seqlen * (64 * 4 + 8)
 
 
+def told_by(program: str) -> dict[str, Any]:
+    """The JSON that a program of its own process prints."""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 # dq alone is 4 to 16 floats a query, by the instruction set, and everything else one: 112 MiB and
 # more.
 LARGE = """
@@ -94,11 +103,7 @@ print(json.dumps({"faults": faults, "lazy": sum(lazy) if lazy else None}))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_large_workspace_is_found_again_and_lent_to_the_system():
     """Without a fault a page in each call, and beyond 64 MiB for the system to take."""
-    done = subprocess.run(
-        [sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = told_by(LARGE)
     if found["lazy"] is None:
         pytest.skip("this system does not tell what it may take")
     assert found["faults"][-1] <= max(found["faults"][0] / 10, 50)  # few where pages are huge
@@ -135,11 +140,7 @@ print(json.dumps({"before": before, "after": small()}))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what is lent is Linux's")
 def test_a_small_call_does_not_pay_for_a_large_one():
-    done = subprocess.run(
-        [sys.executable, "-c", SMALL_AFTER_LARGE], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = told_by(SMALL_AFTER_LARGE)
     assert found["after"] < 3 * found["before"] + 20
 
 
