@@ -1,4 +1,5 @@
-// The core for libraries beside it that do not link it: a table of functions, through which no exception passes.
+// The core for libraries beside it that do not link it: a table of functions. An Error comes back as a Failure; other
+// exceptions, such as those of a caller's workspace, pass.
 #pragma once
 
 #include <cstddef>
