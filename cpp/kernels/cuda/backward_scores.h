@@ -16,6 +16,46 @@ __device__ __forceinline__ auto rows_of_queries(const float* rows, const Coordin
   return [rows, at](int j) { return *reinterpret_cast<const float2*>(rows + cute::get<1>(at(0, j))); };
 }
 
+// The same, of which those of the first kColumns columns are read when it is made: under products that run, so that
+// nothing waits for shared memory later (docs/sm90-backward.md, version 21).
+template <int kColumns, class Coordinates>
+class HeldRows {
+ public:
+  __device__ __forceinline__ HeldRows(const float* rows, const Coordinates& at) : rows_(rows), at_(at) {
+    const int first = cute::get<1>(at(0, 0));
+    const std::uint32_t address = cute::cast_smem_ptr_to_uint(rows + first);
+    CUTE_UNROLL
+    for (int j = 0; j < kColumns; j += 2) {
+      asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(pairs_[j / 2].x), "=f"(pairs_[j / 2].y)
+                   : "r"(address + static_cast<std::uint32_t>((cute::get<1>(at(0, j)) - first) * sizeof(float))));
+    }
+  }
+  __device__ __forceinline__ float2 operator()(int j) const {
+    return j < kColumns ? pairs_[j / 2] : rows_of_queries(rows_, at_)(j);
+  }
+
+ private:
+  const float* rows_;
+  Coordinates at_;
+  float2 pairs_[kColumns / 2];
+};
+
+// The tops of a tile's rows, where it is marked (cuda/backward_workspace.h). That it is marked is read at once, where
+// they are when it is asked for: most tiles are not, and it takes no registers in between.
+class TopOfTile {
+ public:
+  TopOfTile() = default;
+  __device__ __forceinline__ explicit TopOfTile(const float* const& place)
+      : place_(&place), marked_(place != nullptr) {}
+  __device__ __forceinline__ bool marked() const { return marked_; }
+  __device__ __forceinline__ const float* rows() const { return *place_; }
+
+ private:
+  const float* const* place_ = nullptr;
+  bool marked_ = false;
+};
+
 // Matrices are (keys, queries) views of a thread's accumulators, `at` the (row, column) of their elements in the tile,
 // lse_log2 and minus_delta give the values of its queries. kWholeCalls: see for_each_kept_transposed().
 template <int kBlockM, int kBlockN, class Policy, Features kFeatures, bool kWholeCalls = false>
@@ -45,28 +85,35 @@ class BackwardScores {
   using Alibi = AlibiAlone<kFeatures>;
   __device__ Alibi alibi(int head) const { return Alibi(p_.score, seq_, batch_, head); }
 
-  // Of a marked tile (cuda/backward_workspace.h), else null. A reference to where it is in shared memory: read where it
-  // is asked for, it takes no registers in between.
-  using TopOfTile = const float* const&;
-
-  // Scores become probabilities, kept ones or not. addend: of a kernel in which nothing else changes scores, alibi() or
-  // a tile of the bias.
+  // Scores become probabilities, kept ones or not; hide() then makes 0 what the mask hides. addend: of a kernel in
+  // which nothing else changes scores, alibi() or a tile of the bias.
   template <class Scores, class Coordinates, class Rows, class Addend = Alibi>
-  __device__ void probabilities(Scores&& s, const Coordinates& at, int head, TileRef tile, const Rows& lse_log2,
-                                TopOfTile top, const Addend& addend = {}) const {
+  __device__ void exponentials(Scores&& s, const Coordinates& at, TileRef tile, const Rows& lse_log2,
+                               const TopOfTile& top, const Addend& addend = {}) const {
     if constexpr (has_bias_alone(kFeatures))
       addend.add(s, in_sequence(at, tile), p_.score.softmax_scale);
     else if constexpr (kFeatures == Features::kAlibi)
       addend.add(s, in_sequence(at, tile));
-    branch_if(top != nullptr, [&] {
+    branch_if(top.marked(), [&] {
       const float unit = unit_of_scores();
-      for_each_loaded(s, at, top, [&](float& x, float row_top) { x = lowered(x, row_top, unit); });
+      for_each_loaded(s, at, top.rows(), [&](float& x, float row_top) { x = lowered(x, row_top, unit); });
     });
     for_each_pair(s, lse_log2, [&](int, int, float& x, float row_lse) { x = exp2_approx(fmaf(x, scale_, -row_lse)); });
+  }
+  template <class Probabilities, class Coordinates>
+  __device__ void hide(Probabilities&& s, const Coordinates& at, int head, TileRef tile) const {
     branch_if(tile.partial || keys_end_here_, [&] {
       Policy policy(p_.mask, seq_, batch_, head);
       mask_tile<true>(s, at, policy, tile.partial, tile.index * kBlockM, n0_, seq_.seqlen_k, 0.f);
     });
+  }
+
+  // Both.
+  template <class Scores, class Coordinates, class Rows, class Addend = Alibi>
+  __device__ void probabilities(Scores&& s, const Coordinates& at, int head, TileRef tile, const Rows& lse_log2,
+                                const TopOfTile& top, const Addend& addend = {}) const {
+    exponentials(s, at, tile, lse_log2, top, addend);
+    hide(s, at, head, tile);
   }
 
   template <class Probabilities, class Gradients, class Rows>
@@ -126,7 +173,7 @@ class BackwardScores {
   // Both steps, with the features. Returns what dropout keeps, to be applied to the P that weighs dO.
   template <class Scores, class Gradients, class Coordinates, class LseRows, class DeltaRows, class BiasTile>
   __device__ auto featured(Scores&& s, Gradients&& dp, const Coordinates& at, int head, TileRef tile,
-                           const LseRows& lse_log2, const DeltaRows& minus_delta, TopOfTile top,
+                           const LseRows& lse_log2, const DeltaRows& minus_delta, const TopOfTile& top,
                            const BiasTile& bias) const {
     const auto kept = drop_and_keep(dp, at, head, tile);
     for_each_pair(dp, minus_delta, [&](int, int, float& x, float row) { x = fmaf(x, dropout_scale_, row); });
@@ -140,7 +187,7 @@ class BackwardScores {
   // units of 1 / kFactorOne. Returns what dropout keeps.
   template <class Scores, class Factor, class Coordinates, class Rows>
   __device__ auto featured_probabilities(Scores&& s, Factor&& factor, const Coordinates& at, int head, TileRef tile,
-                                         const Rows& lse_log2, TopOfTile top) const {
+                                         const Rows& lse_log2, const TopOfTile& top) const {
     const auto kept = drop_and_keep(factor, at, head, tile);
     for_each_element(factor, [](int, int, float& x) { x = kFactorOne; });
     modify(s, factor, at, head, tile, top, NoBiasTile());
@@ -165,7 +212,7 @@ class BackwardScores {
       ScoreFeatures(p_.score, seq_, batch_, head).add_bias(s, in_sequence(at, tile), p_.score.softmax_scale);
     } else {
       auto unused = cute::make_tensor_like(s);
-      modify(s, unused, at, head, tile, nullptr, NoBiasTile());
+      modify(s, unused, at, head, tile, TopOfTile(), NoBiasTile());
       if constexpr (kFeatures == Features::kAlibi) alibi(head).add(s, in_sequence(at, tile));
     }
     for_each_element(s, [&](int, int, float& x) { x *= sign(); });
@@ -223,12 +270,12 @@ class BackwardScores {
   }
   // Softcap, bias and ALiBi, and the derivative.
   template <class Scores, class Gradients, class Coordinates, class BiasTile>
-  __device__ void modify(Scores& s, Gradients& dp, const Coordinates& at, int head, TileRef tile, TopOfTile top,
-                         const BiasTile& bias) const {
+  __device__ void modify(Scores& s, Gradients& dp, const Coordinates& at, int head, TileRef tile,
+                         const TopOfTile& top, const BiasTile& bias) const {
     if constexpr (caps_scores(kFeatures)) {
       branch_if(modified_, [&] {
-        if (top != nullptr) {  // a NaN that does not count would get into the derivative
-          for_each_loaded(s, at, top, [](float& x, float row_top) { x = row_top == INFINITY ? 0.f : x; });
+        if (top.marked()) {  // a NaN that does not count would get into the derivative
+          for_each_loaded(s, at, top.rows(), [](float& x, float row_top) { x = row_top == INFINITY ? 0.f : x; });
         }
         ScoreFeatures features(p_.score, seq_, batch_, head);
         if constexpr (has_bias(kFeatures))

@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     float* rows = smem_rows + stage * Traits::kRowWords;
     const auto lse_log2 = cuda::rows_of_queries(rows, at);
     const auto minus_delta = cuda::rows_of_queries(rows + kLseWords, at);
-    const float* const& top = cuda::mark_of(rows, kBlockM);
-    cuda::branch_if(top != nullptr,
+    const cuda::TopOfTile top(cuda::mark_of(rows, kBlockM));
+    cuda::branch_if(top.marked(),
                     [&] { clear_blind_queries<Traits>(row_major(q, SmemQ{}), row_major(dout, SmemQ{}), rows); });
 
     auto acc_s = cute::partition_fragment_C(mma_scores, Shape<Int<kBlockN>, Int<kBlockM>>{});

@@ -31,6 +31,8 @@ class BackwardWarpgroup {
   // Where K comes ahead, V is what a key tile waits for: only before its first dP, and it is released after the last.
   // Packed calls wait at once, as they clear its tail.
   static constexpr bool kLateV = Traits::kKeysAhead && !kPacked;
+  // Of a thread's queries, those whose lse and delta are read ahead, into as many registers.
+  static constexpr int kHeldColumns = 16;
   template <class Layout>
   using RowMajor = typename Layout::RowMajor;
 
@@ -60,6 +62,7 @@ class BackwardWarpgroup {
       const Scores scores(p_, seq, work.tile);
       bool last = step<true>(scores, seq, acc_dk, acc_dv);
       while (!last) last = step<false>(scores, seq, acc_dk, acc_dv);
+      publish_dq();
       if (!Traits::kKeysAhead) release_v();
       start_dq(acc_dq);
       cute::warpgroup_wait<0>();
@@ -83,6 +86,8 @@ class BackwardWarpgroup {
     const auto use = RingState<kStages>::after(steps_);
     const int stage = use.stage;
     smem_.full_q.wait_full(use);
+    const cuda::TopOfTile top(cuda::mark_of(smem_.lse_log2[stage], kBlockM));
+    const BackwardStep step = smem_.step[stage];
     // Packed: before the scores, which then need not be lowered. Not so elsewhere, where the first product would wait
     // for what is read here, and rows behind the end are zeros anyway.
     if constexpr (kPacked) {
@@ -92,10 +97,11 @@ class BackwardWarpgroup {
       }
     }
 
+    const int wg = cuda::opaque(warpgroup_);
     auto k = cute::local_tile(smem_tensor<RowMajor<typename Traits::SmemK>>(smem_.k)(cute::_, cute::_, key_buffer()),
-                              Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimQ>>{}, cute::make_coord(warpgroup_, 0));
+                              Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimQ>>{}, cute::make_coord(wg, 0));
     auto v = cute::local_tile(smem_tensor<RowMajor<typename Traits::SmemV>>(smem_.v)(cute::_, cute::_, 0),
-                              Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimV>>{}, cute::make_coord(warpgroup_, 0));
+                              Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimV>>{}, cute::make_coord(wg, 0));
     auto q = smem_tensor<RowMajor<typename Traits::SmemQ>>(smem_.q)(cute::_, cute::_, stage);
     auto dout = smem_tensor<RowMajor<typename Traits::SmemDo>>(smem_.dout)(cute::_, cute::_, stage);
     auto dout_t = smem_tensor<typename Traits::SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, stage);
@@ -103,18 +109,16 @@ class BackwardWarpgroup {
     auto acc_s = accumulator<MmaScores, kBlockM>();
     auto acc_dp = accumulator<MmaScores, kBlockM>();
     start_gemm<MmaScores>(operand_a<MmaScores>(k), operand_b<MmaScores>(q), acc_s, false);
+    if constexpr (!kFirst) publish_dq();
 
-    const BackwardStep step = smem_.step[stage];
     const ScoreUse score_use = RingState<Traits::kScoreBuffers>::after(steps_);
     const auto bias = load_bias(scores, seq, step, score_use);
     const TileRef tile{step.m_block, step.partial};
     const auto at = coordinates();
-    const auto lse_log2 = cuda::rows_of_queries(smem_.lse_log2[stage], at);
-    const auto minus_delta = cuda::rows_of_queries(smem_.minus_delta[stage], at);
+    const auto lse_log2 = rows(smem_.lse_log2[stage], at);
     smem_.full_do.wait_full(use);
-    const float* const& top = cuda::mark_of(smem_.lse_log2[stage], kBlockM);
     // The scores of these rows, which are being computed, do not count.
-    if (!kPacked && top != nullptr) clear_blind_queries<Traits, kPacked>(smem_, stage, stage, warpgroup_);
+    if (!kPacked && top.marked()) clear_blind_queries<Traits, kPacked>(smem_, stage, stage, warpgroup_);
     if constexpr (kFirst && kLateV) wait_v();
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
     if constexpr (kDraws) draw(scores, step);
@@ -127,9 +131,11 @@ class BackwardWarpgroup {
     cute::warpgroup_wait<1>();
     finished(acc_s);
     if constexpr (kBias)
-      scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top, bias);
+      scores.exponentials(as_matrix(acc_s), at, tile, lse_log2, top, bias);
     else if constexpr (!kCaps)
-      scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top, alibi);
+      scores.exponentials(as_matrix(acc_s), at, tile, lse_log2, top, alibi);
+    const auto minus_delta = rows(smem_.minus_delta[stage], at);
+    if constexpr (!kCaps) scores.hide(as_matrix(acc_s), at, step.head, tile);
     cute::warpgroup_wait<0>();
     finished(acc_dp);
     if (Traits::kKeysAhead && step.last) release_v();
@@ -167,7 +173,6 @@ class BackwardWarpgroup {
     cute::warpgroup_wait<0>();
     finished(acc_dk);
     smem_.full_q.release(use, thread_);
-    if constexpr (!kFirst) publish_dq();
     ++steps_;
     return step.last;
   }
@@ -223,7 +228,7 @@ class BackwardWarpgroup {
     const ScoreUse use = RingState<Traits::kScoreBuffers>::after(steps_ - 1);
     auto k_t = cute::local_tile(
         smem_tensor<typename Traits::SmemK::Transposed>(smem_.k)(cute::_, cute::_, key_buffer()),
-        Shape<Int<kWarpgroupRows>, Int<kBlockN>>{}, cute::make_coord(warpgroup_ % Traits::kDqRowPieces, 0));
+        Shape<Int<kWarpgroupRows>, Int<kBlockN>>{}, cute::make_coord(cuda::opaque(warpgroup_) % Traits::kDqRowPieces, 0));
     auto ds = cute::local_tile(
         smem_tensor<RowMajor<typename Traits::SmemScores>>(smem_.ds)(cute::_, cute::_, use.stage),
         Shape<Int<Traits::kDqColumns>, Int<kBlockN>>{}, cute::make_coord(warpgroup_ / Traits::kDqRowPieces, 0));
@@ -231,14 +236,17 @@ class BackwardWarpgroup {
     start_gemm<MmaDq>(operand_a<MmaDq>(k_t), operand_b<MmaDq>(ds), acc_dq, false);
   }
 
-  // Once it is finished(): hands dQ, in the order of its registers, to the warp that adds it. What else there is
-  // to do goes between the two halves, as the second waits for the stores of the first.
+  // Once it is finished(): hands dQ, in the order of its registers, to the warp that adds it. The second half waits for
+  // the stores of the first, so it goes behind the start of the next step's first product.
   template <class Accumulator>
   __device__ __forceinline__ void store_dq(Accumulator& acc_dq) {
     smem_.full_ds.release(RingState<Traits::kScoreBuffers>::after(steps_ - 1), thread_);
     sm90::store_dq(smem_.dq[warpgroup_], smem_.full_dq[warpgroup_], dq_tiles_, acc_dq, thread_);
+    dq_is_stored_ = true;
   }
   __device__ __forceinline__ void publish_dq() {
+    if (!dq_is_stored_) return;
+    dq_is_stored_ = false;
     publish(smem_.full_dq[warpgroup_], RingState<Traits::kDqPieces>::after(dq_tiles_++), thread_);
   }
 
@@ -253,6 +261,14 @@ class BackwardWarpgroup {
   __device__ __forceinline__ void release_v() { smem_.full_v.release(RingState<1>::after(key_tiles_), thread_); }
   __device__ int key_buffer() const { return key_tiles_ % Traits::kKeyBuffers; }
 
+  template <class Coordinates>
+  __device__ __forceinline__ static auto rows(const float* of_queries, const Coordinates& at) {
+    if constexpr (!kCaps)
+      return cuda::HeldRows<kHeldColumns, Coordinates>(of_queries, at);
+    else
+      return cuda::rows_of_queries(of_queries, at);
+  }
+
   // Of the scores, (key, query) in the thread block's tile.
   __device__ auto coordinates() const {
     auto c = cute::make_identity_tensor(Shape<Int<kBlockN>, Int<kBlockM>>{});
@@ -264,6 +280,7 @@ class BackwardWarpgroup {
   Smem& smem_;
   int warpgroup_, thread_;
   unsigned steps_ = 0, key_tiles_ = 0, dq_tiles_ = 0;  // so far
+  bool dq_is_stored_ = false;  // and not published
 };
 
 }  // namespace flashsdk::sm90

@@ -105,8 +105,8 @@ class WideBackwardWarpgroup {
     else
       return 0;  // known to the warps that add
   }
-  __device__ __forceinline__ const float* const& top_of(const Use& use) {
-    return cuda::mark_of(smem_.lse_log2[use.q.stage], kBlockM);
+  __device__ __forceinline__ cuda::TopOfTile top_of(const Use& use) {
+    return cuda::TopOfTile(cuda::mark_of(smem_.lse_log2[use.q.stage], kBlockM));
   }
 
   // The first warpgroup: P, dV, and its pieces of dQ of the step before, when the second has surely come to its dS.
