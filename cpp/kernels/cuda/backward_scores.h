@@ -17,7 +17,7 @@ __device__ __forceinline__ auto rows_of_queries(const float* rows, const Coordin
 }
 
 // The same, of which those of the first kColumns columns are read when it is made: under products that run, so that
-// nothing waits for shared memory later (docs/sm90-backward.md, version 21).
+// nothing waits for shared memory later (docs/sm90-backward.md, "Latencies").
 template <int kColumns, class Coordinates>
 class HeldRows {
  public:
@@ -270,8 +270,8 @@ class BackwardScores {
   }
   // Softcap, bias and ALiBi, and the derivative.
   template <class Scores, class Gradients, class Coordinates, class BiasTile>
-  __device__ void modify(Scores& s, Gradients& dp, const Coordinates& at, int head, TileRef tile,
-                         const TopOfTile& top, const BiasTile& bias) const {
+  __device__ void modify(Scores& s, Gradients& dp, const Coordinates& at, int head, TileRef tile, const TopOfTile& top,
+                         const BiasTile& bias) const {
     if constexpr (caps_scores(kFeatures)) {
       branch_if(modified_, [&] {
         if (top.marked()) {  // a NaN that does not count would get into the derivative

@@ -31,8 +31,10 @@ class BackwardWarpgroup {
   // Where K comes ahead, V is what a key tile waits for: only before its first dP, and it is released after the last.
   // Packed calls wait at once, as they clear its tail.
   static constexpr bool kLateV = Traits::kKeysAhead && !kPacked;
-  // Of a thread's queries, those whose lse and delta are read ahead, into as many registers.
-  static constexpr int kHeldColumns = 16;
+  // A load from shared memory takes some 140 cycles here, as the products keep it busy. So what a step needs is read
+  // ahead, under products, and what waits for stores goes there too. Kernels with features have no registers for it.
+  static constexpr bool kReadsAhead = kFeatures == cuda::Features::kNone;
+  static constexpr int kHeldColumns = 16;  // queries of a thread whose lse and delta are then in registers
   template <class Layout>
   using RowMajor = typename Layout::RowMajor;
 
@@ -87,7 +89,8 @@ class BackwardWarpgroup {
     const int stage = use.stage;
     smem_.full_q.wait_full(use);
     const cuda::TopOfTile top(cuda::mark_of(smem_.lse_log2[stage], kBlockM));
-    const BackwardStep step = smem_.step[stage];
+    BackwardStep step;
+    if constexpr (kReadsAhead) step = smem_.step[stage];
     // Packed: before the scores, which then need not be lowered. Not so elsewhere, where the first product would wait
     // for what is read here, and rows behind the end are zeros anyway.
     if constexpr (kPacked) {
@@ -97,11 +100,12 @@ class BackwardWarpgroup {
       }
     }
 
-    const int wg = cuda::opaque(warpgroup_);
+    // Anew each step: descriptors kept ahead of the loop are spilled, and loaded again by all warps.
+    const int warpgroup = cuda::opaque(warpgroup_);
     auto k = cute::local_tile(smem_tensor<RowMajor<typename Traits::SmemK>>(smem_.k)(cute::_, cute::_, key_buffer()),
-                              Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimQ>>{}, cute::make_coord(wg, 0));
+                              Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimQ>>{}, cute::make_coord(warpgroup, 0));
     auto v = cute::local_tile(smem_tensor<RowMajor<typename Traits::SmemV>>(smem_.v)(cute::_, cute::_, 0),
-                              Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimV>>{}, cute::make_coord(wg, 0));
+                              Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDimV>>{}, cute::make_coord(warpgroup, 0));
     auto q = smem_tensor<RowMajor<typename Traits::SmemQ>>(smem_.q)(cute::_, cute::_, stage);
     auto dout = smem_tensor<RowMajor<typename Traits::SmemDo>>(smem_.dout)(cute::_, cute::_, stage);
     auto dout_t = smem_tensor<typename Traits::SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, stage);
@@ -109,7 +113,8 @@ class BackwardWarpgroup {
     auto acc_s = accumulator<MmaScores, kBlockM>();
     auto acc_dp = accumulator<MmaScores, kBlockM>();
     start_gemm<MmaScores>(operand_a<MmaScores>(k), operand_b<MmaScores>(q), acc_s, false);
-    if constexpr (!kFirst) publish_dq();
+    if constexpr (kReadsAhead && !kFirst) publish_dq();
+    if constexpr (!kReadsAhead) step = smem_.step[stage];
 
     const ScoreUse score_use = RingState<Traits::kScoreBuffers>::after(steps_);
     const auto bias = load_bias(scores, seq, step, score_use);
@@ -173,6 +178,7 @@ class BackwardWarpgroup {
     cute::warpgroup_wait<0>();
     finished(acc_dk);
     smem_.full_q.release(use, thread_);
+    if constexpr (!kReadsAhead && !kFirst) publish_dq();
     ++steps_;
     return step.last;
   }
@@ -226,9 +232,10 @@ class BackwardWarpgroup {
   template <class Accumulator>
   __device__ __forceinline__ void start_dq(Accumulator& acc_dq) {
     const ScoreUse use = RingState<Traits::kScoreBuffers>::after(steps_ - 1);
-    auto k_t = cute::local_tile(
-        smem_tensor<typename Traits::SmemK::Transposed>(smem_.k)(cute::_, cute::_, key_buffer()),
-        Shape<Int<kWarpgroupRows>, Int<kBlockN>>{}, cute::make_coord(cuda::opaque(warpgroup_) % Traits::kDqRowPieces, 0));
+    auto k_t =
+        cute::local_tile(smem_tensor<typename Traits::SmemK::Transposed>(smem_.k)(cute::_, cute::_, key_buffer()),
+                         Shape<Int<kWarpgroupRows>, Int<kBlockN>>{},
+                         cute::make_coord(cuda::opaque(warpgroup_) % Traits::kDqRowPieces, 0));
     auto ds = cute::local_tile(
         smem_tensor<RowMajor<typename Traits::SmemScores>>(smem_.ds)(cute::_, cute::_, use.stage),
         Shape<Int<Traits::kDqColumns>, Int<kBlockN>>{}, cute::make_coord(warpgroup_ / Traits::kDqRowPieces, 0));
@@ -237,7 +244,7 @@ class BackwardWarpgroup {
   }
 
   // Once it is finished(): hands dQ, in the order of its registers, to the warp that adds it. The second half waits for
-  // the stores of the first, so it goes behind the start of the next step's first product.
+  // the stores of the first.
   template <class Accumulator>
   __device__ __forceinline__ void store_dq(Accumulator& acc_dq) {
     smem_.full_ds.release(RingState<Traits::kScoreBuffers>::after(steps_ - 1), thread_);
@@ -263,7 +270,7 @@ class BackwardWarpgroup {
 
   template <class Coordinates>
   __device__ __forceinline__ static auto rows(const float* of_queries, const Coordinates& at) {
-    if constexpr (!kCaps)
+    if constexpr (kReadsAhead)
       return cuda::HeldRows<kHeldColumns, Coordinates>(of_queries, at);
     else
       return cuda::rows_of_queries(of_queries, at);
@@ -280,7 +287,7 @@ class BackwardWarpgroup {
   Smem& smem_;
   int warpgroup_, thread_;
   unsigned steps_ = 0, key_tiles_ = 0, dq_tiles_ = 0;  // so far
-  bool dq_is_stored_ = false;  // and not published
+  bool dq_is_stored_ = false;                          // and not published
 };
 
 }  // namespace flashsdk::sm90
