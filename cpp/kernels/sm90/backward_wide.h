@@ -203,7 +203,8 @@ class WideBackwardWarpgroup {
     if (work.visited) {
       wait_keys(work, seq);
       const Scores scores(p_, seq, own_work(work));
-      bool last = step_dk<!kPair>(scores, acc_dk);
+      bool last = false;
+      if constexpr (kPair) last = step_dk<false>(scores, acc_dk);
       while (!last) last = step_dk<true>(scores, acc_dk);
       if constexpr (kPair) last_dq();
       release_keys();
