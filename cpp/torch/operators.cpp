@@ -7,8 +7,6 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
-#include <charconv>
-#include <cmath>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -210,30 +208,14 @@ struct Options {
   const std::string& backend;
 };
 
-[[noreturn]] void fail_number(const char* name, double x, const char* allowed) {
-  char text[32];
-  *std::to_chars(text, text + sizeof(text) - 1, x).ptr = '\0';
-  fail(std::string(name) + ": " + text + "; " + allowed);
-}
-
-float narrowed(const char* name, double x, const char* allowed = "a number that float32 can hold") {
-  const auto result = static_cast<float>(x);
-  if (std::isinf(result) && std::isfinite(x)) fail_number(name, x, allowed);
-  return result;
-}
-
 void fill(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o, AttentionArgs& args) {
   args.q = view_of({"q"}, q);
   args.k = view_of({"k"}, k);
   args.v = view_of({"v"}, v);
   args.mask = mask_of(o.mask, o.blocks);
-  if (o.softmax_scale) args.softmax_scale = narrowed("softmax_scale", *o.softmax_scale);
-  args.softcap = narrowed("softcap", o.softcap);
-  if (args.softcap == 0.f && o.softcap != 0.) fail_number("softcap", o.softcap, "0, or a number that float32 can hold");
-  constexpr const char* kProbability = "a number, 0 <= dropout_p < 1";
-  if (o.dropout_p < 0.) fail_number("dropout_p", o.dropout_p, kProbability);  // also one that float32 makes 0 of
-  args.dropout_p = narrowed("dropout_p", o.dropout_p, kProbability);
-  if (args.dropout_p == 1.f && o.dropout_p < 1.) args.dropout_p = std::nextafter(1.f, 0.f);
+  args.softmax_scale = o.softmax_scale;
+  args.softcap = o.softcap;
+  args.dropout_p = o.dropout_p;
   args.bias = view_if_given(kBias, o.bias);
   args.alibi_slopes = view_if_given(kAlibiSlopes, o.alibi_slopes);
   if (o.seed) {

@@ -7,7 +7,6 @@
 #include <ATen/record_function.h>
 #include <pybind11/pybind11.h>
 
-#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -53,8 +52,7 @@ bool view_of(const at::Tensor& t, bool heads_first, TensorView& view) {
 // None is not given.
 bool view_if_given(const at::Tensor& t, TensorView& view) { return !t.defined() || view_of(t, false, view); }
 
-// What forward and backward share but the seed; false for what the core would not take. A float that float32 cannot
-// hold has a message of its own.
+// What forward and backward share but the seed; false for what the core would not take.
 bool fill(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, AttentionArgs& args) {
   const bool h = p.heads_first;
   if (!view_of(q, h, args.q) || !view_of(k, h, args.k) || !view_of(v, h, args.v) ||
@@ -70,56 +68,56 @@ bool fill(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::
     if (p.top_left) band.alignment = Alignment::kTopLeft;
     args.mask = band;
   }
-  if (p.scaled) {
-    args.softmax_scale = static_cast<float>(p.softmax_scale);
-    if (!std::isfinite(*args.softmax_scale)) return false;
-  }
-  args.softcap = static_cast<float>(p.softcap);
-  args.dropout_p = static_cast<float>(p.dropout_p);
-  if ((args.softcap == 0.f && p.softcap != 0.) || !std::isfinite(args.softcap)) return false;
-  if (!(p.dropout_p >= 0. && p.dropout_p < 1.)) return false;
-  if (args.dropout_p == 1.f) args.dropout_p = std::nextafter(1.f, 0.f);
+  if (p.scaled) args.softmax_scale = p.softmax_scale;
+  args.softcap = p.softcap;
+  args.dropout_p = p.dropout_p;
   args.deterministic = p.deterministic;
   args.backend = p.backend;
   return true;
 }
 
+std::uint64_t value_of(const at::Tensor& seed) {
+  return static_cast<std::uint64_t>(*seed.const_data_ptr<std::int64_t>());
+}
+
+// Of what hooks for saved tensors may have given back.
 bool fill_seed(const Problem& p, AttentionArgs& args) {
   if (p.dropout_p == 0.) return true;
-  const at::Tensor& seed = p.seed;  // hooks for saved tensors may have given back any
+  const at::Tensor& seed = p.seed;
   if (!seed.defined() || !seed.is_cpu() || seed.scalar_type() != at::kLong || seed.numel() != 1) return false;
-  args.seed = static_cast<std::uint64_t>(*seed.const_data_ptr<std::int64_t>());
+  args.seed = value_of(seed);
   return true;
 }
 
-// Of dropout that was given no seed: drawn from the CPU's generator on whatever device q is, so that nothing is waited
-// for. The way in Python draws as well: only once nothing but the core can refuse.
-void draw_seed(Problem& p) {
-  if (p.dropout_p == 0. || p.seed.defined()) return;
+// From the CPU's generator on whatever device q is, so that nothing is waited for.
+at::Tensor drawn_seed() {
   const auto options = at::TensorOptions().dtype(at::kLong).device(at::kCPU);
-  p.seed = at::randint(std::numeric_limits<std::int64_t>::max(), {1}, options);
+  return at::randint(std::numeric_limits<std::int64_t>::max(), {1}, options);
 }
 
 bool stream_of(const at::Tensor& q, void** stream) { return !q.is_cuda() || current_stream(q.get_device(), stream); }
 
-// Runs a call on a stream of q's device.
+// Runs a call on a stream of q's device. Into `drawn`, where it is given, goes a seed for it.
 template <class Args>
 bool run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const Args& args, bool packed,
-         const at::Tensor& q, void* stream) {
-  struct Scratch {
+         const at::Tensor& q, void* stream, at::Tensor* drawn = nullptr) {
+  struct Owner {
     const at::Tensor& like;
-    at::Tensor memory;
-  } scratch{q, {}};
+    at::Tensor scratch;
+    at::Tensor* drawn;
+  } owner{q, {}, drawn};
   GpuOptions gpu;
+  gpu.owner = &owner;
   if (q.is_cuda()) {
     gpu.stream = stream;
-    gpu.owner = &scratch;
-    gpu.workspace = [](void* owner, std::size_t size) {
-      auto& s = *static_cast<Scratch*>(owner);
-      s.memory = at::empty({static_cast<std::int64_t>(size)}, s.like.options().dtype(at::kByte));
-      return s.memory.mutable_data_ptr();
+    gpu.workspace = [](void* given, std::size_t size) {
+      auto& o = *static_cast<Owner*>(given);
+      o.scratch = at::empty({static_cast<std::int64_t>(size)}, o.like.options().dtype(at::kByte));
+      return o.scratch.mutable_data_ptr();
     };
   }
+  if (drawn != nullptr)
+    gpu.seed = [](void* given) { return value_of(*static_cast<Owner*>(given)->drawn = drawn_seed()); };
   Failure failure;  // its line is said by the way in Python, which fails alike
   return function(args, packed, gpu, failure);
 }
@@ -168,10 +166,10 @@ bool forward(Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Ten
     lse = at::empty({size[0], size[2], size[1]}, lse_options);
   }
   if (!view_of(out, p.heads_first, args.out) || !view_of(lse, false, args.lse)) return false;
-  draw_seed(p);
-  if (!fill_seed(p, args)) return false;
+  const bool draws = p.dropout_p != 0. && !p.seed.defined();
+  if (!draws && !fill_seed(p, args)) return false;
   const pybind11::gil_scoped_release released;
-  return run(g_core->forward, args, p.packed, q, stream);
+  return run(g_core->forward, args, p.packed, q, stream, draws ? &p.seed : nullptr);
 }
 
 bool backward(const Problem& p, const at::Tensor& dout, const at::Tensor& dlse, const Saved& x,

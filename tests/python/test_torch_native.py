@@ -165,29 +165,25 @@ def test_takes_autocast(monkeypatch, dtype):
     assert all(map(torch.equal, native, python))
 
 
-@needs_native
-@pytest.mark.parametrize(
-    "call, inputs",
-    [
-        (attention(dropout_p=0.3, softcap=1e-300), qkv()),
-        (flash(dropout_p=0.3, softmax_scale=1e300), qkv()),
-        (sdpa(dropout_p=0.3, scale=1e300), heads_first(qkv())),
-        (attention(dropout_p=1.5), qkv()),
-    ],
-    ids=["attention", "flash_attn", "sdpa", "probability"],
-)
-def test_leaves_the_generator_to_python(monkeypatch, call, inputs):
-    """With a call that it does not take: the next one draws the same either way."""
+OTHER_HEADS = [qkv()[0], *(x[:, :, :3] for x in qkv()[1:])]
+REFUSED_DROPOUT = {
+    "attention": (attention(dropout_p=0.3, softcap=1e-300), qkv()),
+    "flash_attn": (flash(dropout_p=0.3, softmax_scale=1e300), qkv()),
+    "sdpa": (sdpa(dropout_p=0.3, scale=1e300), heads_first(qkv())),
+    "probability": (attention(dropout_p=1.5), qkv()),
+    "heads": (attention(dropout_p=0.3), OTHER_HEADS),
+    "packed": (PACKED["varlen, lse"], [qkv()[0][0], *(x[0, :50] for x in qkv()[1:])]),
+}
 
-    def state():
-        torch.manual_seed(7)
+
+@pytest.mark.usefixtures("torch_way")
+@pytest.mark.parametrize("call, inputs", REFUSED_DROPOUT.values(), ids=REFUSED_DROPOUT)
+def test_a_refused_call_draws_no_seed(call, inputs):
+    for given in (inputs, with_gradients(inputs)):
+        state = torch.get_rng_state()
         with pytest.raises(fs.Error):
-            call(*inputs)
-        return torch.get_rng_state()
-
-    native = state()
-    in_python(monkeypatch)
-    assert torch.equal(native, state())
+            call(*given)
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 class Wrapper(torch.Tensor):
@@ -399,9 +395,10 @@ REFUSED = {
     "softmax_scale: 1e+300; a number that float32 can hold": {"softmax_scale": 1e300},
     "softcap: 1e-300; 0, or a number that float32 can hold": {"softcap": 1e-300},
     "dropout_p: 1; 0 <= dropout_p < 1": {"dropout_p": 1.0},
-    "dropout_p: -1e-300; a number, 0 <= dropout_p < 1": {"dropout_p": -1e-300},
-    "dropout_p: -0.5; a number, 0 <= dropout_p < 1": {"dropout_p": -0.5},
-    "dropout_p: 1e+300; a number, 0 <= dropout_p < 1": {"dropout_p": 1e300},
+    "dropout_p: -1e-300; 0 <= dropout_p < 1": {"dropout_p": -1e-300},
+    "dropout_p: -0.1; 0 <= dropout_p < 1": {"dropout_p": -0.1},
+    "dropout_p: 1e+300; 0 <= dropout_p < 1": {"dropout_p": 1e300},
+    "softcap: -0.1; a finite number >= 0": {"softcap": -0.1},
     "backend: sm90; cpu, as q is on cpu": {"backend": "sm90"},
 }
 
