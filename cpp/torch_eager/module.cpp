@@ -5,8 +5,10 @@
 // argument that the core refuses. Then flashsdk.torch goes its way in Python, which has the messages.
 #include "module.h"
 
+#include <ATen/ops/empty_strided.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/inductor/aoti_torch/utils.h>
 
 #include <string>
 #include <utility>
@@ -45,12 +47,23 @@ pybind11::object attribute(const char* module, const char* name) {
   return pybind11::module_::import(module).attr(name);
 }
 
+// As aoti_torch_empty_strided, with PyTorch's own exceptions: torch.OutOfMemoryError is one.
+AOTITorchError empty_strided(std::int64_t rank, const std::int64_t* sizes, const std::int64_t* strides,
+                             std::int32_t dtype, std::int32_t device_type, std::int32_t device_index,
+                             AtenTensorHandle* made) {
+  const c10::Device device(static_cast<c10::DeviceType>(device_type), static_cast<c10::DeviceIndex>(device_index));
+  const auto options = at::TensorOptions().dtype(static_cast<at::ScalarType>(dtype)).device(device);
+  const auto extent = static_cast<std::size_t>(rank);
+  *made = torch::aot_inductor::new_tensor_handle(at::empty_strided({sizes, extent}, {strides, extent}, options));
+  return AOTI_TORCH_SUCCESS;
+}
+
 // Gives the operators, which Python has defined, kernels for CPU and CUDA; once.
 PyObject* register_operators(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   static bool done = false;
   if (!std::exchange(done, true)) {
-    torch_ops::register_operators({g_core, current_stream, raise}, /*define=*/false);
+    torch_ops::register_operators({g_core, current_stream, raise, empty_strided}, /*define=*/false);
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

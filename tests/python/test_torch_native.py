@@ -400,6 +400,9 @@ REFUSED = {
     "dropout_p: 1e+300; 0 <= dropout_p < 1": {"dropout_p": 1e300},
     "softcap: -0.1; a finite number >= 0": {"softcap": -0.1},
     "backend: sm90; cpu, as q is on cpu": {"backend": "sm90"},
+    "mask: 1 integers; those of encode_mask": {"mask": [1]},
+    "blocks: not given; the lists of the layout that mask is": {"mask": [1] * 23},
+    "blocks: given; none, as mask is no layout": {"mask": [0, 0, 0], "blocks": OFFSETS},
 }
 
 
@@ -426,7 +429,6 @@ for line, given in torch.load(sys.argv[1]):
 @pytest.mark.parametrize(
     "changes, line",
     [
-        ({"mask": [1]}, "mask: 1 integers; those of encode_mask"),
         ({"mask": [0, 0, 0, 16], "blocks": OFFSETS}, "mask: 4 integers; those of encode_mask"),
         (
             {"mask": [0, 0, 0, 16, 16, 48, 48, *[1, 1, 4, 3] * 4], "blocks": OFFSETS[:3]},
@@ -437,7 +439,7 @@ for line, given in torch.load(sys.argv[1]):
             "blocks: 4 elements at a list; as many as mask tells",
         ),
         (
-            {"mask": [0, 0, 0, 16, 16, 48, 48], "blocks": OFFSETS[::2]},
+            {"mask": [0, 0, 0, 16, 16, 48, 48, *[1, 1, 4, 3] * 4], "blocks": OFFSETS[::2]},
             "blocks: another tensor; int32, flat and contiguous",
         ),
         ({"seed": torch.zeros(2)}, "seed: another tensor; int64, one element, on cpu"),
@@ -447,6 +449,30 @@ def test_operators_read_no_mask_that_encode_mask_did_not_write(changes, line):
     with pytest.raises(fs.Error) as caught:
         torch.ops.flashsdk.mha_fwd(**operands(**changes))
     assert str(caught.value) == line
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("native", ["0", pytest.param("", marks=needs_native)])
+def test_operators_out_of_memory(native, gradient):
+    """PyTorch's own error arrives: by libtorch's stable ABI alone it was one without a text."""
+    code = f"""
+import torch, flashsdk.torch
+q = torch.zeros(64).expand(1, 2**30, 2**14, 64)  # out: 2^52 bytes
+lse = torch.zeros(1).expand(1, 2**14, 2**30)
+k, rest = torch.zeros(1, 4, 1, 64), (None, None, None, None, [], None, 0.0, 0.0, False, "")
+try:
+    if {gradient}:
+        torch.ops.flashsdk.mha_bwd(q, None, q, k, k, q, lse, *rest)
+    else:
+        torch.ops.flashsdk.mha_fwd(q, k, k, *rest)
+except RuntimeError as error:
+    print(type(error).__name__, "can't allocate memory" in str(error))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, env={**os.environ, "FLASHSDK_TORCH_NATIVE": native},
+    )  # fmt: skip
+    assert done.stdout.split() == ["RuntimeError", "True"], done.stdout + done.stderr
 
 
 # ---- whether it is there
