@@ -19,9 +19,13 @@ std::string shown(std::string text) {
   return text.substr(0, end) + "…";
 }
 
-std::string number(float x) {
+std::string number(double x) {
   char text[32];
-  return {text, std::to_chars(text, text + sizeof text, x).ptr};
+  const auto single = static_cast<float>(x);
+  const bool is_single = static_cast<double>(single) == x;
+  const auto written =
+      is_single ? std::to_chars(text, text + sizeof text, single) : std::to_chars(text, text + sizeof text, x);
+  return {text, written.ptr};
 }
 
 namespace {

@@ -29,7 +29,7 @@ struct Dim {
 
 // "(2, 0, 8)"; of a broken rank only that.
 std::string shape_of(const TensorView& t);
-std::string number(float x);  // in as few digits as tell it apart
+std::string number(double x);  // in as few digits as tell it apart, of a float from other floats
 
 void check_given(const char* name, const TensorView& t);
 void check_dtype(const char* name, const TensorView& t, DType expected, const char* whose);

@@ -9,7 +9,8 @@ namespace {
 template <class Args>
 bool run(const Args& args, bool packed, const GpuOptions& gpu, Failure& failure) {
   try {
-    const auto planned = plan(args, packed);
+    auto planned = plan(args, packed);
+    if (gpu.seed != nullptr) planned.params.score.dropout.seed = gpu.seed(gpu.owner);
     LaunchOptions options;
     if (args.q.device.type == DeviceType::kCUDA) {
       options.stream = gpu.stream;

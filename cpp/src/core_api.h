@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "flashsdk/attention.h"
@@ -14,10 +15,12 @@ struct Failure {
   std::string message;    // one line
 };
 
-// What a call on a GPU needs besides its arguments; on a CPU none of it.
+// What a call needs besides its arguments; on a CPU no stream and no workspace.
 struct GpuOptions {
   void* stream = nullptr;
   void* (*workspace)(void* owner, std::size_t size) = nullptr;  // 256-byte aligned; exceptions of it do pass
+  // Of dropout, in place of the arguments'. Asked when all checks have passed: a call that is refused draws none.
+  std::uint64_t (*seed)(void* owner) = nullptr;
   void* owner = nullptr;
 };
 

@@ -203,16 +203,27 @@ int check_lengths(const Lengths& of, const std::int32_t* cu, int batch, int tota
   return longest;
 }
 
+// Callers have doubles, which kernels have not.
+float narrowed(const char* name, double x) {
+  const auto result = static_cast<float>(x);
+  if (std::isinf(result) && std::isfinite(x)) fail(name, number(x), "a number that float32 can hold");
+  return result;
+}
+
 ScoreParam read_scores(const AttentionArgs& args, int head_dim) {
   ScoreParam score;
-  score.softmax_scale = args.softmax_scale.value_or(1.f / std::sqrt(static_cast<float>(head_dim)));
+  score.softmax_scale = args.softmax_scale ? narrowed("softmax_scale", *args.softmax_scale)
+                                           : 1.f / std::sqrt(static_cast<float>(head_dim));
   if (!std::isfinite(score.softmax_scale)) fail("softmax_scale", number(score.softmax_scale), "a finite number");
-  score.softcap = args.softcap;
-  if (!(std::isfinite(args.softcap) && args.softcap >= 0.f))
+  score.softcap = narrowed("softcap", args.softcap);
+  if (!(std::isfinite(score.softcap) && args.softcap >= 0.))
     fail("softcap", number(args.softcap), "a finite number >= 0");
-  if (!(args.dropout_p >= 0.f && args.dropout_p < 1.f)) fail("dropout_p", number(args.dropout_p), "0 <= dropout_p < 1");
+  // 0 would turn it off.
+  if (score.softcap == 0.f && args.softcap > 0.)
+    fail("softcap", number(args.softcap), "0, or a number that float32 can hold");
+  if (!(args.dropout_p >= 0. && args.dropout_p < 1.)) fail("dropout_p", number(args.dropout_p), "0 <= dropout_p < 1");
   // To the nearest 1/256, to even in the middle; never all of it.
-  score.dropout.threshold = std::min(static_cast<int>(std::nearbyint(args.dropout_p * 256.f)), 255);
+  score.dropout.threshold = std::min(static_cast<int>(std::nearbyint(args.dropout_p * 256.)), 255);
   score.dropout.seed = args.seed;
   score.dropout.offset = args.offset;
   return score;

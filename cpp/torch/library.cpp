@@ -1,6 +1,4 @@
 // libflashsdk_torch: the operators for programs without Python. Linking or loading it defines them.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
 #include <stdexcept>
 
 #include "operators.h"
@@ -19,7 +17,7 @@ bool current_stream([[maybe_unused]] int device, [[maybe_unused]] void** stream)
 void raise(const Failure& failure) { throw std::runtime_error(failure.message); }
 
 [[maybe_unused]] const bool g_registered = [] {
-  register_operators({&core_api(), current_stream, raise}, /*define=*/true);
+  register_operators({&core_api(), current_stream, raise, aoti_torch_empty_strided}, /*define=*/true);
   return true;
 }();
 

@@ -1,14 +1,11 @@
 #include "operators.h"
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
-#include <charconv>
-#include <cmath>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -19,6 +16,9 @@
 #include <vector>
 
 #include "torch_schemas.h"
+
+// From PyTorch 2.13 on; older ones write to stderr what has happened.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace flashsdk::torch_ops {
 namespace {
@@ -37,7 +37,11 @@ constexpr const char *kInvalid = "invalid_argument", *kUnsupported = "unsupporte
 }
 
 void check(AOTITorchError error) {
-  if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("flashsdk: libtorch failed; its message is above");
+  if (error == AOTI_TORCH_SUCCESS) return;
+  const char* what = torch_exception_get_what_without_backtrace != nullptr
+                         ? torch_exception_get_what_without_backtrace()
+                         : "flashsdk: libtorch failed; its message is above";
+  throw std::runtime_error(what);
 }
 
 // ---- tensors
@@ -118,9 +122,9 @@ Tensor empty(const Tensor& like, const std::vector<std::int64_t>& shape, ScalarT
   std::int32_t device_type;
   check(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
-  check(aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.data(), strides.data(),
-                                 torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(dtype)),
-                                 device_type, like.get_device_index(), &handle));
+  check(g_host.empty_strided(static_cast<std::int64_t>(shape.size()), shape.data(), strides.data(),
+                             torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(dtype)), device_type,
+                             like.get_device_index(), &handle));
   return Tensor(handle);
 }
 
@@ -130,7 +134,10 @@ Tensor row_major_like(const Tensor& t) {
 }
 
 Tensor with_last_contiguous(const Tensor& t) {
-  return t.dim() == 0 || t.stride(t.dim() - 1) == 1 ? t : torch::stable::contiguous(t);
+  if (t.dim() == 0 || t.stride(t.dim() - 1) == 1) return t;
+  Tensor copy = row_major_like(t);
+  torch::stable::copy_(copy, t);
+  return copy;
 }
 
 // ---- masks, as encode_mask of flashsdk._torch_ops writes them
@@ -144,7 +151,6 @@ class FlatLists {
       : code_(code), at_(at), flat_(flat), left_(flat.numel()) {}
 
   BlockLists next() {
-    if (code_.size() < at_ + 4) fail("mask: " + std::to_string(code_.size()) + " integers; those of encode_mask");
     const std::int64_t batch = code_[at_], heads = code_[at_ + 1], ends = code_[at_ + 2], listed = code_[at_ + 3];
     at_ += 4;
     return {take({batch, heads, ends}), take({listed})};
@@ -173,14 +179,17 @@ class FlatLists {
 };
 
 Mask mask_of(const std::vector<std::int64_t>& code, const MaybeTensor& blocks) {
+  constexpr std::size_t kBand = 3, kLayout = kBand + 4 + 4 * 4;
+  if (!code.empty() && code.size() != kBand && code.size() != kLayout)
+    fail("mask: " + std::to_string(code.size()) + " integers; those of encode_mask");
+  if (blocks && code.size() != kLayout) fail("blocks: given; none, as mask is no layout");
+  if (!blocks && code.size() == kLayout) fail("blocks: not given; the lists of the layout that mask is");
   if (code.empty()) return Dense{};
-  if (code.size() < 3) fail("mask: " + std::to_string(code.size()) + " integers; those of encode_mask");
   Band band;
   if (code[0] != kUnlimited) band.left = code[0];
   if (code[1] != kUnlimited) band.right = code[1];
   if (code[2] != 0) band.alignment = Alignment::kTopLeft;
   if (!blocks) return band;
-  if (code.size() < 7) fail("mask: " + std::to_string(code.size()) + " integers; those of encode_mask");
   const TensorView flat = view_of(kBlocks, *blocks);
   if (flat.dtype != DType::kInt32 || flat.rank != 1 || flat.stride[0] != 1)
     fail("blocks: another tensor; int32, flat and contiguous");
@@ -210,30 +219,14 @@ struct Options {
   const std::string& backend;
 };
 
-[[noreturn]] void fail_number(const char* name, double x, const char* allowed) {
-  char text[32];
-  *std::to_chars(text, text + sizeof(text) - 1, x).ptr = '\0';
-  fail(std::string(name) + ": " + text + "; " + allowed);
-}
-
-float narrowed(const char* name, double x, const char* allowed = "a number that float32 can hold") {
-  const auto result = static_cast<float>(x);
-  if (std::isinf(result) && std::isfinite(x)) fail_number(name, x, allowed);
-  return result;
-}
-
 void fill(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o, AttentionArgs& args) {
   args.q = view_of({"q"}, q);
   args.k = view_of({"k"}, k);
   args.v = view_of({"v"}, v);
   args.mask = mask_of(o.mask, o.blocks);
-  if (o.softmax_scale) args.softmax_scale = narrowed("softmax_scale", *o.softmax_scale);
-  args.softcap = narrowed("softcap", o.softcap);
-  if (args.softcap == 0.f && o.softcap != 0.) fail_number("softcap", o.softcap, "0, or a number that float32 can hold");
-  constexpr const char* kProbability = "a number, 0 <= dropout_p < 1";
-  if (o.dropout_p < 0.) fail_number("dropout_p", o.dropout_p, kProbability);  // also one that float32 makes 0 of
-  args.dropout_p = narrowed("dropout_p", o.dropout_p, kProbability);
-  if (args.dropout_p == 1.f && o.dropout_p < 1.) args.dropout_p = std::nextafter(1.f, 0.f);
+  args.softmax_scale = o.softmax_scale;
+  args.softcap = o.softcap;
+  args.dropout_p = o.dropout_p;
   args.bias = view_if_given(kBias, o.bias);
   args.alibi_slopes = view_if_given(kAlibiSlopes, o.alibi_slopes);
   if (o.seed) {
@@ -364,16 +357,27 @@ BackwardResult mha_varlen_bwd(Tensor dout, MaybeTensor dlse, Tensor q, Tensor k,
                   {bias, alibi_slopes, seed, blocks, mask, softmax_scale, softcap, dropout_p, deterministic, backend});
 }
 
+// False where somebody has. A fragment, as a namespace has one library that defines it all, which is Python's to make.
+bool define_operators() {
+  TorchLibraryHandle library;
+  check(aoti_torch_library_init_fragment("flashsdk", __FILE__, __LINE__, &library));
+  bool defined = false;
+  for (const char* schema : kSchemas) {
+    const AOTITorchError error = aoti_torch_library_def(library, schema);
+    if (error != AOTI_TORCH_SUCCESS && !defined) return false;
+    check(error);
+    defined = true;
+  }
+  return true;
+}
+
 }  // namespace
 
 void register_operators(const Host& host, bool define) {
   using torch::stable::detail::StableLibrary;
   g_host = host;
   // Never destroyed: that would take the operators away from whoever runs at exit.
-  if (define) {
-    auto* library = new StableLibrary(StableLibrary::Kind::DEF, "flashsdk", nullptr, __FILE__, __LINE__);
-    for (const char* schema : kSchemas) library->def(schema);
-  }
+  if (define && !define_operators()) return;
   for (const char* key : {"CPU", "CUDA"}) {
     auto* library = new StableLibrary(StableLibrary::Kind::IMPL, "flashsdk", key, __FILE__, __LINE__);
     library->impl("mha_fwd", TORCH_BOX(&mha_fwd));

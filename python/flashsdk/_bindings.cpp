@@ -3,7 +3,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <cmath>
 #include <string>
 
 #include "_arrays.h"
@@ -23,7 +22,7 @@ namespace {
 
 using Access = ArrayImporter::Access;
 
-// ---- numbers
+// ---- numbers: their types; which of them is allowed is the library's to check
 
 [[noreturn]] void fail(const std::string& name, nb::handle given, const std::string& allowed) {
   const nb::object text = nb::module_::import_("flashsdk._errors").attr("shown")(given);
@@ -43,30 +42,6 @@ double to_double(const char* name, nb::handle value, const char* allowed = kNumb
   }
   return nb::cast<double>(
       nb::module_::import_("flashsdk._errors").attr("real")(name, value, nb::arg("allowed") = allowed));
-}
-
-float narrowed(const char* name, nb::handle value, double x, const char* allowed = kNumber) {
-  const auto result = static_cast<float>(x);
-  if (std::isinf(result) && std::isfinite(x)) fail(name, value, allowed);
-  return result;
-}
-
-float to_float(const char* name, nb::handle value) { return narrowed(name, value, to_double(name, value)); }
-
-// dropout_p just below 1 must not round up to it.
-float to_probability(const char* name, nb::handle value) {
-  const double x = to_double(name, value, kProbability);
-  if (x < 0.) fail(name, value, kProbability);  // also one that float32 makes 0 of
-  const float p = narrowed(name, value, x, kProbability);
-  return p == 1.f && x < 1. ? std::nextafter(1.f, 0.f) : p;
-}
-
-// A softcap too small for float32 must not become 0, which turns it off.
-float to_softcap(const char* name, nb::handle value) {
-  const double x = to_double(name, value);
-  const float cap = narrowed(name, value, x);
-  if (cap == 0.f && x != 0.) fail(name, value, "0, or a number that float32 can hold");
-  return cap;
 }
 
 template <class T>
@@ -158,12 +133,12 @@ struct Call {
       args.max_seqlen_q = to_integer<std::int64_t>("max_seqlen_q", p[2], kLength);
       args.max_seqlen_k = to_integer<std::int64_t>("max_seqlen_k", p[3], kLength);
     }
-    if (!o[0].is_none()) args.softmax_scale = to_float("softmax_scale", o[0]);
+    if (!o[0].is_none()) args.softmax_scale = to_double("softmax_scale", o[0]);
     args.mask = to_mask(o[1], arrays);
     args.bias = arrays.take({"bias", ArrayImporter::kFloatsOrBool}, o[2]);
     args.alibi_slopes = arrays.take({"alibi_slopes", ArrayImporter::kFloat32}, o[3]);
-    args.softcap = to_softcap("softcap", o[4]);
-    args.dropout_p = to_probability("dropout_p", o[5]);
+    args.softcap = to_double("softcap", o[4]);
+    args.dropout_p = to_double("dropout_p", o[5], kProbability);
     args.seed = to_integer<std::uint64_t>("seed", o[6], kUint64);
     args.offset = to_integer<std::uint64_t>("offset", o[7], kUint64);
     args.deterministic = to_bool("deterministic", o[8]);

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import Function, forward_ad
 
+from . import ops
+
 Keywords = dict[str, Any]  # of the functions of flashsdk.ops, but dlse and outputs
 Tensors = tuple[Tensor, ...]
 
@@ -73,6 +75,9 @@ class Operation:
         if keywords["dropout_p"] == 0:
             keywords["seed"] = 0
         elif keywords["seed"] is None:
+            # A call that is refused leaves the generator as it was.
+            known = constant(keywords | {"seed": 0})
+            ops.explain(detached(q), detached(k), detached(v), *lengths, **known)
             keywords["seed"] = int(draw_seed())
         if recorded((q, k, v)):
             out, lse = _Attention.apply(q, k, v, self, lengths, keywords)  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
-from . import _frameworks, _torch_flops, ops
+from . import _bindings, _frameworks, _torch_flops, ops
 from ._block_lists import INT32_MAX, LISTS, Csr
 from ._errors import Error, integer, shown
 from ._torch_checks import (
@@ -88,6 +88,8 @@ _SCHEMAS = {
 
 # ---- masks as integers
 
+_BAND, _LAYOUT = 3, 3 + 4 + 4 * len(LISTS)  # how many
+
 
 def encode_mask(mask: Mask | None, like: Tensor | None = None) -> tuple[list[int], Tensor | None]:
     """A mask as (integers, block lists where ``like`` is); ``decode_mask`` is the inverse.
@@ -137,6 +139,12 @@ def _encode_band(band: Band) -> list[int]:
 
 def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask | ops.PlacedLayout:
     """The mask of ``encode_mask``; its arrays are views of ``blocks``, and are not read."""
+    if len(code) not in (0, _BAND, _LAYOUT):
+        raise Error(f"mask: {len(code)} integers; those of encode_mask")
+    if blocks is not None and len(code) != _LAYOUT:
+        raise Error("blocks: given; none, as mask is no layout")
+    if blocks is None and len(code) == _LAYOUT:
+        raise Error("blocks: not given; the lists of the layout that mask is")
     if not code:
         return Dense()
     left, right, top_left, *rest = code
@@ -168,6 +176,8 @@ def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask | ops.Placed
 
 # Not torch.library.custom_op: its first call imports the compiler, which takes seconds.
 _library: Any = torch.library.Library("flashsdk", "DEF")  # type: ignore[no-untyped-call]
+# libflashsdk_torch was loaded before: operators and their kernels are its own.
+_in_cpp = bool(torch._C._jit_get_schemas_for_operator("flashsdk::mha_fwd"))
 
 
 def _define(
@@ -245,8 +255,11 @@ def _operator(
     name: str, kernel: Operator, fake: Operator, save: Operator, gradient: Operator
 ) -> Operator:
     """Defines an operator with a gradient and a batching rule; returns it."""
-    _library.define(_SCHEMAS[name])
+    if not _in_cpp:
+        _library.define(_SCHEMAS[name])
     operator = getattr(torch.ops.flashsdk, name).default
+    if operator._schema != torch._C.parse_schema(f"flashsdk::{_SCHEMAS[name]}"):
+        raise ImportError(f"libflashsdk_torch: another version; {_bindings.__version__}, as here")
     names = [argument.name for argument in operator._schema.arguments]
     constants = [names.index(name) for name in ("bias", "alibi_slopes")]
 
@@ -425,4 +438,5 @@ def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
 
 _mha = _define("mha", ops.mha_fwd, ops.mha_bwd, 0)
 _mha_varlen = _define("mha_varlen", ops.mha_varlen_fwd, ops.mha_varlen_bwd, 4)
-native.register_operators()
+if not _in_cpp:
+    native.register_operators()

@@ -26,8 +26,12 @@ class Block(torch.nn.Module):
     def forward(self, q, k, v):
         return 2 * attention(q, k, v, mask=fs.Causal())
 
-exported = torch.export.export(Block(), tuple(torch.load(sys.argv[2])))
+inputs = tuple(torch.load(sys.argv[2]))
+exported = torch.export.export(Block(), inputs)
 torch._inductor.aoti_compile_and_package(exported, package_path=sys.argv[3])
+# Beside the package the library defines nothing, as what it defines is there.
+torch.ops.load_library(sys.argv[4])
+assert torch.equal(exported.module()(*inputs), Block()(*inputs))
 """
 NOTHING = (None,) * 4  # bias, alibi_slopes, seed, blocks
 CAUSAL = [2**31 - 1, 0, 0]  # left, right, alignment
@@ -78,10 +82,28 @@ def main() -> None:
         inputs, package = Path(folder, "inputs.pt"), Path(folder, "attention.pt2")
         torch.save([q, k, v], inputs)
         command = [sys.executable, "-c", COMPILE, str(SOURCES), str(inputs), str(package)]
-        subprocess.run(command, check=True)
+        done = subprocess.run([*command, sys.argv[1]], capture_output=True, text=True)
+        assert done.returncode == 0 and "egister" not in done.stderr, done.stderr
         compiled = torch._inductor.aoti_load_package(str(package))
         torch.testing.assert_close(compiled(q, k, v), 2 * standard(q, k, v, True))
+    beside_the_package(q, k, v, compiled(q, k, v))
     print("ok")
+
+
+def beside_the_package(q, k, v, want):
+    """Python's operators on top of those that the library has defined: gradients, shapes."""
+    sys.path.insert(0, str(SOURCES))
+    import flashsdk as fs
+    from flashsdk.torch import attention
+
+    assert torch.equal(2 * attention(q, k, v, mask=fs.Causal()), want)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    traced = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    out = traced(*inputs, mask=fs.Causal())
+    out.sum().backward()
+    gradients = torch.autograd.grad(standard(*inputs, True).sum(), inputs)
+    for x, gradient in zip(inputs, gradients, strict=True):
+        torch.testing.assert_close(x.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
 if __name__ == "__main__":

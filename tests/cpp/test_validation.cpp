@@ -239,6 +239,15 @@ TEST_F(Validation, Numbers) {
   forward("invalid_argument: softcap: -1; a finite number >= 0", [](ForwardArgs& a) { a.softcap = -1; });
   forward("invalid_argument: softcap: nan; a finite number >= 0", [&](ForwardArgs& a) { a.softcap = nan; });
   forward("invalid_argument: softcap: inf; a finite number >= 0", [&](ForwardArgs& a) { a.softcap = inf; });
+  // What float32 makes another number of.
+  forward("invalid_argument: softmax_scale: -1e+300; a number that float32 can hold",
+          [](ForwardArgs& a) { a.softmax_scale = -1e300; });
+  forward("invalid_argument: softcap: 1e+300; a number that float32 can hold",
+          [](ForwardArgs& a) { a.softcap = 1e300; });
+  forward("invalid_argument: softcap: 1e-300; 0, or a number that float32 can hold",
+          [](ForwardArgs& a) { a.softcap = 1e-300; });
+  forward("invalid_argument: dropout_p: -1e-300; 0 <= dropout_p < 1", [](ForwardArgs& a) { a.dropout_p = -1e-300; });
+  forward("invalid_argument: dropout_p: -0.1; 0 <= dropout_p < 1", [](ForwardArgs& a) { a.dropout_p = -0.1f; });
   forward("invalid_argument: dropout_p: 1; 0 <= dropout_p < 1", [](ForwardArgs& a) { a.dropout_p = 1; });
   forward("invalid_argument: dropout_p: -0.5; 0 <= dropout_p < 1", [](ForwardArgs& a) { a.dropout_p = -0.5f; });
   forward("invalid_argument: dropout_p: nan; 0 <= dropout_p < 1", [&](ForwardArgs& a) { a.dropout_p = nan; });

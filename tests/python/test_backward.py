@@ -79,6 +79,17 @@ def test_reads_the_given_out_and_lse():
     assert np.abs(again[1] - dk).max() < 1e-5
 
 
+@pytest.mark.parametrize("head_dim", [7, 64, 200])
+def test_delta_is_the_dp_of_one_key(head_dim):
+    """Summed in the same order, however many queries there are: dS, their difference, is 0."""
+    for queries in (1, 2, 4, 5, 8, 9, 16, 17, 70):
+        q, k, v, dout = qkv((queries, 1), 2, head_dim)
+        _, lse = fs.mha_fwd(q, k, v)
+        out = np.repeat(v, queries, axis=1)
+        dq, dk, dv = fs.mha_bwd(dout, q, k, v, out, lse)
+        assert not dq.any() and not dk.any() and dv.any()
+
+
 def test_rows_and_keys_without_partners():
     """Exactly 0, also where the outputs held NaN."""
     q, k, v, dout = qkv((50, 20), 2, 16)

@@ -165,29 +165,25 @@ def test_takes_autocast(monkeypatch, dtype):
     assert all(map(torch.equal, native, python))
 
 
-@needs_native
-@pytest.mark.parametrize(
-    "call, inputs",
-    [
-        (attention(dropout_p=0.3, softcap=1e-300), qkv()),
-        (flash(dropout_p=0.3, softmax_scale=1e300), qkv()),
-        (sdpa(dropout_p=0.3, scale=1e300), heads_first(qkv())),
-        (attention(dropout_p=1.5), qkv()),
-    ],
-    ids=["attention", "flash_attn", "sdpa", "probability"],
-)
-def test_leaves_the_generator_to_python(monkeypatch, call, inputs):
-    """With a call that it does not take: the next one draws the same either way."""
+OTHER_HEADS = [qkv()[0], *(x[:, :, :3] for x in qkv()[1:])]
+REFUSED_DROPOUT = {
+    "attention": (attention(dropout_p=0.3, softcap=1e-300), qkv()),
+    "flash_attn": (flash(dropout_p=0.3, softmax_scale=1e300), qkv()),
+    "sdpa": (sdpa(dropout_p=0.3, scale=1e300), heads_first(qkv())),
+    "probability": (attention(dropout_p=1.5), qkv()),
+    "heads": (attention(dropout_p=0.3), OTHER_HEADS),
+    "packed": (PACKED["varlen, lse"], [qkv()[0][0], *(x[0, :50] for x in qkv()[1:])]),
+}
 
-    def state():
-        torch.manual_seed(7)
+
+@pytest.mark.usefixtures("torch_way")
+@pytest.mark.parametrize("call, inputs", REFUSED_DROPOUT.values(), ids=REFUSED_DROPOUT)
+def test_a_refused_call_draws_no_seed(call, inputs):
+    for given in (inputs, with_gradients(inputs)):
+        state = torch.get_rng_state()
         with pytest.raises(fs.Error):
-            call(*inputs)
-        return torch.get_rng_state()
-
-    native = state()
-    in_python(monkeypatch)
-    assert torch.equal(native, state())
+            call(*given)
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 class Wrapper(torch.Tensor):
@@ -399,10 +395,14 @@ REFUSED = {
     "softmax_scale: 1e+300; a number that float32 can hold": {"softmax_scale": 1e300},
     "softcap: 1e-300; 0, or a number that float32 can hold": {"softcap": 1e-300},
     "dropout_p: 1; 0 <= dropout_p < 1": {"dropout_p": 1.0},
-    "dropout_p: -1e-300; a number, 0 <= dropout_p < 1": {"dropout_p": -1e-300},
-    "dropout_p: -0.5; a number, 0 <= dropout_p < 1": {"dropout_p": -0.5},
-    "dropout_p: 1e+300; a number, 0 <= dropout_p < 1": {"dropout_p": 1e300},
+    "dropout_p: -1e-300; 0 <= dropout_p < 1": {"dropout_p": -1e-300},
+    "dropout_p: -0.1; 0 <= dropout_p < 1": {"dropout_p": -0.1},
+    "dropout_p: 1e+300; 0 <= dropout_p < 1": {"dropout_p": 1e300},
+    "softcap: -0.1; a finite number >= 0": {"softcap": -0.1},
     "backend: sm90; cpu, as q is on cpu": {"backend": "sm90"},
+    "mask: 1 integers; those of encode_mask": {"mask": [1]},
+    "blocks: not given; the lists of the layout that mask is": {"mask": [1] * 23},
+    "blocks: given; none, as mask is no layout": {"mask": [0, 0, 0], "blocks": OFFSETS},
 }
 
 
@@ -429,7 +429,6 @@ for line, given in torch.load(sys.argv[1]):
 @pytest.mark.parametrize(
     "changes, line",
     [
-        ({"mask": [1]}, "mask: 1 integers; those of encode_mask"),
         ({"mask": [0, 0, 0, 16], "blocks": OFFSETS}, "mask: 4 integers; those of encode_mask"),
         (
             {"mask": [0, 0, 0, 16, 16, 48, 48, *[1, 1, 4, 3] * 4], "blocks": OFFSETS[:3]},
@@ -440,7 +439,7 @@ for line, given in torch.load(sys.argv[1]):
             "blocks: 4 elements at a list; as many as mask tells",
         ),
         (
-            {"mask": [0, 0, 0, 16, 16, 48, 48], "blocks": OFFSETS[::2]},
+            {"mask": [0, 0, 0, 16, 16, 48, 48, *[1, 1, 4, 3] * 4], "blocks": OFFSETS[::2]},
             "blocks: another tensor; int32, flat and contiguous",
         ),
         ({"seed": torch.zeros(2)}, "seed: another tensor; int64, one element, on cpu"),
@@ -450,6 +449,30 @@ def test_operators_read_no_mask_that_encode_mask_did_not_write(changes, line):
     with pytest.raises(fs.Error) as caught:
         torch.ops.flashsdk.mha_fwd(**operands(**changes))
     assert str(caught.value) == line
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("native", ["0", pytest.param("", marks=needs_native)])
+def test_operators_out_of_memory(native, gradient):
+    """PyTorch's own error arrives: by libtorch's stable ABI alone it was one without a text."""
+    code = f"""
+import torch, flashsdk.torch
+q = torch.zeros(64).expand(1, 2**30, 2**14, 64)  # out: 2^52 bytes
+lse = torch.zeros(1).expand(1, 2**14, 2**30)
+k, rest = torch.zeros(1, 4, 1, 64), (None, None, None, None, [], None, 0.0, 0.0, False, "")
+try:
+    if {gradient}:
+        torch.ops.flashsdk.mha_bwd(q, None, q, k, k, q, lse, *rest)
+    else:
+        torch.ops.flashsdk.mha_fwd(q, k, k, *rest)
+except RuntimeError as error:
+    print(type(error).__name__, "can't allocate memory" in str(error))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, env={**os.environ, "FLASHSDK_TORCH_NATIVE": native},
+    )  # fmt: skip
+    assert done.stdout.split() == ["RuntimeError", "True"], done.stdout + done.stderr
 
 
 # ---- whether it is there

@@ -19,13 +19,13 @@ struct AttentionArgs {
   TensorView v;  // (batch, seqlen_k, num_heads_kv, head_dim_v)   packed: (total_k, num_heads_kv, head_dim_v)
 
   Mask mask = Dense{};
-  std::optional<float> softmax_scale;  // head_dim^-1/2 when absent
-  float softcap = 0.f;                 // > 0: s becomes softcap·tanh(s / softcap)
+  std::optional<double> softmax_scale;  // head_dim^-1/2 when absent; computed with in float32, as softcap
+  double softcap = 0.;                  // > 0: s becomes softcap·tanh(s / softcap)
   TensorView bias;  // float dtype or bool (true = attend), (batch, num_heads, seqlen_q, seqlen_k), each of them or 1;
                     // packed: (…, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence
   TensorView alibi_slopes;  // float32 (num_heads) or (batch, num_heads)
 
-  float dropout_p = 0.f;  // in [0, 1), rounded to the nearest multiple of 1/256, at most 255/256
+  double dropout_p = 0.;  // in [0, 1), rounded to the nearest multiple of 1/256, at most 255/256
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
 

@@ -160,6 +160,32 @@ void row_dots(const T* a, std::int64_t stride_a, const T* b, std::int64_t stride
   for (int l = 0; l < rows; ++l) dst[l] = dots[l];
 }
 
+// The same of up to kLanes / 2 pairs, whose transposes take longer than what they save: one lane of a vector counts.
+template <class T>
+void few_row_dots(const T* a, std::int64_t stride_a, const T* b, std::int64_t stride_b, int rows, int d, float* dst) {
+  constexpr int kRows = 4;  // side by side, which hides the latency of a sum
+  alignas(64) float x[kRows][kLanes], y[kRows][kLanes], dots[kLanes];
+  for (int r = 0; r < rows; r += kRows) {
+    Vec sum[kRows];
+    for (int n = 0; n < kRows; ++n) sum[n] = zero();
+    for (int c = 0; c < d; c += kLanes) {
+      const int columns = min_of(kLanes, d - c);
+      for (int n = 0; n < kRows; ++n) {
+        const int row = min_of(r + n, rows - 1);
+        load_row(a + row * stride_a + c, columns, kLanes, x[n]);
+        load_row(b + row * stride_b + c, columns, kLanes, y[n]);
+      }
+      for (int i = 0; i < columns; ++i)
+#pragma GCC unroll 4
+        for (int n = 0; n < kRows; ++n) sum[n] = fma(set1(x[n][i]), set1(y[n][i]), sum[n]);
+    }
+    for (int n = 0; n < min_of(kRows, rows - r); ++n) {
+      store(dots, sum[n]);
+      dst[r + n] = dots[0];
+    }
+  }
+}
+
 // P = exp(score - lse) inherits the rounding of the lse, half a unit of float32: up to this |lse| it adds no more than
 // 9.5e-7 to the relative error of P in fp32, and 3.1e-5 where outputs are rounded to 16 bits. Beyond it the row's sum
 // is taken anew: at 1e9 the lse no longer tells one key from twenty.
@@ -184,9 +210,11 @@ void prepare_backward(const BackwardParams& p, const BackwardBuffers& buffers, c
     const float* lse = s.rows(p.lse, batch, head) + i0 * p.lse.row;
     const float* dlse = p.dlse.ptr == nullptr ? nullptr : s.rows(p.dlse, batch, head) + i0 * p.dlse.row;
     const RowValues row = buffers.row_values(p, s, batch, head) + i0;
-    for (int i = 0; i < n; i += kLanes)
-      row_dots(out + i * p.out.row, p.out.row, dout + i * p.dout.row, p.dout.row, min_of(kLanes, n - i), p.head_dim_v,
-               row.delta + i);
+    for (int i = 0; i < n; i += kLanes) {
+      const int rows = min_of(kLanes, n - i);
+      const auto dots = rows <= kLanes / 2 ? few_row_dots<T> : row_dots<T>;
+      dots(out + i * p.out.row, p.out.row, dout + i * p.dout.row, p.dout.row, rows, p.head_dim_v, row.delta + i);
+    }
     bool all_trusted = true;
     for (int i = 0; i < n; ++i) {
       const float x = lse[i * p.lse.row];

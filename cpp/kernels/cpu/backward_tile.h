@@ -207,10 +207,14 @@ class BackwardTile {
     const int rows = end_ - begin_, query_steps = Dot::kTiles ? lane_end_ / kStep : ceil_div(lanes_, kStep);
     const auto* p = reinterpret_cast<const Word*>(w_.s) + begin_ * kScorePitch;
     const auto* ds = reinterpret_cast<const Word*>(w_.dp) + begin_ * kScorePitch;
-    for (int c = 0; c < p_.head_dim_v; c += kPanel)
-      product<Dot, Pairs>(p, w_.dout.pairs() + c, query_steps, w_.dv + begin_ * kWidePitch + c, rows, FromC{});
-    for (int c = 0; c < p_.head_dim; c += kPanel)
-      product<Dot, Pairs>(ds, w_.q.pairs() + c, query_steps, w_.dk + begin_ * kWidePitch + c, rows, FromC{});
+    auto add = [&](const Word* weights, const Word* queries, float* dst, int d) __attribute__((always_inline)) {
+      for (int c = 0; c < d; c += kPanel)
+        with_vectors_of<Dot>(d - c, [&]<int kUsed>() __attribute__((always_inline)) {
+          product<Dot, Pairs, kUsed>(weights, queries + c, query_steps, dst + begin_ * kWidePitch + c, rows, FromC{});
+        });
+    };
+    add(p, w_.dout.pairs(), w_.dv, p_.head_dim_v);
+    add(ds, w_.q.pairs(), w_.dk, p_.head_dim);
   }
 
   // dQ += dS·K, once it is its turn. Rows are queries and lanes head dimensions, so that it costs what the queries cost
@@ -231,9 +235,11 @@ class BackwardTile {
         add_transposed(dq + l * pitch, min_of(kPanel, lanes_ - l));
       }
     } else {
+      using S = Strides<1, kScorePitch, SummedKeys::kStep, kPanel>;
       for (int c = 0; c < p_.head_dim; c += kPanel) {
-        product<Dot, Strides<1, kScorePitch, SummedKeys::kStep, kPanel>>(ds, keys + c, steps, w_.dq, lanes_,
-                                                                         FromZero{});
+        with_vectors_of<Dot>(p_.head_dim - c, [&]<int kUsed>() __attribute__((always_inline)) {
+          product<Dot, S, kUsed>(ds, keys + c, steps, w_.dq, lanes_, FromZero{});
+        });
         if (c == 0) wait_for_turn();
         for (int l = 0; l < lanes_; ++l)
           add_row(w_.dq + l * kPanel, min_of(kPanel, buffers_.dq_pitch() - c), dq + l * pitch + c);

@@ -46,6 +46,11 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
       Split line(job, jobs);
       Split head(line.quotient, p.num_heads);
       Split part(max_of(0, line.remainder - whole), parts.most_parts());
+      // Every sequence has as many jobs as the longest: most of them are none, and must cost nothing.
+      if (part.remainder > 0) {
+        const SeqlenInfo seqlen(p, head.quotient);
+        if (part.remainder >= num_parts(seqlen.seqlen_q, seqlen.seqlen_k)) return;
+      }
       // Last queries first: under a causal mask they see most keys, and long jobs must not come last.
       const int m_block = m_blocks - 1 - (line.remainder < whole ? line.remainder : whole + part.quotient);
       Forward(p, tile, head.quotient, head.remainder, scratch[slot]).run(m_block, part.remainder, parts);

@@ -137,15 +137,17 @@ class ScoreFeatures {
     KeyRange keys{0, seqlen_k};
     if (bias_.ptr == nullptr || bias_.row != 0 || bias_.col != 1) return keys;
     with_bias([&](const auto* first) {
-      constexpr int kBlock = 64;  // one that shows nothing is passed as a whole
       auto hides = [&](int begin, int end) {
-        bool any_shown = false;
-        for (int j = begin; j < end; ++j) any_shown |= bias_value(first[j]) != -INFINITY;
-        return !any_shown;
+        const auto hidden = hidden_bits(*first);
+        decltype(bias_bits(*first)) shown = 0;
+        for (int j = begin; j < end; ++j) shown |= bias_bits(first[j]) ^ hidden;
+        return shown == 0;
       };
-      for (int n; (n = min_of(kBlock, keys.end - keys.begin)) > 0 && hides(keys.end - n, keys.end);) keys.end -= n;
-      for (int n; (n = min_of(kBlock, keys.end - keys.begin)) > 0 && hides(keys.begin, keys.begin + n);)
-        keys.begin += n;
+      for (int block : {2048, 64}) {  // one that shows nothing is passed as a whole
+        for (int n; (n = min_of(block, keys.end - keys.begin)) > 0 && hides(keys.end - n, keys.end);) keys.end -= n;
+        for (int n; (n = min_of(block, keys.end - keys.begin)) > 0 && hides(keys.begin, keys.begin + n);)
+          keys.begin += n;
+      }
     });
     return keys;
   }
@@ -228,6 +230,15 @@ class ScoreFeatures {
     return to_float(x);
   }
   static FLASHSDK_HD float bias_value(std::uint8_t attend) { return attend != 0 ? 0.f : -INFINITY; }
+  // As integers, of which many are compared at once, and what hides a key among them: false or -inf.
+  static FLASHSDK_HD std::uint8_t bias_bits(std::uint8_t attend) { return attend; }
+  static FLASHSDK_HD std::uint16_t bias_bits(Bf16 x) { return x.bits; }
+  static FLASHSDK_HD std::uint16_t bias_bits(Fp16 x) { return x.bits; }
+  static FLASHSDK_HD std::uint32_t bias_bits(float x) { return __builtin_bit_cast(std::uint32_t, x); }
+  static FLASHSDK_HD std::uint8_t hidden_bits(std::uint8_t) { return 0; }
+  static FLASHSDK_HD std::uint16_t hidden_bits(Bf16) { return 0xFF80; }
+  static FLASHSDK_HD std::uint16_t hidden_bits(Fp16) { return 0xFC00; }
+  static FLASHSDK_HD std::uint32_t hidden_bits(float) { return 0xFF800000; }
   template <class T>
   static FLASHSDK_HD Vec bias_values(const T* at) {
     return load_as_float(at);

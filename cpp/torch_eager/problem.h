@@ -1,0 +1,43 @@
+// A call of attention besides q, k and v, and what its gradient is made from.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <string>
+
+namespace flashsdk::torch_eager {
+
+constexpr std::int64_t kUnlimited = std::numeric_limits<std::int32_t>::max();  // of a band; as encode_mask has it
+
+// A call besides q, k and v.
+struct Problem {
+  at::Tensor cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes;
+  at::Tensor seed;  // of dropout, int64: the bits of an unsigned number
+
+  bool packed = false, heads_first = false;  // heads first: q is (batch, num_heads, seqlen_q, head_dim)
+  std::int64_t max_seqlen_q = 0, max_seqlen_k = 0;
+  bool band = false, top_left = false;
+  std::int64_t left = kUnlimited, right = kUnlimited;
+  bool scaled = false;  // by softmax_scale, else by head_dim^-1/2
+  double softmax_scale = 0., softcap = 0., dropout_p = 0.;
+  bool deterministic = false;
+  std::string backend;
+
+  // Gives all but the tensors to `visit`, always in the same order.
+  template <class Self, class Visit>
+  static void visit_numbers(Self& p, Visit visit) {
+    visit(p.packed), visit(p.heads_first), visit(p.max_seqlen_q), visit(p.max_seqlen_k);
+    visit(p.band), visit(p.top_left), visit(p.left), visit(p.right);
+    visit(p.scaled), visit(p.softmax_scale), visit(p.softcap), visit(p.dropout_p);
+    visit(p.deterministic), visit(p.backend);
+  }
+};
+
+// What a gradient is made from, in the order in which autograd holds it: q, k, v, out, lse and the tensors of Problem.
+constexpr int kOut = 3, kLse = 4, kSaved = 10;
+using Saved = std::array<at::Tensor, kSaved>;
+
+}  // namespace flashsdk::torch_eager
