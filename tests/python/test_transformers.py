@@ -121,22 +121,24 @@ def model_of(make, attention=NAME, dtype=torch.float32, seed=0):
     return model.to(dtype).eval()
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """What each layer's attention was given: "packed", "band", "padding", "none" or "tensor"."""
-    kinds = []
+def kind_of(mask):
+    """How attention takes what make_mask made."""
+    if not isinstance(mask, door.Seen) or not mask.known:
+        return "tensor"
+    return "packed" if mask.packed else "band" if mask.padding is None else "padding"
 
-    def kind(mask):
-        if isinstance(mask, door.Seen):
-            return "packed" if mask.packed else "band" if mask.padding is None else "padding"
-        return "none" if mask is None else "tensor"
+
+@pytest.fixture
+def kinds(monkeypatch):
+    """Of the masks that the layers of a model were given."""
+    given = []
 
     def attend(module, query, key, value, attention_mask, **rest):
-        kinds.append(kind(attention_mask))
+        given.append(kind_of(attention_mask))
         return door.attend(module, query, key, value, attention_mask, **rest)
 
     transformers.AttentionInterface.register(NAME, attend)
-    yield kinds
+    yield given
     transformers.AttentionInterface.register(NAME, door.attend)
 
 
@@ -214,15 +216,14 @@ def compare(make, inputs, valid=None, dtype=torch.float32, gradients=True):
 
 @pytest.mark.parametrize("padding", ["none", "right", "left"])
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
-def test_tokens(name, padding, seen):
+def test_tokens(name, padding, kinds):
     inputs = {"input_ids": tokens_of()}
     valid = None
     if padding != "none":
         inputs["attention_mask"] = padded(padding)
         valid = inputs["attention_mask"].bool()
     compare((DECODERS | ENCODERS)[name], inputs, valid)
-    windows = {"mistral": {"band"}, "gemma2": {"band", "none"}, "modernbert": {"band", "none"}}
-    assert set(seen) == (windows.get(name, {"none"}) if valid is None else {"packed"})
+    assert set(kinds) == {"band" if valid is None else "packed"}
 
 
 def test_16_bits():
@@ -231,13 +232,13 @@ def test_16_bits():
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_documents(name, seen):
+def test_documents(name, kinds):
     """Several texts in a row, told by position_ids that begin anew."""
     lengths = ((5, 19), (24,), (1, 10, 13))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     inputs = {"position_ids": positions, "use_cache": False}  # with a cache they say nothing
     compare(DECODERS[name], {"input_ids": tokens_of(), **inputs})
-    assert set(seen) == {"packed"}
+    assert set(kinds) == {"packed"}
     # Each text by itself is the same.
     model = model_of(DECODERS[name])
     with torch.no_grad():
@@ -284,7 +285,7 @@ def test_generate(name, cache):
         assert torch.equal(greedy(DECODERS[name], NAME, **inputs), want)
 
 
-def test_a_cache_that_is_filled_in_parts(seen):
+def test_a_cache_that_is_filled_in_parts(kinds):
     """Several queries behind keys of before, as in speculative decoding; padded as well."""
     for make in (llama, mistral):
         for mask in (None, padded("left")):
@@ -308,7 +309,7 @@ def test_a_cache_that_is_filled_in_parts(seen):
                 outs.append(rest.logits)
             valid = slice(None) if mask is None else mask[:, 15:].bool()
             torch.testing.assert_close(outs[1][valid], outs[0][valid], atol=1e-5, rtol=1e-4)
-    assert {"band", "padding"} <= set(seen)
+    assert {"band", "padding"} <= set(kinds)
 
 
 def test_whisper():
@@ -382,7 +383,7 @@ def attended(mask, q, k, v, **options):
     return door.attend(module, q, k, v, mask, **options)[0]
 
 
-def test_masks_are_those_of_transformers(seen):
+def test_masks_are_those_of_transformers():
     """Whatever transformers describes: ours beside its own booleans in PyTorch's function."""
     from transformers import masking_utils as masks
 
@@ -423,9 +424,6 @@ def test_masks_are_those_of_transformers(seen):
             "local_size": window if shape == "window" else None, "device": "cpu", "config": None,
             "allow_is_causal_skip": causal, "allow_is_bidirectional_skip": not causal,
         }  # fmt: skip
-        if "cache_position" in masks.sdpa_mask.__code__.co_varnames:
-            call["cache_position"] = torch.arange(q_length) + call.pop("q_offset")
-            del call["q_length"]
         mask = door.make_mask(**call)
         want = masks.sdpa_mask(
             **{**call, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -434,16 +432,14 @@ def test_masks_are_those_of_transformers(seen):
         out = attended(mask, q, k, v, is_causal=causal)
         exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=want)
         valid = want.any(-1)[:, 0]
+        kinds.add(kind_of(mask))
         if isinstance(mask, door.Seen):
-            assert torch.equal(mask[:], want) and mask.shape == want.shape
-            kinds.add("packed" if mask.packed else "band" if mask.padding is None else "padding")
+            assert torch.equal(mask.tensor(), want) and mask.shape == want.shape
             if mask.packed and mask.packed.queries:  # of padding there are no queries either
                 valid &= padding[:, kv_offset:][:, :q_length]
-        else:
-            kinds.add("none" if mask is None else "tensor")
         exact = exact.transpose(1, 2)
         torch.testing.assert_close(out[valid], exact[valid], atol=2e-6, rtol=1e-5)
-    assert kinds == {"packed", "band", "padding", "none", "tensor"}
+    assert kinds == {"packed", "band", "padding", "tensor"}
 
 
 def test_a_mask_is_a_tensor_to_those_who_compute_with_it():
@@ -453,12 +449,12 @@ def test_a_mask_is_a_tensor_to_those_who_compute_with_it():
         attention_mask=padded("left", (20, 7), 20).bool(), config=None, device="cpu",
     )  # fmt: skip
     assert isinstance(mask, door.Seen) and mask.packed is not None
-    tensor = mask[:]
+    tensor = mask.tensor()
     assert tensor.shape == mask.shape == (2, 1, 20, 20) and tensor.dtype == mask.dtype
     assert torch.equal(torch.cat([mask, mask], -1), torch.cat([tensor, tensor], -1))
     assert torch.equal(mask.float(), tensor.float()) and mask.dim() == 4
     assert torch.equal(torch.logical_not(input=mask), ~tensor)
-    assert isinstance(mask.to("cpu"), door.Seen) and torch.equal(mask.to("cpu")[:], tensor)
+    assert isinstance(mask.to("cpu"), door.Seen) and torch.equal(mask.to("cpu").tensor(), tensor)
     assert torch.equal(mask.to(torch.float32), tensor.float())
     copied = copy.copy(mask)
     q = torch.randn(2, 2, 20, 8)
@@ -556,6 +552,27 @@ def test_models_with_sinks_or_weights():
     for make in (llama, gpt2, bert):
         with pytest.raises(fs.Error, match=r"^output_attentions: True; "):
             model_of(make)(input_ids=tokens_of(), output_attentions=True)
+
+
+def test_a_model_that_does_not_ask_for_attention():
+    """BLOOM adds the mask to its own scores: with the mask of another it would not be causal."""
+    config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
+    model = model_of(lambda: (transformers.BloomForCausalLM, config))
+    with pytest.raises(fs.Error, match=r"^attention_mask: added to scores by a model; "):
+        model(input_ids=tokens_of())
+    mask = door.make_mask(
+        batch_size=2, q_length=20, kv_length=20, config=None,
+        mask_function=transformers.masking_utils.causal_mask_function,
+    )  # fmt: skip
+    scores = torch.zeros(2, 1, 20, 20)
+    for add in (
+        lambda: scores + mask,
+        lambda: mask + scores,
+        lambda: scores.add_(mask[:, :, :, :20]),
+        lambda: torch.add(scores, mask),
+    ):
+        with pytest.raises(fs.Error, match=r"^attention_mask: added to scores by a model; "):
+            add()
 
 
 def test_names():

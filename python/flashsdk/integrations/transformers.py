@@ -1,4 +1,4 @@
-"""Hugging Face transformers: a name for ``attn_implementation`` that means flashsdk.
+"""Hugging Face transformers, 5.6 or newer: a name for ``attn_implementation``.
 
     from flashsdk.integrations import transformers as door
     door.register()  # "fsdk"
@@ -14,6 +14,8 @@ what transformers gives to PyTorch's function: booleans (batch, 1, seqlen_q, seq
 
 from __future__ import annotations
 
+import importlib.metadata
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -38,6 +40,11 @@ except ImportError:
 __all__ = ["NAME", "register"]
 
 NAME = "fsdk"
+OLDEST = "5.6"  # release of transformers
+
+if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+    _version = importlib.metadata.version("transformers")
+    raise Error(f"transformers: {_version}; {OLDEST} or newer", "unsupported")
 
 # So few queries read K and V hardly more often than packing them would.
 _FEW_QUERIES = 16
@@ -107,15 +114,23 @@ class Seen:
     looks into it, or computes with it, it is that tensor, made when it is needed.
     """
 
-    shape: tuple[int, int, int, int]  # (batch, 1, seqlen_q, seqlen_k)
-    band: Band | None
-    used: int  # keys from here on are seen by nobody
+    shape: tuple[int, ...]  # (batch, 1, seqlen_q, seqlen_k)
+    known: bool = False  # all that follows says it; else only the tensor does
+    band: Band | None = None
+    used: int = 0  # keys from here on are seen by nobody
     padding: Tensor | None = None  # bool (batch, used), True = a key
     packed: Packed | None = None
     make: Callable[[], Tensor] = field(repr=False, default=lambda: torch.empty(0))
+    made: Tensor | None = None
 
     ndim = 4
     dtype = torch.bool
+
+    def tensor(self) -> Tensor:
+        """bool (batch, 1, seqlen_q, seqlen_k), True = attend; made once for all layers."""
+        if self.made is None:
+            self.made = self.make()
+        return self.made
 
     def dim(self) -> int:
         return self.ndim
@@ -124,7 +139,7 @@ class Seen:
         """On another device, or the 4-d tensor where more is asked for."""
         given = {type(x) for x in (*args, *options.values())}
         if not given <= {torch.device, str, int, bool} or "dtype" in options:
-            return self.make().to(*args, **options)
+            return self.tensor().to(*args, **options)
 
         def moved(x: Any) -> Any:
             if isinstance(x, tuple):
@@ -132,30 +147,31 @@ class Seen:
             return x.to(*args, **options) if isinstance(x, Tensor) else x
 
         packed = None if self.packed is None else Packed(*map(moved, self.packed))
-        make = self.make
-        return replace(
-            self,
-            padding=moved(self.padding),
-            packed=packed,
-            make=lambda: make().to(*args, **options),
-        )
+        there = replace(self, padding=moved(self.padding), packed=packed, made=moved(self.made))
+        there.make = lambda: self.tensor().to(*args, **options)
+        return there
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy and pickle ask for what nobody has
             raise AttributeError(name)
-        return getattr(self.make(), name)
+        return getattr(self.tensor(), name)
 
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.make()[index]
+    def __getitem__(self, index: Any) -> Seen | Tensor:
+        part = self.tensor()[index]
+        return Seen(tuple(part.shape), make=lambda: part) if part.dim() == 4 else part
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if getattr(function, "__name__", "").strip("_") in ("add", "radd", "iadd"):
+            allowed = 'one that calls AttentionInterface, or attn_implementation="eager"'
+            raise Error(f"attention_mask: added to scores by a model; {allowed}", "unsupported")
+
         def tensors(x: Any) -> Any:
             if isinstance(x, (tuple, list)):
                 return type(x)(map(tensors, x))
-            return x.make() if isinstance(x, Seen) else x
+            return x.tensor() if isinstance(x, Seen) else x
 
         return function(*tensors(args), **{k: tensors(x) for k, x in (kwargs or {}).items()})
 
@@ -174,32 +190,29 @@ class _Pattern(NamedTuple):
         return _Pattern(min(lefts, default=None), min(rights, default=None), documents)
 
 
-def make_mask(**call: Any) -> Seen | Tensor | None:
+def make_mask(**call: Any) -> Seen | Tensor:
     """The function of AttentionMaskInterface, with the arguments of transformers' own.
 
-    None, where each query sees all keys, or just those up to itself; ``Seen``; or booleans
-    (batch, 1, seqlen_q, seqlen_k). On a GPU the host waits once where there is padding, or where
+    Booleans (batch, 1, 1, seqlen_k), True = attend, for a step of decoding that is compiled or
+    has padding; else ``Seen``. On a GPU the host waits once where there may be padding, or where
     documents are packed, and never while torch.compile traces.
+
+    Never None, as it might be for a causal mask: a model that computes its attention by itself
+    would take that for no mask. With ``Seen`` it comes to an Error.
     """
     given: Tensor | Seen | None = call.get("attention_mask")
     if isinstance(given, Seen):  # made before, as generate does for some caches
         return given
-    if "cache_position" in call and call.get("q_length") is None:  # transformers before 5.4
-        positions = call["cache_position"]
-        q_length, q_offset = len(positions), positions[0] if len(positions) else 0
-    else:
-        q_length, q_offset = call["q_length"], call.get("q_offset", 0)
+    q_length, q_offset = call["q_length"], call.get("q_offset", 0)
     kv_length, kv_offset = call["kv_length"], call.get("kv_offset", 0)
     tracing = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    causal_skip = call.get("allow_is_causal_skip", True)
+    shape = (call["batch_size"], 1, q_length, kv_length)
+    seen = Seen(shape, make=lambda: _dense(call))
+    if q_length == 1 and not call.get("allow_is_causal_skip", True):
+        return _dense(call)  # of a cache of one size: the same shapes at each step
     pattern = _traced_pattern(call) if tracing else _pattern(call)
-    if (
-        pattern is None
-        or (tracing and isinstance(q_offset, Tensor))
-        or (q_length == 1 and not causal_skip and pattern.right == 0)  # of a step to be compiled
-    ):
-        return _dense(call)
-
+    if pattern is None or (tracing and isinstance(q_offset, Tensor)):
+        return seen
     # Of rows and columns from here on, as the kernels count.
     shift = int(q_offset) - int(kv_offset)
     left = None if pattern.left is None else pattern.left - shift
@@ -210,23 +223,17 @@ def make_mask(**call: Any) -> Seen | Tensor | None:
         right = None
     used = kv_length if right is None else max(min(kv_length, right + q_length), 0)
     band = None if left is None and right is None else Band(left, right, "top_left")
-    shape = (call["batch_size"], 1, q_length, kv_length)
-    seen = Seen(shape, band, used, make=lambda: _dense(call))
+    described = replace(seen, known=True, band=band, used=used)
 
     if pattern.documents is not None:
         if given is not None or shift != 0 or q_length != kv_length:
-            return _dense(call)
-        return replace(seen, packed=_documents(pattern.documents))
+            return seen
+        return replace(described, packed=_documents(pattern.documents))
     if given is not None:
-        seen = _padded(seen, given[:, kv_offset : kv_offset + used], shift, tracing)
-    if seen.padding is None and seen.packed is None:
-        if pattern.right == 0:
-            square = shift == 0 and q_length == kv_length
-            plain = causal_skip and left is None and (square or (q_length == 1 and right is None))
-        else:
-            plain = call.get("allow_is_bidirectional_skip", False) and band is None
-        return None if plain else seen
-    return seen.make() if q_length == 1 else seen
+        described = _padded(described, given[:, kv_offset : kv_offset + used], shift, tracing)
+        if q_length == 1 and described.padding is not None:
+            return _dense(call)
+    return described
 
 
 def _dense(call: dict[str, Any]) -> Tensor:
@@ -398,8 +405,9 @@ def attend(
             given = f"of {seen.shape[2]} queries and {seen.shape[3]} keys"
             raise Error(f"attention_mask: {given}; {q.shape[1]} and {k.shape[1]}")
         packed = seen.packed
-        if position_bias is not None and packed is not None and not packed.from_start:
-            tensor = seen.make()
+        awkward = position_bias is not None and packed is not None and not packed.from_start
+        if awkward or not seen.known:
+            tensor = seen.tensor()
             seen = None
     else:
         tensor = attention_mask
