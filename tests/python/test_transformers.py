@@ -329,6 +329,12 @@ def test_vit():
     compare(vit, {"pixel_values": torch.randn(2, 3, 16, 16)})
 
 
+# transformers 5.18 is the first whose T5 asks for attention.
+asks = hasattr(transformers.models.t5.modeling_t5, "ALL_ATTENTION_FUNCTIONS")
+needs_t5 = pytest.mark.skipif(not asks, reason="this transformers' T5 has its own attention")
+
+
+@needs_t5
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_t5_without_gradients(side):
     mask = padded(side)
@@ -340,6 +346,7 @@ def test_t5_without_gradients(side):
     assert torch.equal(greedy(t5, NAME, **inputs), greedy(t5, "eager", **inputs))
 
 
+@needs_t5
 def test_t5_with_gradients_is_refused():
     model = model_of(t5)
     with pytest.raises(fs.Error, match=r"^position_bias: .*gradient; ") as info:
