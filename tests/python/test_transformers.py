@@ -85,6 +85,16 @@ def t5():
     return transformers.T5ForConditionalGeneration, config
 
 
+def bart():
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, dropout=0.0,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
+        decoder_ffn_dim=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1, forced_eos_token_id=None, max_position_embeddings=64,
+    )  # fmt: skip
+    return transformers.BartForConditionalGeneration, config
+
+
 def whisper():
     config = transformers.WhisperConfig(
         vocab_size=VOCABULARY, num_mel_bins=8, encoder_layers=2, encoder_attention_heads=4,
@@ -324,6 +334,16 @@ def test_whisper():
     assert torch.equal(greedy(whisper, NAME, **inputs), want)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_of_another_text(side, kinds):
+    """BART's decoder, all of whose queries see the keys of a padded text."""
+    mask = padded(side)
+    inputs = {"input_ids": tokens_of(), "attention_mask": mask}
+    compare(bart, {**inputs, "decoder_input_ids": tokens_of().flip(1)})
+    assert set(kinds) == {"packed", "band"}
+    assert torch.equal(greedy(bart, NAME, **inputs), greedy(bart, "eager", **inputs))
+
+
 def test_vit():
     torch.manual_seed(3)
     compare(vit, {"pixel_values": torch.randn(2, 3, 16, 16)})
@@ -468,6 +488,27 @@ def test_a_mask_is_a_tensor_to_those_who_compute_with_it():
     assert torch.equal(attended(copied, q, q, q), attended(mask, q, q, q))
     with pytest.raises(fs.Error, match=r"^attention_mask: of 20 queries and 20 keys; 19 and 20$"):
         attended(mask, q[:, :, 1:], q, q)
+
+
+def test_a_mask_of_one_row_for_all():
+    """As PyTorch's function broadcasts it; one of another batch is refused."""
+    call = {
+        "q_length": 20, "kv_length": 20, "config": None,
+        "mask_function": transformers.masking_utils.causal_mask_function,
+    }  # fmt: skip
+    q = torch.randn(3, 2, 20, 8)
+    for n in (17, 5):  # packed; few queries
+        queries = q[:, :, :n]
+        one = {**call, "q_length": n, "kv_length": n, "batch_size": 1}
+        mask = door.make_mask(**one, attention_mask=padded("right", (4,), n).bool())
+        out = attended(mask, queries, queries, queries)[:, :4]
+        want = attended(None, *[q[:, :, :4]] * 3, is_causal=True)
+        torch.testing.assert_close(out, want)
+        mask = door.make_mask(
+            **{**one, "batch_size": 2}, attention_mask=padded("right", (n, 4), n).bool()
+        )
+        with pytest.raises(fs.Error, match=r"^attention_mask: of a batch of 2; 1 or 3$"):
+            attended(mask, queries, queries, queries)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])

@@ -246,6 +246,7 @@ def _dense(call: dict[str, Any]) -> Tensor:
 def _pattern(call: dict[str, Any]) -> _Pattern | None:
     """What a mask function of transformers says; None of one that is not known."""
     end = int(call["kv_length"]) + int(call.get("kv_offset", 0))
+    by_document = False  # positions are those in a document
 
     def of(function: Any) -> _Pattern | None:
         if function is masking_utils.causal_mask_function:
@@ -270,11 +271,14 @@ def _pattern(call: dict[str, Any]) -> _Pattern | None:
         if kind == "packed_sequence_mask_function":
             return _Pattern(documents=held["packed_sequence_mask"])
         if kind == "remap_positions_for_packed_sequence":
-            return of(held["mask_function"])  # within a document positions ascend one by one
+            nonlocal by_document
+            by_document = True  # in which they ascend one by one, as places in the row do
+            return of(held["mask_function"])
         assert kind == "chunked_overlay"
         return _Pattern() if end <= held["chunk_size"] else None
 
-    return of(call["mask_function"])
+    pattern = of(call["mask_function"])
+    return None if by_document and pattern and pattern.documents is None else pattern
 
 
 def _own(name: str) -> Any:
@@ -404,9 +408,12 @@ def attend(
         if seen.shape[2:] != (q.shape[1], k.shape[1]):
             given = f"of {seen.shape[2]} queries and {seen.shape[3]} keys"
             raise Error(f"attention_mask: {given}; {q.shape[1]} and {k.shape[1]}")
-        packed = seen.packed
-        awkward = position_bias is not None and packed is not None and not packed.from_start
-        if awkward or not seen.known:
+        packed, alike = seen.packed, seen.shape[0] == q.shape[0]
+        if not alike and seen.shape[0] != 1 and (packed is not None or seen.padding is not None):
+            raise Error(f"attention_mask: of a batch of {seen.shape[0]}; 1 or {q.shape[0]}")
+        # Of packed sequences a bias counts from the first row of each, and a batch is their own.
+        shifted = position_bias is not None and packed is not None and not packed.from_start
+        if not seen.known or shifted or (packed is not None and not alike):
             tensor = seen.tensor()
             seen = None
     else:
