@@ -45,6 +45,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     if given.threads is not None:
         torch.set_num_threads(given.threads)
         fs.set_num_threads(given.threads)
+    record = machine.record_header(KIND)  # now, as sources may change while this runs
     settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -92,7 +93,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
                     times[name].append(taken)
             print(f"batch {batch}, padded {padded}: round {n + 1}", file=sys.stderr)
         rows.append({"batch": batch, "padded": padded, "lengths": lengths, "seconds": times})
-    record = machine.record_header(KIND)
     record["versions"]["transformers"] = transformers.__version__
     record["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     shape = ("clock", "layers", "hidden", "head_dim", "vocabulary", "seqlen", "dtype")
@@ -120,7 +120,8 @@ def section(record: dict[str, Any], about: str) -> str:
     """Of docs/benchmarks.md."""
     where = record["device"]
     if where == "cpu":
-        where = f"{record['cpu']}, {record['isa']}, {record['threads']} thread(s)"
+        threads = record["threads"]
+        where = f"{record['cpu']}, {record['isa']}, {threads} thread" + "s" * (threads > 1)
     clock = {
         "wall": "Times are of the wall",
         "cpu": "The machine had other work: times are those that the process ran",

@@ -566,6 +566,23 @@ def test_compiled(name):
                 torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
+def test_compiled_generation():
+    """With a static cache two graphs serve all steps: of the text, and of a token."""
+    inputs = {"input_ids": tokens_of(2, 9), "attention_mask": padded("left", (9, 5), 9)}
+    inputs["cache_implementation"] = "static"
+    want = greedy(gemma2, "eager", **inputs)
+    model, graphs = model_of(gemma2), []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph
+
+    model.forward = torch.compile(model.forward, backend=count, fullgraph=True)
+    out = model.generate(**inputs, do_sample=False, max_new_tokens=12, pad_token_id=0)
+    assert torch.equal(out, want)
+    assert len(graphs) == 2
+
+
 # ---- what is refused
 
 
