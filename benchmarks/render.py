@@ -18,6 +18,7 @@ from typing import Any
 import gpu_figure
 import gpu_goals
 import gpu_tables
+import transformers_step
 from flashsdk._commands import bench, demo, figures
 from flashsdk._commands.table import markdown_table
 from gpu_tables import about
@@ -74,6 +75,7 @@ SECTIONS = {
         name, record, gpu_goals.text(record)
     ),
     "gpu_tests": lambda _, record: gpu_tables.tests_section(record),
+    transformers_step.KIND: lambda _, record: transformers_step.section(record, about(record)),
 }
 
 

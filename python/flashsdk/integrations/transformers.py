@@ -1,0 +1,517 @@
+"""Hugging Face transformers, 5.6 or newer: a name for ``attn_implementation``.
+
+    from flashsdk.integrations import transformers as door
+    door.register()  # "fsdk"
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fsdk")
+
+The name holds no "flash": transformers takes every name with it for a package of its own.
+
+transformers makes the mask of a forward once, by ``make_mask``, and hands it to each layer's call
+of ``attend``. What it describes by a function of positions becomes a band of the kernels (causal,
+sliding window); padding and documents become packed sequences. Where a mask is neither, it is
+what transformers gives to PyTorch's function: booleans (batch, 1, seqlen_q, seqlen_k).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+from transformers.modeling_utils import AttentionInterface
+
+from .._errors import Error, has, shown
+from .._torch_checks import renamed
+from .._torch_eager import last_contiguous
+from ..masks import Band
+from ..torch import attention, varlen_attention
+from ._rows import Places, offsets, put, take
+
+try:  # where transformers keeps what a model is to return beside its result
+    from transformers.utils.output_capturing import _active_collector as _collector
+except ImportError:
+    _collector = None
+
+__all__ = ["NAME", "register"]
+
+NAME = "fsdk"
+OLDEST = "5.6"  # release of transformers
+
+if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+    _version = importlib.metadata.version("transformers")
+    raise Error(f"transformers: {_version}; {OLDEST} or newer", "unsupported")
+
+# So few queries read K and V hardly more often than packing them would.
+_FEW_QUERIES = 16
+
+# What a model may ask of its attention and does not get, and why.
+_REFUSED = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "head_mask": "a head mask",
+    "layer_head_mask": "a head mask",
+    "indices": "keys chosen one by one",
+    "block_indices": "keys chosen by blocks",
+    "block_table": "paged keys",
+    "page_table": "paged keys",
+}
+# What flashsdk.torch calls the arguments.
+_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attention_mask"}
+_NAMES |= {"softmax_scale": "scaling", "dropout_p": "dropout"}
+_NAMES |= {f"cu_seqlens_{x}": f"cu_seq_lens_{x}" for x in "qk"}
+_NAMES |= {f"max_seqlen_{x}": f"max_length_{x}" for x in "qk"}
+
+
+def register(name: str = NAME) -> str:
+    """Makes ``name`` valid for ``attn_implementation``, and returns it.
+
+    A model takes it from then on at ``from_pretrained``, in its config, or later by
+    ``set_attn_implementation``. Calling this again changes nothing.
+
+    Raises ``Error`` for a name that transformers would take for something else: one with "flash",
+    "/", ":" or "|" in it, or one that another function has.
+    """
+    if not isinstance(name, str) or not name:
+        raise Error(f'name: {shown(name)}; a text, such as "{NAME}"')
+    if "flash" in name.lower():
+        allowed = 'one without "flash", which transformers takes for a package of its own'
+        raise Error(f'name: "{name}"; {allowed}, such as "{NAME}"')
+    if any(c in name for c in "/:|@"):
+        raise Error(f'name: "{name}"; one without / : | @, which stand for kernels of a hub')
+    functions, masks = AttentionInterface(), masking_utils.AttentionMaskInterface()
+    if name == "eager" or functions.get(name, attend) is not attend:
+        raise Error(f'name: "{name}", which is taken; another, such as "{NAME}"')
+    functions.register(name, attend)
+    masks.register(name, make_mask)
+    return name
+
+
+# ---- the mask of a forward
+
+
+class Packed(NamedTuple):
+    """Sequences behind one another: the lengths of ``varlen_attention``, and where rows lie."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    queries: Places | None = None  # of (batch, seqlen_q); None: all rows, in order
+    keys: Places | None = None
+    from_start: bool = False  # of each row of the batch one sequence, from its first place on
+
+
+@dataclass
+class Seen:
+    """Which keys each query sees, as kernels take it.
+
+    Models hand it on as they would the 4-d tensor that PyTorch's function takes. To one that
+    looks into it, or computes with it, it is that tensor, made when it is needed.
+    """
+
+    shape: tuple[int, ...]  # (batch, 1, seqlen_q, seqlen_k)
+    known: bool = False  # all that follows says it; else only the tensor does
+    band: Band | None = None
+    used: int = 0  # keys from here on are seen by nobody
+    padding: Tensor | None = None  # bool (batch, used), True = a key
+    packed: Packed | None = None
+    make: Callable[[], Tensor] = field(repr=False, default=lambda: torch.empty(0))
+    made: Tensor | None = None
+
+    ndim = 4
+    dtype = torch.bool
+
+    def tensor(self) -> Tensor:
+        """bool (batch, 1, seqlen_q, seqlen_k), True = attend; made once for all layers."""
+        if self.made is None:
+            self.made = self.make()
+        return self.made
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def to(self, *args: Any, **options: Any) -> Seen | Tensor:
+        """On another device, or the 4-d tensor where more is asked for."""
+        given = {type(x) for x in (*args, *options.values())}
+        if not given <= {torch.device, str, int, bool} or "dtype" in options:
+            return self.tensor().to(*args, **options)
+
+        def moved(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return tuple(map(moved, x))
+            return x.to(*args, **options) if isinstance(x, Tensor) else x
+
+        packed = None if self.packed is None else Packed(*map(moved, self.packed))
+        there = replace(self, padding=moved(self.padding), packed=packed, made=moved(self.made))
+        there.make = lambda: self.tensor().to(*args, **options)
+        return there
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask for what nobody has
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, index: Any) -> Seen | Tensor:
+        part = self.tensor()[index]
+        return Seen(tuple(part.shape), make=lambda: part) if part.dim() == 4 else part
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "").strip("_") in ("add", "radd", "iadd"):
+            allowed = 'one that calls AttentionInterface, or attn_implementation="eager"'
+            raise Error(f"attention_mask: added to scores by a model; {allowed}", "unsupported")
+
+        def tensors(x: Any) -> Any:
+            if isinstance(x, (tuple, list)):
+                return type(x)(map(tensors, x))
+            return x.tensor() if isinstance(x, Seen) else x
+
+        return function(*tensors(args), **{k: tensors(x) for k, x in (kwargs or {}).items()})
+
+
+class _Pattern(NamedTuple):
+    """-left <= key - query <= right, by their positions in the text; None is unlimited."""
+
+    left: int | None = None
+    right: int | None = None
+    documents: Tensor | None = None  # (batch, seqlen): the number of the document a token is of
+
+    def __and__(self, other: _Pattern) -> _Pattern:
+        lefts = [x for x in (self.left, other.left) if x is not None]
+        rights = [x for x in (self.right, other.right) if x is not None]
+        documents = self.documents if other.documents is None else other.documents
+        return _Pattern(min(lefts, default=None), min(rights, default=None), documents)
+
+
+def make_mask(**call: Any) -> Seen | Tensor:
+    """The function of AttentionMaskInterface, with the arguments of transformers' own.
+
+    Booleans (batch, 1, 1, seqlen_k), True = attend, for a step of decoding that is compiled or
+    has padding; else ``Seen``. On a GPU the host waits once where there may be padding, or where
+    documents are packed, and never while torch.compile traces.
+
+    Never None, as it might be for a causal mask: a model that computes its attention by itself
+    would take that for no mask. With ``Seen`` it comes to an Error.
+    """
+    given: Tensor | Seen | None = call.get("attention_mask")
+    if isinstance(given, Seen):  # made before, as generate does for some caches
+        return given
+    q_length, q_offset = call["q_length"], call.get("q_offset", 0)
+    kv_length, kv_offset = call["kv_length"], call.get("kv_offset", 0)
+    tracing = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    shape = (call["batch_size"], 1, q_length, kv_length)
+    seen = Seen(shape, make=lambda: _dense(call))
+    if q_length == 1 and not call.get("allow_is_causal_skip", True):
+        return _dense(call)  # of a cache of one size: the same shapes at each step
+    pattern = _traced_pattern(call) if tracing else _pattern(call)
+    if pattern is None or (tracing and isinstance(q_offset, Tensor)):
+        return seen
+    # Of rows and columns from here on, as the kernels count.
+    shift = int(q_offset) - int(kv_offset)
+    left = None if pattern.left is None else pattern.left - shift
+    right = None if pattern.right is None else pattern.right + shift
+    if left is not None and left >= q_length - 1:
+        left = None
+    if right is not None and right >= kv_length - 1:
+        right = None
+    used = kv_length if right is None else max(min(kv_length, right + q_length), 0)
+    band = None if left is None and right is None else Band(left, right, "top_left")
+    described = replace(seen, known=True, band=band, used=used)
+
+    if pattern.documents is not None:
+        if given is not None or shift != 0 or q_length != kv_length:
+            return seen
+        return replace(described, packed=_documents(pattern.documents))
+    if given is not None:
+        described = _padded(described, given[:, kv_offset : kv_offset + used], shift, tracing)
+        if q_length == 1 and described.padding is not None:
+            return _dense(call)
+    return described
+
+
+def _dense(call: dict[str, Any]) -> Tensor:
+    """What transformers makes for PyTorch's function: bool (batch, 1, seqlen_q, seqlen_k)."""
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor = masking_utils.AttentionMaskInterface()["sdpa"](**{**call, **skips})
+    return mask
+
+
+def _pattern(call: dict[str, Any]) -> _Pattern | None:
+    """What a mask function of transformers says; None of one that is not known."""
+    end = int(call["kv_length"]) + int(call.get("kv_offset", 0))
+    by_document = False  # positions are those in a document
+
+    def of(function: Any) -> _Pattern | None:
+        if function is masking_utils.causal_mask_function:
+            return _Pattern(right=0)
+        if function is _own("bidirectional_mask_function"):
+            return _Pattern()
+        kind = _KINDS.get(getattr(function, "__code__", None))
+        if kind is None:
+            return None
+        cells = function.__closure__ or ()
+        held = dict(zip(function.__code__.co_freevars, (c.cell_contents for c in cells)))
+        if kind == "and_masks":
+            found: _Pattern | None = _Pattern()
+            for part in held["mask_functions"]:
+                one = of(part)
+                found = None if one is None or found is None else found & one
+            return found
+        if kind == "sliding_window_overlay":
+            return _Pattern(left=held["sliding_window"] - 1)
+        if kind == "sliding_window_bidirectional_overlay":
+            return _Pattern(held["sliding_window"], held["sliding_window"])
+        if kind == "packed_sequence_mask_function":
+            return _Pattern(documents=held["packed_sequence_mask"])
+        if kind == "remap_positions_for_packed_sequence":
+            nonlocal by_document
+            by_document = True  # in which they ascend one by one, as places in the row do
+            return of(held["mask_function"])
+        assert kind == "chunked_overlay"
+        return _Pattern() if end <= held["chunk_size"] else None
+
+    pattern = of(call["mask_function"])
+    return None if by_document and pattern and pattern.documents is None else pattern
+
+
+def _own(name: str) -> Any:
+    """A function of transformers' masking_utils, None in a release without it."""
+    return getattr(masking_utils, name, None)
+
+
+# Their functions of positions are closures: which, is told by their code.
+_KINDS: dict[Any, str] = {}
+for _name, _arguments in (
+    ("and_masks", ()),
+    ("sliding_window_overlay", (1,)),
+    ("sliding_window_bidirectional_overlay", (1,)),
+    ("packed_sequence_mask_function", (None,)),
+    ("remap_positions_for_packed_sequence", (None, None)),
+    ("chunked_overlay", (1, None)),
+):
+    if _own(_name) is not None:
+        _KINDS[_own(_name)(*_arguments).__code__] = _name
+
+
+def _traced_pattern(call: dict[str, Any]) -> _Pattern | None:
+    """The same while torch.compile traces, which cannot look into a closure.
+
+    A window is told by its size; transformers forbids to skip a mask in which there is more.
+    """
+    function = call["mask_function"]
+    if function is masking_utils.causal_mask_function:
+        return _Pattern(right=0)
+    if function is _own("bidirectional_mask_function"):
+        return _Pattern()
+    size = call.get("local_size")
+    if size is None or has(call.get("config"), "attention_chunk_size"):
+        return None
+    if call.get("allow_is_causal_skip", True):
+        return _Pattern(size - 1, 0)
+    return _Pattern(size, size) if call.get("allow_is_bidirectional_skip", False) else None
+
+
+def _padded(seen: Seen, padding: Tensor, shift: int, tracing: bool) -> Seen:
+    """With ``padding``, bool (batch, keys), True = a key: packed sequences where that is right."""
+    batch, _, q_length, _ = seen.shape
+    if padding.shape[1] < seen.used:
+        padding = torch.nn.functional.pad(padding, (0, seen.used - padding.shape[1]))
+    if tracing:
+        return replace(seen, padding=padding)
+    if q_length <= _FEW_QUERIES:
+        return seen if bool(padding.all()) else replace(seen, padding=padding)
+    lengths = padding.sum(1)
+    first = padding.int().argmax(1)
+    last = seen.used - 1 - padding.flip(1).int().argmax(1)
+    numbers = torch.stack((lengths, first, last)).tolist()  # the one time that the host waits
+    if all(n == seen.used for n in numbers[0]):
+        return seen
+    in_one_piece = all(n in (0, end + 1 - begin) for n, begin, end in zip(*numbers))
+    # Under a band the queries are the keys, and those of padding are left out. Without one they
+    # may be another text's, so all are kept.
+    alike = shift == 0 and q_length == seen.used
+    if not in_one_piece or (seen.band is not None and not alike):
+        return replace(seen, padding=padding)
+    total = sum(numbers[0])
+    cu_seqlens_k = offsets(lengths)
+    row = torch.repeat_interleave(lengths, output_size=total)
+    column = torch.arange(total, device=row.device) + (first - cu_seqlens_k[:-1])[row]
+    packed = Packed(
+        cu_seqlens_k, cu_seqlens_k, max(numbers[0]), max(numbers[0]), (row, column), (row, column),
+        not any(numbers[1]),
+    )  # fmt: skip
+    if seen.band is None:
+        step = torch.arange(batch + 1, dtype=torch.int32, device=row.device) * q_length
+        packed = packed._replace(cu_seqlens_q=step, max_seqlen_q=q_length, queries=None)
+    return replace(seen, packed=packed)
+
+
+def _documents(numbers: Tensor) -> Packed:
+    """Of the document numbers (batch, seqlen) of tokens; rows of the batch never share one."""
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    places = begins.flatten().cpu().nonzero().flatten()  # the one time that the host waits
+    ends = torch.cat((places, places.new_tensor([numbers.numel()])))
+    longest = int(ends.diff().max())
+    cu_seqlens = ends.to(dtype=torch.int32, device=numbers.device)
+    return Packed(cu_seqlens, cu_seqlens, longest, longest)
+
+
+# ---- the attention of a layer
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Seen | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    deterministic: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The function of AttentionInterface, with the arguments that transformers' models pass.
+
+    query (batch, num_heads, seqlen_q, head_dim); key and value (batch, num_heads_kv, seqlen_k,
+    head_dim). Returns (batch, seqlen_q, num_heads, head_dim_v) and no weights.
+    """
+    _refuse(others)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    options: dict[str, Any] = {
+        "dropout_p": dropout,
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "deterministic": deterministic or None,
+    }
+    if position_bias is not None and position_bias.requires_grad and torch.is_grad_enabled():
+        allowed = 'one without (torch.no_grad), as it has none; attn_implementation="eager" trains'
+        raise Error(f"position_bias: a tensor that requires a gradient; {allowed}", "unsupported")
+    lengths = _given_lengths(others)
+    if lengths is not None and position_bias is not None:
+        raise Error("position_bias: given with cu_seq_lens_q; None, or no cu_seq_lens_q")
+    seen: Seen | None = None
+    tensor: Tensor | None = None
+    if isinstance(attention_mask, Seen):
+        seen = attention_mask
+        if seen.shape[2:] != (q.shape[1], k.shape[1]):
+            given = f"of {seen.shape[2]} queries and {seen.shape[3]} keys"
+            raise Error(f"attention_mask: {given}; {q.shape[1]} and {k.shape[1]}")
+        packed, alike = seen.packed, seen.shape[0] == q.shape[0]
+        if not alike and seen.shape[0] != 1 and (packed is not None or seen.padding is not None):
+            raise Error(f"attention_mask: of a batch of {seen.shape[0]}; 1 or {q.shape[0]}")
+        # Of packed sequences a bias counts from the first row of each, and a batch is their own.
+        shifted = position_bias is not None and packed is not None and not packed.from_start
+        if not seen.known or shifted or (packed is not None and not alike):
+            tensor = seen.tensor()
+            seen = None
+    else:
+        tensor = attention_mask
+    try:
+        if seen is not None:
+            out = _by_mask(q, k, v, seen, lengths, position_bias, options)
+        elif tensor is not None:
+            if lengths is not None:
+                raise Error("cu_seq_lens_q: given with a mask; None, or no attention_mask")
+            out = _rows(q, k, v, None, _joined(tensor, position_bias), options)
+        else:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            options["mask"] = _implied(bool(causal), sliding_window, q.shape[1])
+            out = _rows(q, k, v, lengths, position_bias, options)
+    except Error as e:
+        raise renamed(e, _NAMES) from None
+    return out, None
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    for name, what in _REFUSED.items():
+        if others.get(name) is not None:
+            allowed = 'None, as they are not supported; attn_implementation="eager" has them'
+            raise Error(f"{name}: {what}; {allowed}", "unsupported")
+    # Some models, such as GPT-2, do not hand it on to their layers.
+    wanted = None if _collector is None or torch.compiler.is_compiling() else _collector.get()
+    if others.get("output_attentions") or (wanted and any("attentions" in x for x in wanted)):
+        allowed = 'False, as weights are never stored; attn_implementation="eager" has them'
+        raise Error(f"output_attentions: True; {allowed}", "unsupported")
+
+
+def _given_lengths(others: dict[str, Any]) -> Packed | None:
+    """Of packed sequences as the caller of a model may give them, in transformers' names."""
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    if others.get(names[0]) is None:
+        return None
+    for name in names:
+        if others.get(name) is None:
+            raise Error(f"{name}: None with cu_seq_lens_q; all four of {', '.join(names)}")
+    cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = (others[name] for name in names)
+    return Packed(cu_seqlens_q, cu_seqlens_k, int(longest_q), int(longest_k))
+
+
+def _implied(causal: bool, sliding_window: int | None, q_length: int) -> Band | None:
+    """What no mask means: as for PyTorch's function, and a window as for flash-attn's."""
+    left = None if sliding_window is None else sliding_window - 1
+    if not causal:
+        return None if left is None else Band(left, left, "top_left")
+    if q_length == 1:  # the last of all
+        return None if left is None else Band(left, 0)
+    return Band(left, 0, "top_left")
+
+
+def _joined(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
+    """A mask of a model and a bias of a layer as one bias, or bool."""
+    if position_bias is None:
+        return mask
+    if mask is None:
+        return position_bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, position_bias, -torch.inf)
+    return position_bias + mask
+
+
+def _rows(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed | None, bias: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """out (batch, seqlen_q, num_heads, head_dim_v) of q, k and v that are batched, or packed."""
+    bias = None if bias is None else last_contiguous(bias)  # T5's is a transpose
+    out: Tensor
+    if packed is None:
+        out = attention(q, k, v, bias=bias, **options)
+        return out
+    batch, seqlen_q = q.shape[:2]
+    q = q.flatten(0, 1) if packed.queries is None else take(q, packed.queries)
+    k, v = (x.flatten(0, 1) if packed.keys is None else take(x, packed.keys) for x in (k, v))
+    if bias is not None:
+        bias = bias[..., : packed.max_seqlen_q, : packed.max_seqlen_k]
+    out = varlen_attention(q, k, v, *packed[:4], bias=bias, **options)
+    if packed.queries is None:
+        return out.unflatten(0, (batch, seqlen_q))  # type: ignore[no-untyped-call, no-any-return]
+    return put(out, packed.queries, (batch, seqlen_q))
+
+
+def _by_mask(
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, lengths: Packed | None, bias: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    packed = seen.packed
+    if lengths is not None:
+        if seen.padding is not None or (packed is not None and packed.keys is not None):
+            raise Error("cu_seq_lens_q: given with padding; None, or no attention_mask")
+        packed = lengths
+    if seen.used < k.shape[1] and packed is None:
+        k, v = k[:, : seen.used], v[:, : seen.used]
+        bias = None if bias is None else bias[..., : seen.used]
+    if seen.padding is not None:
+        bias = _joined(seen.padding[:, None, None], bias)
+    return _rows(q, k, v, packed, bias, {**options, "mask": seen.band})
