@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -400,3 +401,39 @@ def test_it_is_found_lazily():
     code = "import sys, flashsdk as fs; assert 'jax' not in sys.modules; fs.jax.attention; fs.jax"
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_page():
+    """docs/jax.md works as it stands, its blocks one after another."""
+    page = ROOT / "docs" / "jax.md"
+    if not page.exists():
+        pytest.skip("not a checkout")
+    names = {}
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, names)
+    want, _ = fs.mha_fwd(*(np.asarray(names[n][:1]) for n in "qkv"), mask=names["layout"])
+    close(names["attend"](*(names[n][:1] for n in "qkv"), names["layout"]), jnp.asarray(want), 0)
+
+
+def test_the_example_trains():
+    """The same losses as with JAX's own attention, to its tolerance."""
+    example = ROOT / "examples" / "train_flax.py"
+    if not example.exists():
+        pytest.skip("not a checkout")
+    if importlib.util.find_spec("flax") is None:
+        pytest.skip("flax is not installed")
+    done = python(str(example), "--smoke")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_benchmark_runs(tmp_path):
+    benchmark = ROOT / "benchmarks" / "jax_bench.py"
+    if not benchmark.exists():
+        pytest.skip("not a checkout")
+    done = python(str(benchmark), "--smoke", "--out", str(tmp_path / "record.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert len(record["rows"]) == 8
+    assert max(row["difference"] for row in record["rows"]) < 1e-3
