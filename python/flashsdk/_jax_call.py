@@ -117,7 +117,8 @@ def backward(call: Call, *operands: Any) -> Arrays:
 # ---- XLA's custom calls
 
 
-_FILE = Path(__file__).with_name("libflashsdk_jax.so")
+# Where the build put the extension: pip's editable one leaves it away from the sources.
+_FILE = Path(_bindings.__file__).with_name("libflashsdk_jax.so")
 
 
 def _register() -> None:

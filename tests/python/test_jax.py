@@ -16,7 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 JAX = importlib.util.find_spec("jax") is not None
-BUILT = Path(fs.__file__).with_name("libflashsdk_jax.so").exists()
+BUILT = Path(fs._bindings.__file__).with_name("libflashsdk_jax.so").exists()
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
