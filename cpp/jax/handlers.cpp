@@ -33,7 +33,7 @@ enum Given : std::int64_t {
   kAlibiSlopes = 4,
   kLengths = 8,  // cu_seqlens_q, cu_seqlens_k: packed sequences
   kLayout = 16,  // the eight arrays of a BlockMask
-  kSeed = 32,    // uint32 (2), low half first; and int32 (batch, num_heads), the places of this shard's heads
+  kSeed = 32,    // uint32 (2), low half first; and int32 (batch), the places of this shard's sequences; packed: (1)
   kScaled = 64,  // no operand: softmax_scale counts
   kBand = 128,   // no operand: left, right and top_left count
 };
@@ -157,6 +157,19 @@ bool join_with_batch(Operands& operands, std::size_t outer, std::int64_t size) {
   return true;
 }
 
+// Makes an outer dimension of the batch. What is dropped of a sequence is then no matter of how many others are on this
+// device: a backward may be sharded in another way than its forward was.
+void take_sequences_apart(Operands& operands, std::size_t outer) {
+  for (int role = 0; role < kRoles; ++role) {
+    auto& x = operands[static_cast<std::size_t>(role)];
+    if (!x || role == kPlaces) continue;
+    const bool has_batch = role < kCuQ && !is_indices(role);
+    const auto at = static_cast<std::ptrdiff_t>(has_batch ? outer + 1 : outer);
+    x->shape.insert(x->shape.begin() + at, 1);
+    x->stride.insert(x->stride.begin() + at, 0);
+  }
+}
+
 // ---- calls of the core
 
 struct Gpu {
@@ -249,8 +262,7 @@ void fill(const Numbers& n, const Floats& f, std::string_view backend, const Ope
   const TensorView seed = view(kSeedOf), places = view(kPlaces);
   const auto* words = static_cast<const std::uint32_t*>(seed.data);
   args.seed = std::uint64_t{words[1]} << 32 | words[0];
-  // Shards count their heads from 0, and would drop the same elements as one another.
-  if (places.numel() > 0) args.offset = static_cast<std::uint32_t>(*static_cast<const std::int32_t*>(places.data));
+  args.offset = static_cast<std::uint32_t>(*static_cast<const std::int32_t*>(places.data));
 }
 
 template <class Args>
@@ -304,6 +316,10 @@ void run(bool backward, Gpu* gpu, const ffi::RemainingArgs& args, const ffi::Rem
   const bool packed = (n.given & kLengths) != 0;
   const Device device = gpu != nullptr ? Device{DeviceType::kCUDA, gpu->device} : Device{};
   std::vector<std::int64_t> sizes(static_cast<std::size_t>(n.outer), 1);
+  if ((n.given & kSeed) != 0 && !packed) {
+    take_sequences_apart(operands, sizes.size());
+    sizes.push_back(1);
+  }
   for (const auto& x : operands)
     for (std::size_t d = 0; x && d < sizes.size(); ++d)
       if (x->shape[d] != 1) sizes[d] = x->shape[d];

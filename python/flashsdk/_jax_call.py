@@ -45,7 +45,7 @@ _DIMS = {
     "offsets": ("bh_", "_h_"),
     "indices": ("_", "_"),
     "seed": ("_", "_"),
-    "places": ("bh", "_h"),
+    "places": ("b", "_"),
     "dq": ("b_h_", "_h_"),
     "dk": ("b_n_", "_n_"),
     "dv": ("b_n_", "_n_"),
@@ -269,9 +269,11 @@ def _dims(op: str, call: Call, shapes: Sequence[Sequence[int]]) -> tuple[_Sizes,
     "n", or "" for those that are not sharded, such as those of size 1 that stand for all."""
     names = call.operands(op) + _RESULTS[op]
     sizes = _sizes(call, dict(zip(names, shapes)))
+    # What is dropped of a head depends on how many are before it.
+    may = "b" if call.given & SEED else "bhn"
     dims = []
     for name, shape in zip(names, shapes):
-        own = [d if d != "_" and n == getattr(sizes, d) else "" for d, n in
+        own = [d if d in may and n == getattr(sizes, d) else "" for d, n in
                zip(_DIMS[name][call.packed], shape[call.outer :])]  # fmt: skip
         outer = [f"o{d}" if n == sizes.outer[d] else "" for d, n in enumerate(shape[: call.outer])]
         dims.append(outer + own)
@@ -287,7 +289,9 @@ def _sharding_rule(
     # Query heads are key heads by groups, unless one of the two is all. Where an axis of the mesh
     # would be cut in two for that, which JAX cannot say, key heads stay in one piece.
     heads, factors = "h", {}
-    if group == 1:
+    if call.given & SEED:
+        pass  # none of them is sharded
+    elif group == 1:
         heads = "n"
     elif sizes.n > 1 and _whole_axes(mesh, sizes.n):
         heads, factors = "(n g)", {"g": group}

@@ -96,8 +96,10 @@ def attention(
         > 0: scores s become softcap * tanh(s / softcap), before bias; 0 is off.
     dropout_p, dropout_key
         Probability to drop an element of softmax's result, 0 <= dropout_p < 1, rounded to the
-        nearest 1/256, and the key of ``jax.random`` that says which. On a CPU alone so far. Where
-        jit shards batch or heads, other elements are dropped than on one device.
+        nearest 1/256, and the key of ``jax.random`` that says which. On a CPU alone so far. What
+        is dropped is the same on one device and on many; heads that are sharded are gathered
+        for it. The core drops the same of sequence b alone with ``seed``, the two words of
+        ``jax.random.bits(key, 2, uint32)``, low one first, and ``offset`` b (packed: 0).
     return_lse
         Return (out, lse), lse float32 (batch, num_heads, seqlen_q); it has a gradient.
     deterministic
@@ -286,9 +288,7 @@ def _attend(
     p = float(dropout_p)
     if p != 0:
         given |= xla.SEED
-        places = (1 if packed else q.shape[0], q.shape[-2])
-        count = jnp.arange(places[0] * places[1], dtype=jnp.int32)
-        rest += [_seed(dropout_key), count.reshape(places)]
+        rest += [_seed(dropout_key), jnp.arange(1 if packed else q.shape[0], dtype=jnp.int32)]
     if softmax_scale is not None:
         given |= xla.SCALED
         fields.update(softmax_scale=float(softmax_scale))

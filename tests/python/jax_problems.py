@@ -59,7 +59,7 @@ PROBLEMS = {
     "deterministic": problem(options={"deterministic": True}),
     "bfloat16": problem(dtype="bfloat16", head_dim=64, mask=CAUSAL, heads=(4, 2), dlse=True),
     "float16": problem(dtype="float16", head_dim=64, mask=CAUSAL, heads=(4, 2)),
-    "dropout": problem(dropout_p=0.3, heads=(4, 2), batch=2),
+    "dropout": problem(dropout_p=0.3, heads=(4, 2), dlse=True),
     "packed, dropout": packed(LENGTHS, dropout_p=0.3, mask=CAUSAL),
 }
 

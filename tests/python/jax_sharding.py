@@ -150,20 +150,16 @@ def a_sharded_sequence_is_gathered() -> None:
 
 
 @check
-def dropout_of_each_shard() -> None:
+def dropout_is_that_of_one_device() -> None:
     def attend(q: Any, k: Any, v: Any) -> Any:
         return attention(q, k, v, dropout_p=0.5, dropout_key=jax.random.key(1))
 
-    arrays = qkvd()[:3]
-    over = [
-        jax.device_put(jnp.broadcast_to(x[:1], x.shape), NamedSharding(FOUR, P("x")))
-        for x in arrays
-    ]
-    assert moved(attend, *over) == []
-    out = np.asarray(jax.jit(attend)(*over))
-    assert (out[0] != out[1]).any() and (out[1] != out[2]).any()
-    # The first shard drops what one device drops.
-    close([out[:1]], [attend(*(x[:1] for x in arrays))])
+    sharded(attend, FOUR, P("x"))
+    # Of heads that are sharded as well, and where the gradient of out is sharded otherwise.
+    arrays = qkvd()
+    specs = (P("x", None, "y"), P("x", None, "y"), P(None, None, "y"), P("y"))
+    over = [jax.device_put(x, NamedSharding(TWO, s)) for x, s in zip(arrays, specs, strict=True)]
+    close(jax.jit(both(attend))(*over), both(attend)(*arrays))
 
 
 @check

@@ -118,6 +118,18 @@ def test_dropout_follows_its_key():
     assert np.array_equal(first, drop(jax.random.PRNGKey(1)))  # of either kind
 
 
+def test_dropout_is_that_of_the_core():
+    """Of each sequence by itself."""
+    x = qkv(batch=3)
+    key = jax.random.key(9)
+    low, high = (int(word) for word in jax.random.bits(key, (2,), jnp.uint32))
+    out = attention(*x, dropout_p=0.3, dropout_key=key, alibi_slopes=jnp.ones(4) / 8)
+    for b in range(3):
+        one = [np.asarray(a[b : b + 1]) for a in x]
+        options = {"seed": low | high << 32, "offset": b, "alibi_slopes": np.ones(4, "f4") / 8}
+        assert np.array_equal(out[b : b + 1], fs.mha_fwd(*one, dropout_p=0.3, **options)[0])
+
+
 def test_dropout_drops_the_same_when_recomputed():
     q, k, v = qkv()
 
