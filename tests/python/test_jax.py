@@ -160,7 +160,8 @@ def test_a_layout_is_an_argument():
         want, _ = fs.mha_fwd(*map(np.asarray, (q, k, v)), mask=mask)
         assert np.array_equal(attend(q, k, v, mask), want)
     assert len(traced) == 1
-    assert "stablehlo.constant" not in attend.lower(q, k, v, masks[0]).as_text()
+    text = attend.lower(q, k, v, masks[0]).as_text()
+    assert not re.search(r"stablehlo\.constant dense<[\[\"]", text)
 
 
 @pytest.mark.parametrize("mask", [None, fs.Dense(), CAUSAL, fs.SlidingWindow(5, 2)], ids=str)
