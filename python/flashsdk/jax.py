@@ -209,13 +209,14 @@ def _flatten_layout(mask: BlockMask) -> tuple[tuple[Any, ...], Any]:
 
 
 def _unflatten_layout(static: Any, arrays: Any) -> BlockMask:
-    """Not by the constructor, which would read the arrays: they may be traced, or no arrays."""
+    lists = [Csr(*pair) for pair in zip(arrays[::2], arrays[1::2])]
+    if all(isinstance(x, np.ndarray) for x in arrays):
+        return BlockMask(*static, *lists)
+    # Not by the constructor, which would read the arrays: they are traced, or no arrays at all.
     mask = object.__new__(BlockMask)
-    for name, value in zip(("block_size", "seqlen_q", "seqlen_k", "band"), static):
+    names = ("block_size", "seqlen_q", "seqlen_k", "band", *LISTS)
+    for name, value in zip(names, (*static, *lists)):
         object.__setattr__(mask, name, value)
-    arrays = tuple(arrays)
-    for name, offsets, indices in zip(LISTS, arrays[::2], arrays[1::2]):
-        object.__setattr__(mask, name, Csr(offsets, indices))
     return mask
 
 
