@@ -3,10 +3,12 @@
 //
 // Operands come in the order of flashsdk._jax_call: those that are always there, then what `Given` names. In front of
 // its own dimensions each has those of jax.vmap, `outer` of them, of size 1 where it is the same for all. They are
-// joined with the batch where strides can say that, and else a call of the core is made for each.
+// joined with the batch where strides can say that, and else a call of the core is made for each, as for each sequence
+// that drops elements.
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -350,7 +352,7 @@ ffi::Error guarded(bool backward, Gpu* gpu, const ffi::RemainingArgs& args, cons
   if (integers.size() != kNumbers || floats.size() != 3)
     return {ffi::ErrorCode::kInternal, "flashsdk.jax: of another build than libflashsdk_jax; the same"};
   Numbers n;
-  std::copy(integers.begin(), integers.end(), &n.given);
+  std::memcpy(&n, integers.begin(), sizeof(n));
   try {
     run(backward, gpu, args, rets, n, {floats[0], floats[1], floats[2]}, backend);
     return ffi::Error::Success();

@@ -331,7 +331,6 @@ def _shardings(op: str, call: Call, mesh: Any, operands: Any, results: Any) -> _
     for x, value in zip(arrays, dims):
         spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else ()
         for d, axes in zip(value, spec):
-            # Key heads may be on fewer devices than query heads are, and say so of "h" too late.
             if d and axes:
                 found.setdefault(d, axes if isinstance(axes, tuple) else (axes,))
     taken: set[str] = set()
@@ -389,10 +388,9 @@ def by_types(run: Callable[..., Arrays], call: Call, *operands: Any) -> Arrays:
     kinds = [jax.typeof(x) for x in operands]
     if not axes or not any(axis for kind in kinds for axis in kind.sharding.spec):
         return run(*operands)
-    results = [
-        jax.ShapeDtypeStruct(kinds[0].shape, kinds[0].dtype)
-    ]  # of out's rank: q, but for dims
-    results.append(jax.ShapeDtypeStruct(_lse_shape(call, kinds[0].shape), jnp.float32))
+    q, v = kinds[0].shape, kinds[2].shape
+    shapes = ((*q[:-1], v[-1]), _lse_shape(call, q))
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     given, made, shared = _shardings("fwd", call, mesh, kinds, results)
 
     def on_shard(q: Any, k: Any, v: Any, *rest: Any) -> Arrays:
@@ -406,6 +404,7 @@ def by_types(run: Callable[..., Arrays], call: Call, *operands: Any) -> Arrays:
 
 
 def _lse_shape(call: Call, q: Sequence[int]) -> tuple[int, ...]:
+    """From that of q."""
     return (q[1], q[0]) if call.packed else (q[0], q[2], q[1])
 
 

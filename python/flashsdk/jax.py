@@ -315,6 +315,8 @@ def _attend(
 def _array(name: str, x: Any) -> Any:
     """As JAX's, or what traces one."""
     if isinstance(x, jax.Array):
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise Error(f"{name}: dtype {x.dtype}; an array of numbers, which no key is")
         return x
     if not (has(x, "shape") and has(x, "dtype")):
         given = f"a {type_name(x)}" if isinstance(x, (list, tuple)) else shown(x)

@@ -347,6 +347,7 @@ BAD_ARRAYS = {
     "k: num_heads_kv 2; ": (q[:, :, :3], k, v),
     "q: 1.0; an array": (1.0, k, v),
     "q: a list; an array": ([1.0], k, v),
+    "q: dtype key<fry>; ": (jax.random.split(jax.random.key(0), (1, 4, 2, 16)), k, v),
     "q: head_dim 300; ": (jnp.ones((1, 4, 2, 300)),) * 3,
 }
 
