@@ -43,7 +43,7 @@ class Config:
     learning_rate: float = 3e-3
 
 
-SMOKE = Config(context=64, batch=2, layers=2, dim=64)
+SMOKE = Config(context=64, batch=2, layers=1, dim=64)
 
 
 class Attention(nnx.Module):
