@@ -270,7 +270,11 @@ void fill(const Numbers& n, const Floats& f, std::string_view backend, const Ope
 template <class Args>
 void call(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const Args& args, bool packed, Gpu* gpu) {
   GpuOptions options;
-  if (gpu != nullptr) options = {gpu->stream, workspace, gpu};
+  if (gpu != nullptr) {
+    options.stream = gpu->stream;
+    options.workspace = workspace;
+    options.owner = gpu;
+  }
   Failure failure;
   if (function(args, packed, options, failure)) return;
   const std::string_view code = failure.code;
