@@ -173,11 +173,17 @@ def _call(op: str, call: Call, *operands: Any) -> Arrays:
         "dk": own["k"],
         "dv": v,
     }
+    # Dimensions of jax.vmap may be sharded by their type.
+    kinds = [jax.typeof(x) for x in operands]
+    axes = [
+        next((kind.sharding.spec[d] for kind in kinds if kind.sharding.spec[d]), None)
+        for d in range(call.outer)
+    ]
     results = [
         jax.ShapeDtypeStruct(
             (*outer, *shapes[name]),
             jnp.float32 if name == "lse" else given["q"].dtype,
-            **_varying_as(given["q"]),
+            **_type_of(given["q"], axes),
         )
         for name in _RESULTS[op]
     ]
@@ -192,16 +198,14 @@ def varying(x: Any) -> frozenset[Any]:
     )
 
 
-def _varying_as(x: Any) -> dict[str, Any]:
-    """The same as what jax.ShapeDtypeStruct takes, by the names that this JAX has for it."""
-    if not varying(x):
-        return {}
+def _type_of(x: Any, axes: Sequence[Any]) -> dict[str, Any]:
+    """Of a result whose first dimensions are sharded so, for jax.ShapeDtypeStruct."""
     kind = jax.typeof(x)
-    name = "manual_axis_type" if hasattr(kind, "manual_axis_type") else "vma"
-    return {
-        name: getattr(kind, name),
-        "sharding": NamedSharding(kind.sharding.mesh, PartitionSpec()),
-    }
+    if not varying(x) and not any(axes):
+        return {}
+    result = {"sharding": NamedSharding(kind.sharding.mesh, PartitionSpec(*axes))}
+    name = "manual_axis_type" if hasattr(kind, "manual_axis_type") else "vma"  # by JAX's release
+    return result | {name: getattr(kind, name)}
 
 
 # ---- sharded arrays
@@ -396,11 +400,24 @@ def by_types(run: Callable[..., Arrays], call: Call, *operands: Any) -> Arrays:
     def on_shard(q: Any, k: Any, v: Any, *rest: Any) -> Arrays:
         return run(q, *_own_head(mesh, shared, k, v), *rest)
 
-    placed = (jax.sharding.reshard(x, to) for x, to in zip(operands, given))
-    specs = tuple(x.spec for x in given)
-    return jax.shard_map(  # type: ignore[no-any-return]
-        on_shard, in_specs=specs, out_specs=tuple(x.spec for x in made), axis_names=axes
-    )(*placed)
+    placed = [jax.sharding.reshard(x, to) for x, to in zip(operands, given)]
+    specs = {"in_specs": tuple(x.spec for x in given), "out_specs": tuple(x.spec for x in made)}
+    try:
+        over = jax.shard_map(on_shard, axis_names=axes, **specs)
+        return over(*placed)  # type: ignore[no-any-return]
+    except ValueError:
+        # Under a jax.vmap over an axis of the mesh, which is then none that shard_map knows.
+        used = {axis for x in (*given, *made) for axis in _axes(x.spec)}
+        if used == axes:
+            raise
+        over = jax.shard_map(on_shard, axis_names=used, **specs)
+        return over(*placed)  # type: ignore[no-any-return]
+
+
+def _axes(spec: Any) -> tuple[str, ...]:
+    """All that a PartitionSpec names."""
+    parts = (part if isinstance(part, tuple) else (part,) for part in spec if part)
+    return tuple(itertools.chain.from_iterable(parts))
 
 
 def _lse_shape(call: Call, q: Sequence[int]) -> tuple[int, ...]:

@@ -120,12 +120,16 @@ def masks_bias_and_slopes() -> None:
     sharded(attend, TWO, P("x", None, "y"))
 
 
+def of_one(q: Any, k: Any, v: Any) -> Any:
+    return causal(q[None], k[None], v[None])[0]
+
+
+over_batch = jax.vmap(of_one)
+
+
 @check
 def under_vmap() -> None:
-    def each(q: Any, k: Any, v: Any) -> Any:
-        return causal(q[None], k[None], v[None])[0]
-
-    sharded(jax.vmap(each), TWO, P("x", None, "y"))
+    sharded(over_batch, TWO, P("x", None, "y"))
 
 
 @check
@@ -197,18 +201,20 @@ def shard_map_with_a_mask_and_a_key() -> None:
     assert all(np.isfinite(x).all() for x in got)
 
 
-def explicit(mesh_shape: tuple[int, ...], names: str, spec: P, kv: P, heads_kv: int = 2) -> None:
-    arrays = qkvd(heads_kv=heads_kv)
-    want = both(causal)(*arrays)
+def explicit(
+    mesh_shape: tuple[int, ...], names: str, spec: P, kv: P, attend: Callable[..., Any] = causal
+) -> None:
+    arrays = qkvd()
+    want = both(attend)(*arrays)
     mesh = jax.make_mesh(mesh_shape, tuple(names), axis_types=(AxisType.Explicit,) * len(names))
     with jax.set_mesh(mesh):
         over = [
             jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, (spec, kv, kv, spec))
         ]
-        out = jax.jit(causal)(*over[:3])
+        out = jax.jit(attend)(*over[:3])
         assert jax.typeof(out).sharding.spec == jax.typeof(over[0]).sharding.spec, jax.typeof(out)
-        assert moved(causal, *over[:3]) == []
-        close(jax.jit(both(causal))(*over), want)
+        assert moved(attend, *over[:3]) == []
+        close(jax.jit(both(attend))(*over), want)
 
 
 @check
@@ -219,6 +225,20 @@ def sharding_in_types() -> None:
 @check
 def sharding_in_types_of_few_key_heads() -> None:
     explicit((4,), "x", P(None, None, "x", None), P())
+
+
+@check
+def sharding_in_types_under_vmap() -> None:
+    """Right, if not in place: the axis that is mapped is gathered."""
+    arrays = qkvd()
+    want = both(over_batch)(*arrays)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P("x", None, "y"))
+        over = [jax.device_put(x, sharding) for x in arrays]
+        close([jax.jit(over_batch)(*over[:3])], want[:1])
+        gradients = jax.grad(lambda *x: (over_batch(*x) ** 2).sum(), (0, 1, 2))
+        close(jax.jit(gradients)(*over[:3]), gradients(*arrays[:3]), 1e-4)
 
 
 def main() -> None:
