@@ -4,7 +4,7 @@
 # make bench-gpu  the same for speed: our backends beside PyTorch's, benchmarks/results/gpu_bench.*
 #
 # Variables: PYTHON (base interpreter), JOBS, BUILD_DIR, CMAKE_ARGS (such as
-# -DFLASHSDK_CPU_ISAS=avx2), TORCH_SPEC, JAX=0 and TRANSFORMERS=0 (without these and their tests), DEMO_ARGS,
+# -DFLASHSDK_CPU_ISAS=avx2), TORCH_SPEC, JAX_SPEC, JAX=0 and TRANSFORMERS=0 (without these and their tests), DEMO_ARGS,
 # BENCH_ARGS, PYTEST_ARGS, CTEST_ARGS; for the GPU targets GPU_ARGS, FLASHSDK_CUTLASS_DIR (a checkout of CUTLASS 4.2).
 
 SHELL := /bin/bash
@@ -34,12 +34,12 @@ PY_DIRS = $(wildcard python tests benchmarks examples scripts)
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-asan test-tsan test-package test-gpu bench-gpu build-cuda-ci bench lint format \
+.PHONY: help setup build demo test test-asan test-tsan test-package test-jax test-gpu bench-gpu build-cuda-ci bench lint format \
 	wheel clean distclean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
-	@echo "also: setup build bench lint format wheel test-asan test-tsan test-package build-cuda-ci clean distclean"
+	@echo "also: setup build bench lint format wheel test-asan test-tsan test-package test-jax build-cuda-ci clean distclean"
 
 setup:
 	@$(BOOTSTRAP) $(TEST_GROUPS) lint
@@ -103,6 +103,11 @@ build-cuda-ci:
 	@$(CTEST) --test-dir build/cuda-ci -R '^Device'
 	@$(PY) scripts/check_cuda_extension.py build/cuda-ci/extension
 
+# The tests of flashsdk.jax with another JAX than .venv's, in an environment of its own: make test-jax JAX_SPEC=jax==0.8.3
+test-jax:
+	@$(BOOTSTRAP) build
+	@$(PY) scripts/test_jax.py $(JAX_SPEC)
+
 # pip's builds of the package, as a machine without a network makes them.
 test-package:
 	@$(BOOTSTRAP) build
@@ -127,7 +132,7 @@ wheel:
 	@$(PY) -m pip wheel . --no-build-isolation --no-deps -w dist
 
 clean:
-	rm -rf build dist python/flashsdk/_bindings*.so python/flashsdk/_torch_native*.so
+	rm -rf build dist python/flashsdk/*.so
 
 distclean: clean
 	rm -rf .venv

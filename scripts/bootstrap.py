@@ -6,7 +6,8 @@ The packages of a group are read from pyproject.toml, the only place that lists 
 system's Python with nothing but the standard library. Missing Debian packages are installed when
 this runs as root, and asked for by name otherwise.
 
-Environment: TORCH_SPEC (default torch==2.13.0; empty = none).
+Environment: TORCH_SPEC (default torch==2.13.0; empty = none), JAX_SPEC (default what pyproject.toml
+says, such as jax==0.8.3 for an older one).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 TORCH_SPEC = os.environ.get("TORCH_SPEC", "torch==2.13.0")
+JAX_SPEC = os.environ.get("JAX_SPEC", "")
 PROBE = "int main() { return 0; }\n"
 
 
@@ -155,7 +157,7 @@ def packages(group: str) -> list[str]:
         "demo": extras["plot"],
         "test": extras["test"],
         "lint": extras["lint"],
-        "jax": extras["jax"],
+        "jax": [*([JAX_SPEC] if JAX_SPEC else extras["jax"]), *extras["test-jax"]],
         "transformers": extras["transformers"],
     }[group]
 

@@ -37,6 +37,10 @@ if importlib.util.find_spec("torch"):  # of the build tools' environment, so it 
     x = torch.ones(1, 5, 2, 16, requires_grad=True)
     assert flashsdk.torch.attention(x, x, x).grad_fn.name() == "FlashsdkAttentionBackward"
     print(_torch_native.__file__)
+if importlib.util.find_spec("jax"):
+    import jax, flashsdk.jax
+    gradient = jax.jit(jax.grad(lambda q: flashsdk.jax.attention(q, q, q).sum()))(q)
+    assert gradient.shape == q.shape
 """
 
 

@@ -5,12 +5,14 @@
     dq, dk, dv = fs.mha_bwd(dout, q, k, v, out, lse, mask=fs.Causal())
 
 ``help(flashsdk.ops)`` has the arguments, ``flashsdk.masks`` and ``flashsdk.layouts`` what a query
-sees, ``flashsdk.torch`` the adapter for PyTorch. ``python -m flashsdk info`` shows what runs here.
+sees, ``flashsdk.torch`` is the adapter for PyTorch and ``flashsdk.jax`` the one for JAX.
+``python -m flashsdk info`` shows what runs here.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from . import _bindings, layouts
 from ._bindings import __version__
@@ -39,6 +41,15 @@ __all__ = [
     "mha_varlen_fwd",
     "set_num_threads",
 ]
+
+
+if not TYPE_CHECKING:  # to which any other name is a mistake as before
+
+    def __getattr__(name: str) -> Any:
+        """The adapters, whose frameworks are imported when somebody asks for them."""
+        if name in ("jax", "torch"):
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def kernels() -> list[dict[str, Any]]:

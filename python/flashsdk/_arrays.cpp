@@ -83,7 +83,7 @@ TensorView view_of(ArrayImporter::Role role, const DlTensor& tensor) {
   // What jax.jit, grad and vmap pass to a function: it is there to be asked for its shape.
   const std::string type = class_name(array);
   if (type.rfind("jax.", 0) == 0 && type.find("Tracer") != std::string::npos)
-    fail(name, "traced by jax.jit, jax.grad or jax.vmap; an array, as under jax.pure_callback or outside of them");
+    fail(name, "traced by jax.jit, jax.grad or jax.vmap; an array, or the functions of flashsdk.jax");
   fail(name, class_name(array) + " does not lend its memory (" + describe(error) + "); an array that holds data");
 }
 

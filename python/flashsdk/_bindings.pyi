@@ -4,7 +4,7 @@ from typing import Any, TypeAlias
 
 __version__: str
 MAX_THREADS: int  # that set_num_threads takes
-core_api: object  # a capsule, for _torch_native
+core_api: object  # a capsule, for _torch_native and libflashsdk_jax
 
 # () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 Packed: TypeAlias = tuple[()] | tuple[Any, Any, int, int]

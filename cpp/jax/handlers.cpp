@@ -1,0 +1,424 @@
+// libflashsdk_jax: attention as calls of XLA, through its FFI. flashsdk._jax_call loads it, gives it the core and tells
+// JAX of its four handlers; it knows neither Python nor JAX, and needs XLA's headers alone.
+//
+// Operands come in the order of flashsdk._jax_call: those that are always there, then what `Given` names. In front of
+// its own dimensions each has those of jax.vmap, `outer` of them, of size 1 where it is the same for all. They are
+// joined with the batch where strides can say that, and else a call of the core is made for each, as for each sequence
+// that drops elements.
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core_api.h"
+#include "flashsdk/export.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace flashsdk::jax {
+namespace {
+
+namespace ffi = xla::ffi;
+
+const CoreApi* g_core = nullptr;
+
+// ---- what crosses as numbers, as flashsdk._jax_call writes it
+
+// Bits of Numbers::given.
+enum Given : std::int64_t {
+  kDlse = 1,
+  kBias = 2,
+  kAlibiSlopes = 4,
+  kLengths = 8,  // cu_seqlens_q, cu_seqlens_k: packed sequences
+  kLayout = 16,  // the eight arrays of a BlockMask
+  kSeed = 32,    // uint32 (2), low half first; and int32 (batch), the places of this shard's sequences; packed: (1)
+  kScaled = 64,  // no operand: softmax_scale counts
+  kBand = 128,   // no operand: left, right and top_left count
+};
+
+struct Numbers {
+  std::int64_t given, outer, max_seqlen_q, max_seqlen_k, left, right, top_left, block_q, block_k, seqlen_q, seqlen_k,
+      deterministic;
+};
+constexpr std::size_t kNumbers = sizeof(Numbers) / sizeof(std::int64_t);
+constexpr std::int64_t kUnlimited = INT32_MAX;
+
+struct Floats {
+  float softmax_scale, softcap, dropout_p;
+};
+
+// ---- operands
+
+struct Refusal {
+  ffi::ErrorCode code;
+  std::string line;
+};
+
+[[noreturn]] void refuse(ffi::ErrorCode code, std::string line) { throw Refusal{code, std::move(line)}; }
+
+struct Operand {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t size = 0;                    // of an element, in bytes
+  std::vector<std::int64_t> shape, stride;  // the outer dimensions, then its own
+
+  // From one element of dimension d to the next, where others may have more elements of it.
+  std::int64_t step(std::size_t d) const { return shape[d] == 1 ? 0 : stride[d]; }
+};
+
+DType dtype_of(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F32:
+      return DType::kFloat32;
+    case ffi::DataType::F16:
+      return DType::kFloat16;
+    case ffi::DataType::BF16:
+      return DType::kBFloat16;
+    case ffi::DataType::S32:
+    case ffi::DataType::U32:  // seeds, which the core does not see
+      return DType::kInt32;
+    case ffi::DataType::PRED:
+      return DType::kBool;
+    default:
+      refuse(ffi::ErrorCode::kInvalidArgument, "dtype: of XLA's " + std::to_string(static_cast<int>(type)) +
+                                                   "; float32, float16, bfloat16, int32 or bool");
+  }
+}
+
+Operand operand_of(const ffi::AnyBuffer& buffer) {
+  Operand x;
+  x.data = buffer.untyped_data();
+  x.dtype = dtype_of(buffer.element_type());
+  x.size = static_cast<std::int64_t>(ffi::ByteWidth(buffer.element_type()));
+  const auto dims = buffer.dimensions();
+  x.shape.assign(dims.begin(), dims.end());
+  x.stride.resize(x.shape.size());
+  std::int64_t step = 1;
+  for (std::size_t d = x.shape.size(); d-- > 0; step *= x.shape[d]) x.stride[d] = step;
+  return x;
+}
+
+// kList: the eight arrays of a layout, offsets and indices by turns.
+enum Role {
+  kQ,
+  kK,
+  kV,
+  kOut,
+  kLse,
+  kDout,
+  kDlseOf,
+  kDq,
+  kDk,
+  kDv,
+  kBiasOf,
+  kSlopes,
+  kList,
+  kCuQ = kList + 8,
+  kCuK,
+  kSeedOf,
+  kPlaces,
+  kRoles
+};
+
+using Operands = std::array<std::optional<Operand>, kRoles>;
+
+bool is_indices(int role) { return role >= kList && role < kCuQ && (role - kList) % 2 == 1; }
+
+// ---- the dimensions of jax.vmap
+
+// Joins the innermost outer dimension with the batch, if every operand's strides can say so.
+bool join_with_batch(Operands& operands, std::size_t outer, std::int64_t size) {
+  const std::size_t at = outer - 1;
+  const std::int64_t batch = operands[kQ]->shape[outer];
+  for (int role = 0; role < kRoles; ++role) {
+    const auto& x = operands[static_cast<std::size_t>(role)];
+    if (!x) continue;
+    if (role >= kCuQ) return false;
+    const std::int64_t a = x->step(at), b = is_indices(role) ? 0 : x->step(outer);
+    const bool joins = size == 1 || (batch == 1 ? b == 0 : a == batch * b);
+    // Offsets lie row by row and belong to their own indices: only what all share stays right.
+    if (!joins || (role >= kList && size != 1 && (a != 0 || b != 0))) return false;
+  }
+  for (int role = 0; role < kRoles; ++role) {
+    auto& x = operands[static_cast<std::size_t>(role)];
+    if (!x) continue;
+    const std::int64_t a = x->step(at);
+    if (!is_indices(role) && size != 1) {
+      const std::int64_t step = batch == 1 ? a : x->step(outer);
+      const bool shared = role >= kBiasOf && step == 0;  // the same for all: it stays of size 1
+      x->shape[outer] = shared ? 1 : size * batch;
+      x->stride[outer] = step;
+    }
+    x->shape.erase(x->shape.begin() + static_cast<std::ptrdiff_t>(at));
+    x->stride.erase(x->stride.begin() + static_cast<std::ptrdiff_t>(at));
+  }
+  return true;
+}
+
+// Makes an outer dimension of the batch. What is dropped of a sequence is then no matter of how many others are on this
+// device: a backward may be sharded in another way than its forward was.
+void take_sequences_apart(Operands& operands, std::size_t outer) {
+  for (int role = 0; role < kRoles; ++role) {
+    auto& x = operands[static_cast<std::size_t>(role)];
+    if (!x || role == kPlaces) continue;
+    const bool has_batch = role < kCuQ && !is_indices(role);
+    const auto at = static_cast<std::ptrdiff_t>(has_batch ? outer + 1 : outer);
+    x->shape.insert(x->shape.begin() + at, 1);
+    x->stride.insert(x->stride.begin() + at, 0);
+  }
+}
+
+// ---- calls of the core
+
+struct Gpu {
+  void* stream;
+  ffi::ScratchAllocator* scratch;
+  std::int32_t device;
+  void* memory = nullptr;  // of an earlier call on this stream, which comes before the next one
+  std::size_t size = 0;
+};
+
+void* workspace(void* owner, std::size_t size) {
+  auto& gpu = *static_cast<Gpu*>(owner);
+  if (size > gpu.size) {
+    const auto memory = gpu.scratch->Allocate(size, 256);
+    if (!memory)
+      refuse(ffi::ErrorCode::kResourceExhausted,
+             "workspace: no memory for " + std::to_string(size) + " bytes; less is free");
+    gpu.memory = *memory;
+    gpu.size = size;
+  }
+  return gpu.memory;
+}
+
+// Operand `x` of the call at `index` of the outer dimensions.
+TensorView view_of(const std::optional<Operand>& x, const std::vector<std::int64_t>& index, Device device) {
+  TensorView view;
+  if (!x) return view;
+  const std::size_t outer = index.size();
+  std::int64_t offset = 0;
+  for (std::size_t d = 0; d < outer; ++d) offset += index[d] * x->step(d);
+  view.data = static_cast<char*>(x->data) + offset * x->size;
+  view.dtype = x->dtype;
+  view.device = device;
+  view.rank = static_cast<int>(x->shape.size() - outer);
+  if (view.rank > kMaxTensorRank) refuse(ffi::ErrorCode::kInternal, "operands: of another flashsdk; this one's");
+  for (int d = 0; d < view.rank; ++d) {
+    view.shape[d] = x->shape[outer + static_cast<std::size_t>(d)];
+    view.stride[d] = x->stride[outer + static_cast<std::size_t>(d)];
+  }
+  return view;
+}
+
+Mask mask_of(const Numbers& n, const Operands& operands, const std::vector<std::int64_t>& index, Device device) {
+  Band band;
+  if (n.left != kUnlimited) band.left = n.left;
+  if (n.right != kUnlimited) band.right = n.right;
+  if (n.top_left != 0) band.alignment = Alignment::kTopLeft;
+  if ((n.given & kLayout) == 0) return (n.given & kBand) != 0 ? Mask(band) : Mask(Dense{});
+  const auto list = [&](std::size_t which) {
+    return BlockLists{view_of(operands[kList + 2 * which], index, device),
+                      view_of(operands[kList + 2 * which + 1], index, device)};
+  };
+  BlockMask mask;
+  mask.block_q = static_cast<int>(n.block_q);
+  mask.block_k = static_cast<int>(n.block_k);
+  mask.seqlen_q = n.seqlen_q;
+  mask.seqlen_k = n.seqlen_k;
+  mask.row_partial = list(0);
+  mask.row_full = list(1);
+  mask.col_partial = list(2);
+  mask.col_full = list(3);
+  if ((n.given & kBand) != 0) mask.band = band;
+  return mask;
+}
+
+void fill(const Numbers& n, const Floats& f, std::string_view backend, const Operands& operands,
+          const std::vector<std::int64_t>& index, Device device, AttentionArgs& args) {
+  const auto view = [&](int role) { return view_of(operands[static_cast<std::size_t>(role)], index, device); };
+  args.q = view(kQ);
+  args.k = view(kK);
+  args.v = view(kV);
+  args.mask = mask_of(n, operands, index, device);
+  if ((n.given & kScaled) != 0) args.softmax_scale = f.softmax_scale;
+  args.softcap = f.softcap;
+  args.dropout_p = f.dropout_p;
+  args.bias = view(kBiasOf);
+  args.alibi_slopes = view(kSlopes);
+  if (TensorView& slopes = args.alibi_slopes; slopes.rank == 2 && slopes.shape[0] == 1) {  // the same for all
+    slopes.rank = 1;
+    slopes.shape[0] = slopes.shape[1];
+    slopes.stride[0] = slopes.stride[1];
+  }
+  args.cu_seqlens_q = view(kCuQ);
+  args.cu_seqlens_k = view(kCuK);
+  args.max_seqlen_q = n.max_seqlen_q;
+  args.max_seqlen_k = n.max_seqlen_k;
+  args.deterministic = n.deterministic != 0;
+  args.backend = backend;
+  if ((n.given & kSeed) == 0) return;
+  const TensorView seed = view(kSeedOf), places = view(kPlaces);
+  const auto* words = static_cast<const std::uint32_t*>(seed.data);
+  args.seed = std::uint64_t{words[1]} << 32 | words[0];
+  args.offset = static_cast<std::uint32_t>(*static_cast<const std::int32_t*>(places.data));
+}
+
+template <class Args>
+void call(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const Args& args, bool packed, Gpu* gpu) {
+  GpuOptions options;
+  if (gpu != nullptr) {
+    options.stream = gpu->stream;
+    options.workspace = workspace;
+    options.owner = gpu;
+  }
+  Failure failure;
+  if (function(args, packed, options, failure)) return;
+  const std::string_view code = failure.code;
+  refuse(code == "invalid_argument" ? ffi::ErrorCode::kInvalidArgument
+         : code == "unsupported"    ? ffi::ErrorCode::kUnimplemented
+                                    : ffi::ErrorCode::kInternal,
+         failure.message);
+}
+
+// Reads operands and results into their roles, in the order of flashsdk._jax_call.
+Operands operands_of(bool backward, const Numbers& n, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
+  std::vector<int> in = {kQ, kK, kV}, out = {kOut, kLse};
+  if (backward) {
+    in.insert(in.end(), {kOut, kLse, kDout});
+    out = {kDq, kDk, kDv};
+  }
+  if ((n.given & kDlse) != 0) in.push_back(kDlseOf);
+  if ((n.given & kBias) != 0) in.push_back(kBiasOf);
+  if ((n.given & kAlibiSlopes) != 0) in.push_back(kSlopes);
+  if ((n.given & kLengths) != 0) in.insert(in.end(), {kCuQ, kCuK});
+  if ((n.given & kLayout) != 0)
+    for (int i = 0; i < 8; ++i) in.push_back(kList + i);
+  if ((n.given & kSeed) != 0) in.insert(in.end(), {kSeedOf, kPlaces});
+  if (args.size() != in.size() || rets.size() != out.size())
+    refuse(ffi::ErrorCode::kInternal, "operands: " + std::to_string(args.size()) + "; " + std::to_string(in.size()));
+  Operands operands;
+  for (std::size_t i = 0; i < in.size(); ++i)
+    operands[static_cast<std::size_t>(in[i])] = operand_of(args.get<ffi::AnyBuffer>(i).value());
+  for (std::size_t i = 0; i < out.size(); ++i)
+    operands[static_cast<std::size_t>(out[i])] = operand_of(*rets.get<ffi::AnyBuffer>(i).value());
+  for (const auto& x : operands)
+    if (x && x->shape.size() < static_cast<std::size_t>(n.outer))
+      refuse(ffi::ErrorCode::kInternal, "operands: of another flashsdk; this one's");
+  return operands;
+}
+
+// All calls that one of XLA's stands for.
+void run(bool backward, Gpu* gpu, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Numbers& n,
+         const Floats& f, std::string_view backend) {
+  if (g_core == nullptr) refuse(ffi::ErrorCode::kInternal, "flashsdk.jax: not imported; import flashsdk.jax");
+  // Its kernels take the seed from the host, for which the host would have to wait for the stream.
+  if (gpu != nullptr && (n.given & kSeed) != 0)
+    refuse(ffi::ErrorCode::kUnimplemented, "dropout_p: more than 0 on cuda; 0, or the CPU backend of JAX");
+  Operands operands = operands_of(backward, n, args, rets);
+  const bool packed = (n.given & kLengths) != 0;
+  const Device device = gpu != nullptr ? Device{DeviceType::kCUDA, gpu->device} : Device{};
+  std::vector<std::int64_t> sizes(static_cast<std::size_t>(n.outer), 1);
+  if ((n.given & kSeed) != 0 && !packed) {
+    take_sequences_apart(operands, sizes.size());
+    sizes.push_back(1);
+  }
+  for (const auto& x : operands)
+    for (std::size_t d = 0; x && d < sizes.size(); ++d)
+      if (x->shape[d] != 1) sizes[d] = x->shape[d];
+  while (!sizes.empty() && join_with_batch(operands, sizes.size(), sizes.back())) sizes.pop_back();
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return;
+  std::vector<std::int64_t> index(sizes.size(), 0);
+  for (bool more = true; more;) {
+    const auto view = [&](int role) { return view_of(operands[static_cast<std::size_t>(role)], index, device); };
+    if (backward) {
+      BackwardArgs a;
+      fill(n, f, backend, operands, index, device, a);
+      a.out = view(kOut), a.lse = view(kLse), a.dout = view(kDout), a.dlse = view(kDlseOf);
+      a.dq = view(kDq), a.dk = view(kDk), a.dv = view(kDv);
+      call(g_core->backward, a, packed, gpu);
+    } else {
+      ForwardArgs a;
+      fill(n, f, backend, operands, index, device, a);
+      a.out = view(kOut), a.lse = view(kLse);
+      call(g_core->forward, a, packed, gpu);
+    }
+    more = false;
+    for (std::size_t d = sizes.size(); d-- > 0 && !more;) more = ++index[d] < sizes[d] || (index[d] = 0) != 0;
+  }
+}
+
+ffi::Error guarded(bool backward, Gpu* gpu, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                   ffi::Span<const std::int64_t> integers, ffi::Span<const float> floats, std::string_view backend) {
+  if (integers.size() != kNumbers || floats.size() != 3)
+    return {ffi::ErrorCode::kInternal, "flashsdk.jax: of another build than libflashsdk_jax; the same"};
+  Numbers n;
+  std::memcpy(&n, integers.begin(), sizeof(n));
+  try {
+    run(backward, gpu, args, rets, n, {floats[0], floats[1], floats[2]}, backend);
+    return ffi::Error::Success();
+  } catch (Refusal& refusal) {
+    return {refusal.code, std::move(refusal.line)};
+  } catch (const std::exception& e) {
+    return {ffi::ErrorCode::kInternal, e.what()};
+  }
+}
+
+template <bool kBackward>
+ffi::Error on_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Span<const std::int64_t> integers,
+                  ffi::Span<const float> floats, std::string_view backend) {
+  return guarded(kBackward, nullptr, args, rets, integers, floats, backend);
+}
+
+// XLA's stream and XLA's memory, which is given back in the stream's order: nothing is waited for.
+template <bool kBackward>
+ffi::Error on_gpu(void* stream, ffi::ScratchAllocator scratch, std::int32_t device, ffi::RemainingArgs args,
+                  ffi::RemainingRets rets, ffi::Span<const std::int64_t> integers, ffi::Span<const float> floats,
+                  std::string_view backend) {
+  Gpu gpu{stream, &scratch, device};
+  return guarded(kBackward, &gpu, args, rets, integers, floats, backend);
+}
+
+auto with_attributes(auto binding) {
+  return std::move(binding)
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<ffi::Span<const std::int64_t>>("integers")
+      .template Attr<ffi::Span<const float>>("floats")
+      .template Attr<std::string_view>("backend");
+}
+
+auto cpu_binding() { return with_attributes(ffi::Ffi::Bind()); }
+
+auto gpu_binding() {
+  return with_attributes(
+      ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Ctx<ffi::ScratchAllocator>().Ctx<ffi::DeviceOrdinal>());
+}
+
+}  // namespace
+}  // namespace flashsdk::jax
+
+#define FLASHSDK_HANDLER(name, function, binding)                              \
+  extern "C" FLASHSDK_API XLA_FFI_Error* name(XLA_FFI_CallFrame* call_frame) { \
+    static auto* const handler = (binding).To(function).release();             \
+    return handler->Call(call_frame);                                          \
+  }
+
+FLASHSDK_HANDLER(flashsdk_jax_fwd_cpu, flashsdk::jax::on_cpu<false>, flashsdk::jax::cpu_binding())
+FLASHSDK_HANDLER(flashsdk_jax_bwd_cpu, flashsdk::jax::on_cpu<true>, flashsdk::jax::cpu_binding())
+FLASHSDK_HANDLER(flashsdk_jax_fwd_cuda, flashsdk::jax::on_gpu<false>, flashsdk::jax::gpu_binding())
+FLASHSDK_HANDLER(flashsdk_jax_bwd_cuda, flashsdk::jax::on_gpu<true>, flashsdk::jax::gpu_binding())
+
+// The core is that of flashsdk._bindings: a second one would have threads of its own. 0 if it is of another build.
+extern "C" FLASHSDK_API int flashsdk_jax_use_core(const void* core) {
+  const auto* api = static_cast<const flashsdk::CoreApi*>(core);
+  if (api == nullptr || api->layout != flashsdk::CoreApi::kLayout) return 0;
+  flashsdk::jax::g_core = api;
+  return 1;
+}
+
+// The minor version of XLA's FFI that this was built with: an XLA takes it and older ones.
+extern "C" FLASHSDK_API int flashsdk_jax_ffi_version() { return XLA_FFI_API_MINOR; }

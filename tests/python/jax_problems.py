@@ -1,0 +1,142 @@
+"""Problems of the kernels' own tests through flashsdk.jax, under jax.jit and jax.vjp.
+
+As a program, for a GPU, of whose memory JAX takes most: `jax_problems.py BACKEND` runs what a GPU
+takes of PROBLEMS and prints, as JSON, what is wrong with each.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import flashsdk as fs
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import packed, problem
+from flashsdk import _verify
+from flashsdk._problems import BandSpec, Problem, generate, inputs, mask_of
+from flashsdk.jax import attention, varlen_attention
+
+KEY = jax.random.key(5)
+
+
+def layout(seqlen_q: int, seqlen_k: int, heads: int = 1, band: Any = None, seed: int = 0) -> Any:
+    """A BlockMask of blocks of 16, about half of them."""
+    shape = (heads, -(-seqlen_q // 16), -(-seqlen_k // 16))
+    blocks = np.random.default_rng(seed).random(shape) < 0.5
+    return fs.BlockMask.from_dense(blocks, 16, seqlen_q=seqlen_q, seqlen_k=seqlen_k, band=band)
+
+
+def _blocks(**changes: Any) -> Problem:
+    """A random problem of one layout a head, under a band."""
+    for seed in range(100, 1000):
+        p = generate(seed)
+        if not p.packed and getattr(p.mask, "band", None) and p.mask.full.shape[1] > 1:
+            return replace(p, strides=False, bias=None, dropout_p=0.0, **changes)
+    raise AssertionError
+
+
+CAUSAL = BandSpec(None, 0, "bottom_right")
+LENGTHS = ((30, 20), (0, 7), (1, 33), (40, 40))
+PROBLEMS = {
+    "dense": problem(batch=2),
+    "grouped, dlse": problem(heads=(4, 2), batch=2, dlse=True),
+    "one head of keys": problem(heads=(4, 1), head_dim=(32, 16)),
+    "causal": problem(mask=CAUSAL, batch=2, heads=(4, 2)),
+    "causal, rows without keys": problem((70, 50), mask=CAUSAL, dlse=True),
+    "window": problem(mask=BandSpec(9, 3, "top_left"), heads=3),
+    "blocks": _blocks(dtype="float32"),
+    "bias": problem(bias=("float32", (1, 2, 50, 70)), batch=2),
+    "bool bias": problem(bias=("bool", (2, 1, 1, 70)), batch=2),
+    "ALiBi": problem(alibi="heads", mask=CAUSAL, batch=2),
+    "ALiBi of each sequence": problem(alibi="batch", batch=2),
+    "softcap and scale": problem(softcap=3.0, softmax_scale=0.4, mask=CAUSAL),
+    "one query": problem((1, 200), (4, 2)),
+    "no queries": problem((0, 20)),
+    "packed": packed(LENGTHS, (4, 2), mask=CAUSAL, dlse=True, tail=(3, 5), slack=(2, 0)),
+    "packed, bias": packed(LENGTHS, bias=("float32", (4, 1, 40, 40)), alibi="batch"),
+    "deterministic": problem(options={"deterministic": True}),
+    "bfloat16": problem(dtype="bfloat16", head_dim=64, mask=CAUSAL, heads=(4, 2), dlse=True),
+    "float16": problem(dtype="float16", head_dim=64, mask=CAUSAL, heads=(4, 2)),
+    "dropout": problem(dropout_p=0.3, heads=(4, 2), dlse=True),
+    "packed, dropout": packed(LENGTHS, dropout_p=0.3, mask=CAUSAL),
+}
+
+
+def results(p: Problem, backend: str | None = None) -> tuple[Problem, _verify.Results]:
+    """Outputs and gradients, under jit; the problem with the seed that the key stands for."""
+    if p.dropout_p:
+        low, high = (int(word) for word in jax.random.bits(KEY, (2,), jnp.uint32))
+        p = replace(p, dropout_seed=low | high << 32, dropout_offset=0)
+    x = {name: jnp.asarray(placed.view) for name, placed in inputs(p).items()}
+    mask = mask_of(p)
+    options: dict[str, Any] = {"softmax_scale": p.softmax_scale, "softcap": p.softcap}
+    options |= {"dropout_p": p.dropout_p, "backend": backend, "return_lse": True, **p.options}
+    rest = {n: x[n] for n in ("bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k") if n in x}
+
+    def ours(q: Any, k: Any, v: Any, mask: Any, key: Any, rest: Any) -> Any:
+        keywords = {**options, "mask": mask, "dropout_key": key}
+        keywords |= {n: rest[n] for n in ("bias", "alibi_slopes") if n in rest}
+        if not p.packed:
+            return attention(q, k, v, **keywords)
+        cu = (rest["cu_seqlens_q"], rest["cu_seqlens_k"])
+        return varlen_attention(q, k, v, *cu, *p.max_seqlen, **keywords)
+
+    @jax.jit
+    def both(q: Any, k: Any, v: Any, dout: Any, dlse: Any, *others: Any) -> Any:
+        if dlse is None:
+            (out, lse), pull = jax.vjp(lambda *qkv: ours(*qkv, *others), q, k, v)
+            return out, lse, *pull((dout, jnp.zeros_like(lse)))
+        (out, lse), pull = jax.vjp(lambda *qkv: ours(*qkv, *others), q, k, v)
+        return out, lse, *pull((dout, dlse))
+
+    arrays = both(x["q"], x["k"], x["v"], x["dout"], x.get("dlse"), mask, KEY, rest)
+    names = ("out", "lse", "dq", "dk", "dv")
+    return p, _verify.Results(dict(zip(names, map(np.asarray, arrays), strict=True)))
+
+
+def report(p: Problem, backend: str | None = None) -> _verify.Report:
+    """Against the float64 reference, within the bounds of docs/numerics.md."""
+    p, got = results(p, backend)
+    return _verify.compare(p, backend or "cpu", got, _verify.expected(p, inputs(p)))
+
+
+def on_gpu(backend: str) -> dict[str, str]:
+    assert jax.default_backend() == "gpu", "JAX has no GPU"
+    wrong = {}
+    for name, p in PROBLEMS.items():
+        if p.dtype == "float32":
+            p = replace(p, dtype="bfloat16", head_dim=64, head_dim_v=64, aligned=True)
+        try:
+            result = report(p, backend)
+        except Exception as e:
+            line = str(e).splitlines()[0]
+            # sm90 leaves what it has no kernel for to sm80; dropout needs a seed on the device.
+            refused = "UNIMPLEMENTED" in line and (backend == "sm90" or p.dropout_p)
+            wrong |= {} if refused else {name: line}
+            continue
+        if p.dropout_p:
+            wrong[name] = "dropout ran: its test has to become one of values"
+        elif not result.ok:
+            wrong[name] = str(result)
+    # Behind work of XLA's own on its stream, in a loop, under vmap: the same bits.
+    q, k, v = (
+        jax.random.normal(key, (4, 300, 2, 64), jnp.bfloat16) for key in jax.random.split(KEY, 3)
+    )
+    want = attention(q, k, v, backend=backend)
+
+    @jax.jit
+    def step(q: Any) -> Any:
+        late = q + 0 * (q.reshape(600, 256).T @ q.reshape(600, 256)).sum()
+        return jax.vmap(lambda *x: attention(*(a[None] for a in x), backend=backend)[0])(late, k, v)
+
+    for _ in range(20):
+        got = step(q)
+    if not (np.asarray(got) == np.asarray(want)).all():
+        wrong["stream"] = "other bits behind other work"
+    return wrong
+
+
+if __name__ == "__main__":
+    print(json.dumps(on_gpu(sys.argv[1])))

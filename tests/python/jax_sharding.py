@@ -1,0 +1,255 @@
+"""flashsdk.jax on four devices, which are threads of this processor: a program of test_jax.py.
+
+Prints, as JSON, what went wrong by name; each check has the values and gradients of one device, and
+its compiled program moves no array between devices that does not say so.
+"""
+
+import json
+import os
+import re
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import flashsdk as fs
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flashsdk.jax import attention, varlen_attention
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax_problems import layout
+
+GATHERS = r"all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter"
+CHECKS: list[Callable[[], None]] = []
+FOUR = Mesh(np.array(jax.devices()), ("x",))
+TWO = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS.append(function)
+    return function
+
+
+def qkvd(heads: int = 4, heads_kv: int = 2) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    sizes = (heads, heads_kv, heads_kv, heads)
+    return [jax.random.normal(key, (4, 48, n, 16)) for key, n in zip(keys, sizes, strict=True)]
+
+
+def both(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """out, dq, dk and dv of (q, k, v, dout)."""
+
+    def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(dout)
+
+    return run
+
+
+def close(a: Any, b: Any, tolerance: float = 2e-5) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert np.abs(np.asarray(x) - np.asarray(y)).max() < tolerance
+
+
+def moved(function: Callable[..., Any], *arrays: Any) -> list[str]:
+    """What the compiled program does between devices."""
+    text = jax.jit(function).lower(*arrays).compile().as_text()
+    assert "flashsdk_" in text
+    return re.findall(GATHERS, text)
+
+
+def sharded(
+    attend: Callable[..., Any], mesh: Mesh, *specs: P, heads_kv: int = 2, summed: bool = False
+) -> None:
+    """On arrays of these shardings, of q and dout, and of k and v, if they have another."""
+    arrays = qkvd(heads_kv=heads_kv)
+    want = both(attend)(*arrays)
+    q, kv = specs if len(specs) == 2 else specs * 2
+    shardings = [NamedSharding(mesh, spec) for spec in (q, kv, kv, q)]
+    arrays = [jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
+    assert moved(attend, *arrays[:3]) == []
+    collectives = moved(both(attend), *arrays)
+    assert set(collectives) == ({"all-reduce"} if summed else set()), collectives
+    got = jax.jit(both(attend))(*arrays)
+    close(got, want)
+    for x, sharding in zip(got, (shardings[0], *shardings[:3]), strict=True):
+        assert x.sharding.is_equivalent_to(sharding, 4), (x.sharding, sharding)
+
+
+def causal(q: Any, k: Any, v: Any) -> Any:
+    return attention(q, k, v, mask=fs.Causal())
+
+
+@check
+def batch() -> None:
+    sharded(causal, FOUR, P("x"))
+
+
+@check
+def heads() -> None:
+    sharded(causal, TWO, P(None, None, "y"))
+
+
+@check
+def batch_and_heads() -> None:
+    sharded(causal, TWO, P("x", None, "y"))
+
+
+@check
+def queries_of_one_key_head() -> None:
+    sharded(causal, FOUR, P(None, None, "x"), P(), heads_kv=1, summed=True)
+
+
+@check
+def more_devices_than_key_heads() -> None:
+    sharded(causal, FOUR, P(None, None, "x"), P(), heads_kv=2, summed=True)
+
+
+@check
+def masks_bias_and_slopes() -> None:
+    bias = jax.random.normal(jax.random.key(1), (4, 4, 48, 48))
+    mask, slopes = layout(48, 48, heads=4, band=fs.Causal()), jnp.arange(4) / 8
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, bias=bias, mask=mask, alibi_slopes=slopes)
+
+    sharded(attend, TWO, P("x", None, "y"))
+
+
+def of_one(q: Any, k: Any, v: Any) -> Any:
+    return causal(q[None], k[None], v[None])[0]
+
+
+over_batch = jax.vmap(of_one)
+
+
+@check
+def under_vmap() -> None:
+    sharded(over_batch, TWO, P("x", None, "y"))
+
+
+@check
+def packed_heads() -> None:
+    q, k, v, _ = (x[0] for x in qkvd())
+    cu = jnp.array([0, 20, 48], jnp.int32)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return varlen_attention(q, k, v, cu, cu, 28, 28)
+
+    over_heads = NamedSharding(TWO, P(None, "y"))
+    arrays = [jax.device_put(x, over_heads) for x in (q, k, v)]
+    assert moved(attend, *arrays) == []
+    close([jax.jit(attend)(*arrays)], [attend(q, k, v)])
+
+
+@check
+def a_sharded_sequence_is_gathered() -> None:
+    arrays = qkvd()[:3]
+    over = [jax.device_put(x, NamedSharding(TWO, P("x", "y"))) for x in arrays]
+    close([jax.jit(causal)(*over)], [causal(*arrays)])
+
+
+@check
+def dropout_is_that_of_one_device() -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, dropout_p=0.5, dropout_key=jax.random.key(1))
+
+    sharded(attend, FOUR, P("x"))
+    # Of heads that are sharded as well, and where the gradient of out is sharded otherwise.
+    arrays = qkvd()
+    specs = (P("x", None, "y"), P("x", None, "y"), P(None, None, "y"), P("y"))
+    over = [jax.device_put(x, NamedSharding(TWO, s)) for x, s in zip(arrays, specs, strict=True)]
+    close(jax.jit(both(attend))(*over), both(attend)(*arrays))
+
+
+@check
+def shard_map() -> None:
+    spec = P("x", None, "y")
+    arrays = qkvd()
+    attend = jax.shard_map(causal, mesh=TWO, in_specs=(spec,) * 3, out_specs=spec)
+    close(jax.jit(both(attend))(*arrays), both(causal)(*arrays))
+    over = [jax.device_put(x, NamedSharding(TWO, spec)) for x in arrays]
+    assert moved(both(attend), *over) == []
+
+
+@check
+def shard_map_with_whole_keys() -> None:
+    spec, whole = P("x", None, "y"), P("x")
+    arrays = qkvd(heads_kv=1)
+    attend = jax.shard_map(causal, mesh=TWO, in_specs=(spec, whole, whole), out_specs=spec)
+    close(jax.jit(both(attend))(*arrays), both(causal)(*arrays))
+
+
+@check
+def shard_map_with_a_mask_and_a_key() -> None:
+    def attend(q: Any, k: Any, v: Any, mask: Any, key: Any) -> Any:
+        key = jax.random.fold_in(key, jax.lax.axis_index("x"))
+        bias = jnp.zeros((1, 1, 48, 48))
+        return attention(q, k, v, mask=mask, bias=bias, dropout_p=0.1, dropout_key=key)
+
+    over = jax.shard_map(attend, mesh=FOUR, in_specs=(P("x"),) * 3 + (P(), P()), out_specs=P("x"))
+    mask, key = layout(48, 48, band=fs.Causal()), jax.random.key(0)
+
+    def with_mask(q: Any, k: Any, v: Any) -> Any:
+        return over(q, k, v, mask, key)
+
+    got = jax.jit(both(with_mask))(*qkvd())
+    assert all(np.isfinite(x).all() for x in got)
+
+
+def explicit(
+    mesh_shape: tuple[int, ...], names: str, spec: P, kv: P, attend: Callable[..., Any] = causal
+) -> None:
+    arrays = qkvd()
+    want = both(attend)(*arrays)
+    mesh = jax.make_mesh(mesh_shape, tuple(names), axis_types=(AxisType.Explicit,) * len(names))
+    with jax.set_mesh(mesh):
+        over = [
+            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, (spec, kv, kv, spec))
+        ]
+        out = jax.jit(attend)(*over[:3])
+        assert jax.typeof(out).sharding.spec == jax.typeof(over[0]).sharding.spec, jax.typeof(out)
+        assert moved(attend, *over[:3]) == []
+        close(jax.jit(both(attend))(*over), want)
+
+
+@check
+def sharding_in_types() -> None:
+    explicit((2, 2), "xy", P("x", None, "y"), P("x", None, "y"))
+
+
+@check
+def sharding_in_types_of_few_key_heads() -> None:
+    explicit((4,), "x", P(None, None, "x", None), P())
+
+
+@check
+def sharding_in_types_under_vmap() -> None:
+    """Right, if not in place: the axis that is mapped is gathered."""
+    arrays = qkvd()
+    want = both(over_batch)(*arrays)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P("x", None, "y"))
+        over = [jax.device_put(x, sharding) for x in arrays]
+        close([jax.jit(over_batch)(*over[:3])], want[:1])
+        gradients = jax.grad(lambda *x: (over_batch(*x) ** 2).sum(), (0, 1, 2))
+        close(jax.jit(gradients)(*over[:3]), gradients(*arrays[:3]), 1e-4)
+
+
+def main() -> None:
+    wrong = {}
+    for each in CHECKS:
+        try:
+            each()
+        except Exception:
+            wrong[each.__name__] = traceback.format_exc()
+    print(json.dumps({"checks": len(CHECKS), "wrong": wrong}))
+
+
+if __name__ == "__main__":
+    main()
