@@ -34,14 +34,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import common  # noqa: E402
-import flashsdk as fs  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from common import Clock, Record, Row, Training  # noqa: E402
-from flashsdk.torch import attention  # noqa: E402
-from pathfinder_data import TASKS, Images, Task, generate  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import common
+import flashsdk as fs
+import torch
+import torch.nn.functional as F
+from common import Clock, Record, Row, Training
+from flashsdk.torch import attention
+from pathfinder_data import TASKS, Images, Task, generate
+from torch import Tensor, nn
 
 HEAD_DIM = 64
 TILE = (8, 16)  # pixels: one block of 128 tokens
