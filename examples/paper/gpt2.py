@@ -112,6 +112,7 @@ def build(options: argparse.Namespace, size: str, context: int) -> nn.Module:
         embd_pdrop=drop,
         attn_pdrop=drop,
         use_cache=False,
+        loss_type="ForCausalLM",
         bos_token_id=0,
         eos_token_id=0,
     )

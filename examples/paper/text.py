@@ -63,7 +63,7 @@ def files() -> list[File]:
 
 
 def documents(size: int, least: int = 0) -> Iterator[tuple[File, str]]:
-    """Files of at least ``least`` characters, until ``size`` characters have come. Each text once."""
+    """Files of at least ``least`` characters, each text once, until ``size`` characters came."""
     seen = set()
     total = 0
     for file in files():
