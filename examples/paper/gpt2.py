@@ -23,9 +23,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import common
@@ -34,29 +31,13 @@ import torch
 import torch.nn.functional as F
 from common import Clock, Record, Row, Training
 from flashsdk.torch import attention
+from steps import BACKENDS, METHODS, OURS, SHOWN, Inputs, Turns, optimizer, train_step
 from text import Corpus, corpus
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SIZES = {"small": (12, 12, 768), "medium": (24, 16, 1024)}  # layers, heads, width
 BATCH = {"small": 16, "medium": 8}  # sequences of 1024 a step; longer ones as many tokens
-BACKENDS = {
-    "sdpa_pick": None,  # what PyTorch chooses by itself
-    "sdpa_fa2": SDPBackend.FLASH_ATTENTION,
-    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-}
-OURS = "exact_tiled"  # transformers takes a name with "flash" in it for a package of that name
-METHODS = ("eager", *BACKENDS, OURS)
-SHOWN = {
-    "eager": "eager",
-    "sdpa_pick": "SDPA",
-    "sdpa_fa2": "SDPA flash",
-    "sdpa_efficient": "SDPA efficient",
-    "sdpa_cudnn": "SDPA cuDNN",
-    OURS: "flashsdk",
-}
-WARM, TIMED = 2, 5  # steps of a turn
 
 
 # ---- attention
@@ -112,70 +93,23 @@ def build(options: argparse.Namespace, size: str, context: int) -> nn.Module:
         embd_pdrop=drop,
         attn_pdrop=drop,
         use_cache=False,
-        loss_type="ForCausalLM",
         bos_token_id=0,
         eos_token_id=0,
     )
     config._attn_implementation = "eager"
-    return GPT2LMHeadModel(config).to(options.device).train()
+    model = GPT2LMHeadModel(config)
+    # transformers finds no loss by this class's name, and logs it, at which torch.compile stops.
+    model.loss_type = "ForCausalLM"
+    return model.to(options.device).train()
 
 
-def optimizer(model: nn.Module, rate: float) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    rest = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    fused = matrices[0].is_cuda
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=fused)
-
-
-def loss_of(forward: Callable, tokens: Tensor) -> Tensor:
-    with torch.autocast(tokens.device.type, torch.bfloat16):
-        return forward(input_ids=tokens, labels=tokens).loss
-
-
-def train_step(forward: Callable, model: nn.Module, optimizer, tokens: Tensor) -> Tensor:
-    loss = loss_of(forward, tokens)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+def tokens(text: Corpus, batch: int, seqlen: int, seed: int, device: str) -> Inputs:
+    """Inputs of one step; transformers shifts the labels itself."""
+    ids = text.batch(batch, seqlen, seed).to(device)
+    return {"input_ids": ids, "labels": ids}
 
 
 # ---- speed
-
-
-def turn(options, model, optimizer, forward, method: str, batches: list[Tensor]) -> Row:
-    """Some steps with a method: median seconds, peak bytes, last loss."""
-    cuda = batches[0].is_cuda
-    model.config._attn_implementation = method
-    warm, timed = (1, 1) if options.smoke else (WARM, TIMED)
-    times = []
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    for number in range(warm + timed):
-        common.synchronise(options.device)
-        started = time.perf_counter()
-        loss = train_step(forward, model, optimizer, batches[number % len(batches)])
-        common.synchronise(options.device)
-        if number >= warm:
-            times.append(time.perf_counter() - started)
-    peak = torch.cuda.max_memory_allocated() if cuda else None
-    return {"seconds": statistics.median(times), "memory": peak, "loss": loss.item()}
-
-
-def attempt(options, model, optimizer, forward, method: str, batches: list[Tensor]) -> Row:
-    try:
-        return turn(options, model, optimizer, forward, method, batches)
-    except torch.OutOfMemoryError:
-        optimizer.zero_grad(set_to_none=True)
-    except RuntimeError as error:
-        # A backend that does not take the problem; under torch.compile the reason comes last.
-        optimizer.zero_grad(set_to_none=True)
-        reason = str(error).strip().splitlines() or ["failed"]
-        return {"error": reason[0][:100]}
-    return {"error": "out of memory"}
 
 
 def speed(options: argparse.Namespace, clock: Clock, record: Record, text: Corpus) -> None:
@@ -193,46 +127,28 @@ def speed(options: argparse.Namespace, clock: Clock, record: Record, text: Corpu
             break
         common.progress(number / len(problems), f"GPT-2 {size}, {seqlen}, compiled: {compiled}")
         batch = 2 if options.smoke else max(1, BATCH[size] * 1024 // seqlen)
-        model = build(options, size, seqlen)
-        adam = optimizer(model, 1e-4)
-        torch._dynamo.reset()
-        torch._dynamo.config.recompile_limit = 64
-        forward = torch.compile(model) if compiled else model
-        batches = [text.batch(batch, seqlen, seed).to(options.device) for seed in range(4)]
-        rows: dict[str, list[Row]] = {method: [] for method in options.methods}
-        recomputed = set()
-        for _ in range(options.rounds):
-            for method, found in rows.items():
-                if found and "error" in found[-1]:
-                    continue
-                arguments = (options, model, adam, forward, method, batches)
-                row = {"error": "out of memory"}
-                if method not in recomputed:
-                    row = attempt(*arguments)
-                if method == "eager" and row.get("error") == "out of memory":
-                    recomputed.add(method)
-                    model.gradient_checkpointing_enable()
-                    row = attempt(*arguments)
-                    model.gradient_checkpointing_disable()
-                found.append(row)
-        for method, found in rows.items():
-            row = found[-1]
+        batches = [tokens(text, batch, seqlen, seed, options.device) for seed in range(4)]
+        turns = Turns(
+            build(options, size, seqlen),
+            {method: batches for method in options.methods},
+            compiled=compiled,
+            **({"warm": 1, "timed": 1} if options.smoke else {}),
+        )
+        for method, row in turns.run(options.rounds).items():
             if "error" not in row:
-                seconds = statistics.median(r["seconds"] for r in found)
-                row = {**row, "seconds": seconds, "tokens_a_second": batch * seqlen / seconds}
+                row["tokens_a_second"] = batch * seqlen / row["seconds"]
             record.row(
                 size=size,
                 seqlen=seqlen,
                 compiled=compiled,
                 method=SHOWN[method],
                 batch=batch,
-                recomputed=method in recomputed,
                 **row,
             )
             shown = row.get("error") or f"{row['seconds'] * 1e3:.1f} ms a step"
             print(f"{size:7} {seqlen:5} compiled: {compiled!s:6} {SHOWN[method]:15} {shown}")
         record.save()
-        del model, adam, forward
+        del turns
     record.result.update(ratios=ratios(record.data["rows"]))
 
 
@@ -279,8 +195,8 @@ def train(options: argparse.Namespace, clock: Clock, record: Record, text: Corpu
             warm = min(1.0, (number + 1) / 100)
             left = 0.5 * (1 + math.cos(math.pi * number / options.steps))
             training.learning_rate(options.rate * warm * (0.1 + 0.9 * left))
-            tokens = text.batch(batch, seqlen, number).to(options.device)
-            loss = train_step(training.model, training.model, training.optimizer, tokens)
+            inputs = tokens(text, batch, seqlen, number, options.device)
+            loss = train_step(training.model, training.model, training.optimizer, inputs)
             record.row(method=SHOWN[method], step=number, loss=loss.item())  # noqa: B023
             return {"loss": loss}
 
