@@ -29,10 +29,11 @@ INTRODUCTION = """\
 <!-- Written by examples/paper/render.py from benchmarks/results/paper; change it there. -->
 # The paper, reproduced
 
-What FlashAttention (arXiv 2205.14135) claims, and what its claims become with flashsdk. Each row is one program of
-`examples/paper/`, whose head says how it is used: it stops after `--minutes`, goes on when it is run again, and has
-`--smoke`, a check of seconds on a CPU. `pip install "flashsdk[paper]"` installs what they need beside PyTorch. A record
-is taken with `python examples/paper/render.py --add FOLDER/record.json`.
+What FlashAttention (arXiv 2205.14135) claims, and what becomes of it with flashsdk. Each row is a
+program of `examples/paper/`, whose head says how it is used. It stops after `--minutes`, goes on
+when it is run again, and has `--smoke`, a check of seconds on a CPU. Beside PyTorch they need
+`pip install "flashsdk[paper]"`. `python examples/paper/render.py --add FOLDER/record.json` takes a
+record.
 """
 
 
@@ -60,6 +61,8 @@ def accuracy(record: Record) -> str:
     stage = ""
     if result["stage"] < result["last_stage"]:
         stage = f", at stage {result['stage']} of {result['last_stage']} of the training"
+    if any(run.get("teach") for run in record["runs"]):
+        stage += "; trained with a loss for each pixel as well"
     low, high = percent(result["low"]), percent(result["high"])
     return f"{percent(result['accuracy'])} ({low} to {high}, {result['tested']} images){stage}"
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 import sys
+from argparse import BooleanOptionalAction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -267,21 +268,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=4, help="of 64; the width is 32 a head")
     parser.add_argument("--batch", type=int, help="images a step")
+    parser.add_argument("--pool", type=int, help="images that are drawn together")
     parser.add_argument("--rate", type=float, help="learning rate")
     parser.add_argument("--warmup", type=int, default=300, help="steps")
     parser.add_argument("--images", type=int, default=10**12, help="train on, at most")
     parser.add_argument("--cooldown", type=int, default=0, metavar="IMAGES")
     parser.add_argument("--test", type=int, default=5120, help="held-out images; 0 is none")
-    parser.add_argument("--sparse", action=argparse_flag(), help="block-sparse attention")
-    parser.add_argument("--compile", action=argparse_flag(), help="torch.compile of a layer")
+    parser.add_argument("--sparse", action=BooleanOptionalAction, help="block-sparse attention")
+    parser.add_argument("--compile", action=BooleanOptionalAction, help="torch.compile of a layer")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.smoke:
         options.size, options.layers, options.heads = 16, 2, 2
-        options.batch, options.images, options.test = 32, 32 * 24, 64
+        options.batch, options.pool, options.images, options.test = 16, 64, 256, 64
     task = TASKS[options.size]
     options.batch = options.batch or BATCH[task.size]
-    options.pool = min(POOL[task.size], options.images) // options.batch * options.batch
+    options.pool = (options.pool or POOL[task.size]) // options.batch * options.batch
     options.rate = options.rate or RATE[task.size]
     cuda = torch.device(options.device).type == "cuda"
     options.sparse = task.size >= 256 if options.sparse is None else options.sparse
@@ -294,6 +296,7 @@ def main() -> None:
         "layers": options.layers,
         "heads": options.heads,
         "batch": options.batch,
+        "pool": options.pool,
         "attention": "block-sparse" if options.sparse else "dense",
         "seed": options.seed,
     }
@@ -400,12 +403,6 @@ def reserve(options, record: Record) -> float:
     if not speeds:
         return 30.0
     return 10 + options.test / (3 * options.batch * max(speeds[-5:]))
-
-
-def argparse_flag():
-    import argparse
-
-    return argparse.BooleanOptionalAction
 
 
 if __name__ == "__main__":

@@ -53,6 +53,11 @@ class Task:
         """Least distance of two contours: more than the gap, so that the eye can tell them."""
         return self.gap + self.thickness + 1
 
+    @property
+    def room(self) -> float:
+        """Least distance of a dot and another contour than its own."""
+        return self.radius + self.thickness / 2 + 1
+
     def easier(self, paddles: int, distractors: int) -> Task:
         return replace(self, paddles=paddles, distractors=distractors)
 
@@ -124,25 +129,27 @@ class _Grower:
         angle = self.uniform(*shape) * 2 * math.pi
         return angle, torch.stack([angle.sin(), angle.cos()], -1)
 
-    def _fits(self, candidates: Tensor, others: Tensor) -> Tensor:
-        """Whether (batch, candidates, points, 2) lie in the image and clear of (batch, points, 2).
-
-        Returns bool (batch, candidates).
-        """
+    def _inside(self, candidates: Tensor) -> Tensor:
+        """Whether (batch, candidates, points, 2) lie in the image: bool (batch, candidates)."""
         edge = 1 + self.task.thickness / 2
-        inside = ((candidates >= edge) & (candidates <= self.task.size - edge)).flatten(2).all(-1)
+        return ((candidates >= edge) & (candidates <= self.task.size - edge)).flatten(2).all(-1)
+
+    @staticmethod
+    def _clear(candidates: Tensor, others: Tensor, least: float) -> Tensor:
+        """Whether they keep the distance to all of (batch, points, 2): bool (batch, candidates)."""
         if others.shape[1] == 0:
-            return inside
+            return torch.ones(candidates.shape[:2], dtype=torch.bool, device=candidates.device)
         mine = candidates.flatten(1, 2)
         square = (mine[:, :, None, 0] - others[:, None, :, 0]).square_()
         square += (mine[:, :, None, 1] - others[:, None, :, 1]).square_()
-        nearest = square.amin(-1).unflatten(1, candidates.shape[1:3]).amin(-1)
-        return inside & (nearest >= self.task.clearance**2)
+        return square.amin(-1).unflatten(1, candidates.shape[1:3]).amin(-1) >= least**2
 
     def contour(
-        self, others: Tensor, paddles: int, starts: Tensor | None = None
+        self, others: Tensor, dots: Tensor, paddles: int, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One contour beside others (batch, paddles, 3, 2), from one of starts (batch, STARTS, 2).
+        """One contour beside others (batch, paddles, 3, 2) and their dots (batch, dots, 2).
+
+        Where starts (batch, STARTS, 2) are given it begins at one of them, with a dot.
 
         Returns the rows of the batch where it found room, ascending, and its points (rows, paddles,
         3, 2). Rows that are stuck leave at once, so that the others cost less.
@@ -150,18 +157,23 @@ class _Grower:
         task, batch = self.task, len(others)
         steps = torch.tensor([0.0, 0.5, 1.0], device=self.device)[:, None] * task.paddle
         others = others.flatten(1, 2)
-        if starts is None:
-            starts = self.uniform(batch, self.STARTS, 2) * task.size
+        begins = starts
+        if begins is None:
+            begins = self.uniform(batch, self.STARTS, 2) * task.size
         angle, towards = self.directions(batch, self.STARTS)
-        candidates = starts[:, :, None] + steps * towards[:, :, None]
+        candidates = begins[:, :, None] + steps * towards[:, :, None]
         rows = torch.arange(batch, device=self.device)
         mine = torch.empty(batch, 0, 3, 2, device=self.device)
-        fits = self._fits(candidates, others)
+        fits = self._inside(candidates) & self._clear(candidates, others, task.clearance)
+        fits &= self._clear(candidates, dots, task.room)
+        if starts is not None:
+            fits &= self._clear(starts[:, :, None], others, task.room)
         while True:
             stay = fits.any(1).nonzero()[:, 0]
             first = fits[stay].byte().argmax(1)
             mine = torch.cat([mine[stay], candidates[stay, first][:, None]], 1)
-            rows, others, angle = rows[stay], others[stay], angle[stay, first]
+            rows, angle = rows[stay], angle[stay, first]
+            others, dots = others[stay], dots[stay]
             if mine.shape[1] == paddles:
                 return rows, mine
             shape = (len(rows), self.GENTLE + self.SHARP)
@@ -173,13 +185,16 @@ class _Grower:
             candidates = start[:, :, None] + steps * towards[:, :, None]
             # All but the paddle that this one goes on from; its start is near that one's end.
             near = torch.cat([others, mine[:, :-1].flatten(1, 2)], 1)
-            fits = self._fits(candidates[:, :, 1:], near)
+            ahead = candidates[:, :, 1:]
+            fits = self._inside(ahead) & self._clear(ahead, near, task.clearance)
+            fits &= self._clear(ahead, dots, task.room)
 
 
 def _grow(task: Task, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Paddles, dots and labels of those of ``batch`` tries that found room for both contours."""
     grower = _Grower(task, generator)
-    _, first = grower.contour(torch.empty(batch, 0, 3, 2, device=grower.device), task.paddles)
+    nothing = torch.empty(batch, 0, 3, 2, device=grower.device)
+    _, first = grower.contour(nothing, nothing[:, :, 0], task.paddles)
     tips = torch.stack([first[:, 0, 0], first[:, -1, 2]], 1)
     swap = grower.uniform(len(tips)) < 0.5
     tips = torch.where(swap[:, None, None], tips.flip(1), tips)
@@ -189,16 +204,18 @@ def _grow(task: Task, batch: int, generator: torch.Generator) -> tuple[Tensor, T
     again = torch.arange(len(tips), device=grower.device).repeat_interleave(tries)
     _, towards = grower.directions(len(again), grower.STARTS)
     distance = (tips[:, 0] - tips[:, 1]).norm(dim=-1)[again, None, None]
-    rows, second = grower.contour(first[again], task.paddles, tips[again, :1] + distance * towards)
+    starts = tips[again, :1] + distance * towards
+    rows, second = grower.contour(first[again], tips[again], task.paddles, starts)
     rows = again[rows]
     fresh = torch.ones_like(rows, dtype=torch.bool)
     fresh[1:] = rows[1:] != rows[:-1]
     rows, second = rows[fresh], second[fresh]
     tips = tips[rows]
     points = torch.cat([first[rows], second], 1)
+    dots = torch.cat([tips, second[:, :1, 0]], 1)  # all that there may be, whatever the label
     for _ in range(task.distractors):
         # Where there is no room for one, the image has one less.
-        rows, short = grower.contour(points, task.distractor_paddles)
+        rows, short = grower.contour(points, dots, task.distractor_paddles)
         added = torch.full((len(points), task.distractor_paddles, 3, 2), FAR, device=grower.device)
         added[rows] = short
         points = torch.cat([points, added], 1)
