@@ -128,7 +128,7 @@ class Record:
         self.data[where].append({"run": len(self.data["runs"]) - 1, **rounded})
 
     def save(self) -> None:
-        self.data["runs"][-1]["seconds"] = round(time.monotonic() - self.clock, 1)
+        self.data["runs"][-1]["seconds"] = round(time.monotonic() - self.clock, 3)
         write(self.path, lambda path: path.write_text(_text(self.data)))
 
 

@@ -106,7 +106,7 @@ def corpus(folder: Path, *, characters: int, vocabulary: int) -> Corpus:
 
     Needs the package tokenizers. 100 million characters take about a minute on 16 cores.
     """
-    stem = folder / f"text-{characters}-{vocabulary}"
+    stem = _stem(folder, characters, vocabulary)
     meta = stem.with_suffix(".json")
     if not meta.exists():
         _make(stem, characters, vocabulary)
@@ -115,6 +115,18 @@ def corpus(folder: Path, *, characters: int, vocabulary: int) -> Corpus:
         np.load(stem.with_suffix(f".{part}.npy"), mmap_mode="r") for part in ("train", "held_out")
     )
     return Corpus(train, held_out, found["vocabulary"], found["digest"])
+
+
+def tokenizer_of(folder: Path, characters: int, vocabulary: int):
+    """The tokenizer of a corpus that is there."""
+    from tokenizers import Tokenizer
+
+    stem = _stem(folder, characters, vocabulary)
+    return Tokenizer.from_file(str(stem.with_suffix(".tokenizer.json")))
+
+
+def _stem(folder: Path, characters: int, vocabulary: int) -> Path:
+    return folder / f"text-{characters}-{vocabulary}"
 
 
 def _make(stem: Path, characters: int, vocabulary: int) -> None:

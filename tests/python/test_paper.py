@@ -28,6 +28,11 @@ SMOKES = {
     "gpt2.py speed": TEXT,
     "gpt2.py train": TEXT,
     "bert.py": TEXT,
+    "traffic.py": (),
+    "lra/arena.py speed": (),
+    "lra/arena.py train": (),
+    "long_context.py gpt2": TEXT,
+    "long_context.py documents": TEXT,
 }
 
 if not PROGRAMS.exists():
@@ -69,7 +74,7 @@ def test_smoke(program, command, tmp_path):
     assert record["kind"] == "paper" and record["smoke"]
     assert record["program"] == name.removesuffix(".py")
     (run,) = record["runs"]
-    assert run["seconds"] > 0 and command.split()[-1] in run["command"]
+    assert run["seconds"] > 0 and f"examples/paper/{name}" in run["command"]
     assert record["rows"] and record["result"]
     # Nothing failed that a CPU can do.
     for row in record["rows"]:
@@ -181,6 +186,55 @@ def test_dots_of_pixels(data):
     for dots, label, pixels in zip(images.dots, images.labels, images.pixels):
         assert set(dots.unique().tolist()) == ({-1, 0, 2} if label else {-1, 0, 1})
         assert (pixels[dots >= 0] >= 60).all() and (pixels[dots < 0] < 70).all()
+
+
+def test_listops(data):
+    """Read by a grammar of its own, the tokens have the value that they are labelled with."""
+    arena = importlib.import_module("arena")
+    functions = (min, max, lambda x: int(np.median(x)), lambda x: sum(x) % 10)
+    expressions, values = arena.listops(40, 0, shortest=20, longest=300)
+    for tokens, value in zip(expressions, values):
+        stack = [[]]
+        for token in tokens:
+            if token <= 10:
+                stack[-1].append(token - 1)
+            elif token < 15:
+                stack.append([token - 11])
+            else:
+                operation, *arguments = stack.pop()
+                assert 2 <= len(arguments) <= 10
+                stack[-1].append(functions[operation](arguments))
+        assert stack == [[value]] and 20 <= len(tokens) <= 300
+
+
+def test_counters_of_a_profile(data):
+    """The profiler's table is cut where the kernel that stands between two cases is."""
+    traffic = importlib.import_module("traffic")
+    lines = ["==PROF== Connected", '"ID","Kernel Name","Metric Name","Metric Value"']
+    for number, (kernel, read) in enumerate(
+        [("spin_kernel(long)", 5), ("gemm<1, 2>", "1,024"), ("softmax", 8), ("spin_kernel", 5)]
+    ):
+        lines += [
+            f'"{number}","{kernel}","{counter}","{read}"'
+            for counter in ("dram__bytes_read.sum", "lts__t_bytes.sum")
+        ]
+    first, second = traffic.split("\n".join(lines))
+    assert first["dram__bytes_read.sum"] == first["lts__t_bytes.sum"] == 1032
+    assert first["dram__bytes_write.sum"] == 0 and first["kernels"] == 2
+    assert second["kernels"] == 0
+
+
+def test_packed_batches_hold_the_same_sequences(data):
+    """BERT's packed batch: all room filled, positions anew for each sequence, ends in order."""
+    bert = importlib.import_module("bert")
+    found = [np.arange(2, 2 + n, dtype=np.uint16) for n in (5, 9, 3, 7, 8, 4, 16)]
+    inputs, count = bert.packed(list(found), 3, 8, 0)
+    ends = inputs["cu_seq_lens_q"].tolist()
+    assert count == 24 and ends[-1] == 24 and len(ends) == 1 + 8 * 3
+    lengths = np.diff(ends)
+    assert lengths[lengths > 0].tolist() == [16, 4, 4]  # from the end of the list, the last cut
+    ids = torch.where(inputs["labels"] == -100, inputs["input_ids"], inputs["labels"])
+    assert (ids == inputs["position_ids"] + 2).all()
 
 
 def test_wilson(program, data):
