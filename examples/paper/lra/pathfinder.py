@@ -66,7 +66,7 @@ def tiled(size: int) -> Tensor:
     The order means nothing to attention. It makes a block of 128 tokens a piece of the image.
     """
     index = torch.arange(size * size).view(size, size)
-    tall, wide = min(TILE[0], size), min(TILE[1], size)
+    tall, wide = math.gcd(TILE[0], size), math.gcd(TILE[1], size)
     return index.view(size // tall, tall, size // wide, wide).transpose(1, 2).flatten()
 
 
