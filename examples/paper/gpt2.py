@@ -216,11 +216,13 @@ def train(options: argparse.Namespace, clock: Clock, record: Record, text: Corpu
             every=1.0 if options.smoke else 5.0,
         )
         del model, training
+        if clock.over():
+            break
     curves: dict[str, list[float]] = {}
     for row in record.data["rows"]:
         curves.setdefault(row["method"], []).append(row["loss"])
-    steps = min(map(len, curves.values()))
     if len(curves) == 2:
+        steps = min(map(len, curves.values()))
         apart = max(
             abs(mine - other) / other for mine, other in zip(curves["flashsdk"], curves["eager"])
         )

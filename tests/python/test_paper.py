@@ -124,6 +124,21 @@ def test_pathfinder_resumes_to_the_bit(program, tmp_path):
     assert len(record["runs"]) == 3 and [p["run"] for p in record["curve"]] == [1, 2]
 
 
+def test_pathfinder_goes_on_with_larger_images(program, tmp_path):
+    """--start takes the weights of a model of smaller images, and the record says so."""
+    small = ["--layers", 1, "--heads", 1, "--test", 0, "--device", "cpu", "--batch", 16]
+    program("lra/pathfinder.py", *small, "--size", 16, "--images", 16, "--out", tmp_path / "a")
+    start = tmp_path / "a" / "checkpoint.pt"
+    more = ["--size", 24, "--images", 0, "--start", start, "--out", tmp_path / "b"]
+    program("lra/pathfinder.py", *small, *more)
+    one, two = (
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["model"] for name in "ab"
+    )
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    record = json.loads((tmp_path / "b" / "record.json").read_text())
+    assert record["result"]["started_from"]["images"] == 16
+
+
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_labels_are_those_of_the_contours(data, size):
     """Walks from dash to dash, over gaps, from one dot; and the label's other end is met or not."""
