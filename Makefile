@@ -4,8 +4,7 @@
 # make bench-gpu  the same for speed: our backends beside PyTorch's, benchmarks/results/gpu_bench.*
 #
 # Variables: PYTHON (base interpreter), JOBS, BUILD_DIR, CMAKE_ARGS (such as
-# -DFLASHSDK_CPU_ISAS=avx2), TORCH_SPEC, JAX=0 (without JAX and its tests), PAPER=1
-# (with transformers, for the tests of examples/paper that need it), DEMO_ARGS, BENCH_ARGS,
+# -DFLASHSDK_CPU_ISAS=avx2), TORCH_SPEC, JAX=0 (without JAX and its tests), DEMO_ARGS, BENCH_ARGS,
 # PYTEST_ARGS, CTEST_ARGS; for the GPU targets GPU_ARGS, FLASHSDK_CUTLASS_DIR (a checkout of CUTLASS 4.2).
 
 SHELL := /bin/bash
@@ -13,14 +12,13 @@ PYTHON ?= python3
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 BUILD_DIR ?= build/dev
 JAX ?= 1
-PAPER ?= 0
 TORCH_SPEC ?= torch==2.13.0
 export TORCH_SPEC
 
 BIN := $(CURDIR)/.venv/bin
 PY := $(BIN)/python
 BOOTSTRAP := $(PYTHON) scripts/bootstrap.py
-TEST_GROUPS := demo test $(if $(filter-out 0,$(JAX)),jax) $(if $(filter-out 0,$(PAPER)),paper)
+TEST_GROUPS := demo test $(if $(filter-out 0,$(JAX)),jax)
 CMAKE := $(BIN)/cmake
 CONFIGURE = $(CMAKE) -S . -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DPython_EXECUTABLE=$(PY)
 CONFIGURE_DEV = $(CONFIGURE) -B $(BUILD_DIR) -DCMAKE_BUILD_TYPE=Release -DFLASHSDK_BUILD_PYTHON=ON

@@ -1,6 +1,6 @@
 """Sets up .venv with what one make target needs, and skips what is done.
 
-    python3 scripts/bootstrap.py GROUP...     build  demo  test  lint  jax  paper
+    python3 scripts/bootstrap.py GROUP...     build  demo  test  lint  jax
 
 The packages of a group are read from pyproject.toml, the only place that lists them. Runs on the
 system's Python with nothing but the standard library. Missing Debian packages are installed when
@@ -156,7 +156,6 @@ def packages(group: str) -> list[str]:
         "test": extras["test"],
         "lint": extras["lint"],
         "jax": extras["jax"],
-        "paper": extras["paper"],
     }[group]
 
 
