@@ -4,7 +4,7 @@ The claims (FlashAttention, arXiv 2205.14135, figures 1 and 3, appendix E): up t
 than PyTorch's standard attention from 128 to 2K, block-sparse faster than all at every length, 7.6
 times on GPT-2's attention, memory linear and up to 20 times less, lengths to 64K.
 
-    python examples/paper/attention.py                     # 5 to 10 minutes of a GPU; see --minutes
+    python examples/paper/attention.py                     # on a GPU; --minutes N stops it
     python examples/paper/attention.py --smoke             # a check: seconds on a CPU
 
 Each problem is given to all methods in turns, in one process, and the median counts: standard

@@ -3,7 +3,7 @@
 The claim (FlashAttention, arXiv 2205.14135, table 1): BERT-large at sequence length 512 trains 15 %
 faster than the training speed record of its day.
 
-    python examples/paper/bert.py                              # a few minutes of a GPU
+    python examples/paper/bert.py                              # on a GPU; --minutes N stops it
     python examples/paper/bert.py --smoke                      # a check: seconds on a CPU
 
 Needs transformers and tokenizers: pip install "flashsdk[paper]". Weights are random, the text is

@@ -104,7 +104,7 @@ class Corpus:
 def corpus(folder: Path, *, characters: int, vocabulary: int) -> Corpus:
     """Tokens of the machine's text, by a byte-level BPE trained on it; kept in ``folder``.
 
-    Needs the package tokenizers. 100 million characters take about a minute on 16 cores.
+    Needs the package tokenizers.
     """
     stem = _stem(folder, characters, vocabulary)
     meta = stem.with_suffix(".json")

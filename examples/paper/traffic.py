@@ -3,7 +3,7 @@
 The claim (FlashAttention, arXiv 2205.14135, section 3.2 and figure 2): tiled attention is fast
 because it moves fewer bytes between the GPU's memory and its chip.
 
-    python examples/paper/traffic.py            # needs a GPU and Nsight Compute (ncu): 2 minutes
+    python examples/paper/traffic.py            # needs a GPU and Nsight Compute (ncu)
     python examples/paper/traffic.py --smoke    # the counts alone: seconds, no GPU
 
 For GPT-2 medium's attention and four other problems, standard attention and flashsdk, forward and

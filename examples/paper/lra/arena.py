@@ -3,7 +3,7 @@
 The claim (FlashAttention, arXiv 2205.14135, table 3): 2.4 times faster than standard attention over
 the tasks, block-sparse 2.8 times, at the same accuracy.
 
-    python examples/paper/lra/arena.py speed                     # 2 minutes of a GPU
+    python examples/paper/lra/arena.py speed                     # on a GPU
     python examples/paper/lra/arena.py train --task listops      # resumes, adds to its curve
     python examples/paper/lra/arena.py speed --smoke             # a check: seconds on a CPU
 

@@ -7,9 +7,8 @@ arXiv 1805.08315; Long Range Arena, arXiv 2011.04006). The label says whether on
 dots. ``TASKS`` holds the sizes in pixels that Long Range Arena publishes: contours of 14 paddles,
 at 32, 64, 128 (Path-X) and 256 (Path-256).
 
-All images of a batch grow together, paddle by paddle, as tensors on any device: a GPU draws tens of
-thousands of the small ones a second. The same seed on the same kind of device gives the same
-images.
+All images of a batch grow together, paddle by paddle, as tensors on any device. The same seed on
+the same kind of device gives the same images.
 
 No shortcut tells the label: both contours are drawn before the label is, and the second one starts
 as far from the first dot as the first one ends. So the distance of the dots, where they are, and
