@@ -1,0 +1,335 @@
+"""What the programs of this folder share: runs that resume, records, a progress bar, pictures.
+
+A record is one JSON file, which every run of a program adds to::
+
+    {
+      "kind": "paper",
+      "program": "lra/pathfinder",   # the file's name
+      "smoke": false,                # true: tiny shapes, to see that the program works
+      "settings": {...},             # what must stay the same from run to run
+      "runs": [{"date", "device", "torch", "command", "seconds"}, ...],
+      "curve": [{...}, ...],         # points of a training, of all runs; "run" is the index in runs
+      "rows": [{...}, ...],          # measurements, each with "run"
+      "result": {...}                # what the program is for, as it stands
+    }
+
+``render.py`` makes docs/paper.md from records in benchmarks/results/paper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Row = dict[str, Any]
+COLOURS = ("#0a7d5a", "#c2571a", "#3566b0", "#8a4fa0", "#777777", "#b59a00", "#000000")
+
+
+def arguments(doc: str) -> argparse.ArgumentParser:
+    """A parser with what every program takes."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="folder of record, checkpoint and pictures")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after, and save")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, as a check: seconds")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+def folder(out: Path | None, program: str, smoke: bool) -> Path:
+    """Where a run writes: ``--out``, or a folder under build/."""
+    root = Path(__file__).resolve().parents[2] / "build" / ("paper-smoke" if smoke else "paper")
+    path = out or root / program.replace("/", "-")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+class Clock:
+    """Seconds since the program started, and whether its minutes are over."""
+
+    def __init__(self, minutes: float):
+        self.started, self.limit = time.monotonic(), minutes * 60
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def over(self, reserve: float = 0.0) -> bool:
+        """Whether less than ``reserve`` seconds are left."""
+        return self.seconds() + reserve >= self.limit
+
+
+def device_name(device: str) -> str:
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def synchronise(device: str | torch.device) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def write(path: Path, save: Callable[[Path], None]) -> None:
+    """Replaces a file in one step, so that a run that is ended meanwhile leaves the old one."""
+    temporary = path.with_name(path.name + ".part")
+    save(temporary)
+    os.replace(temporary, path)
+
+
+class Record:
+    """The file of a program, with a new run begun."""
+
+    def __init__(self, path: Path, program: str, settings: Row, *, smoke: bool, device: str):
+        self.path = path
+        fresh = {"kind": "paper", "program": program, "smoke": smoke, "settings": settings}
+        self.data: Row = {**fresh, "runs": [], "curve": [], "rows": [], "result": {}}
+        if path.exists():
+            found = json.loads(path.read_text())
+            # As JSON, where a tuple is a list.
+            if {key: found.get(key) for key in fresh} != json.loads(json.dumps(fresh)):
+                sys.exit(f"{path}: of other settings; take another --out, or remove it")
+            self.data = found
+        self.clock = time.monotonic()
+        self.data["runs"].append(
+            {
+                "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
+                "device": device_name(device),
+                "torch": torch.__version__,
+                "command": " ".join(["python", *map(_shown, sys.argv)]),
+                "seconds": 0.0,
+            }
+        )
+
+    @property
+    def result(self) -> Row:
+        return self.data["result"]
+
+    def point(self, **values: Any) -> None:
+        self._add("curve", values)
+
+    def row(self, **values: Any) -> None:
+        self._add("rows", values)
+
+    def _add(self, where: str, values: Row) -> None:
+        rounded = {key: _rounded(value) for key, value in values.items()}
+        self.data[where].append({"run": len(self.data["runs"]) - 1, **rounded})
+
+    def save(self) -> None:
+        self.data["runs"][-1]["seconds"] = round(time.monotonic() - self.clock, 3)
+        write(self.path, lambda path: path.write_text(_text(self.data)))
+
+
+def _shown(argument: str) -> str:
+    """Of the program's own path, what lies in the checkout."""
+    root = f"{Path(__file__).resolve().parents[2]}/"
+    return argument.removeprefix(root) if argument.startswith(root) else argument
+
+
+def _rounded(value: Any) -> Any:
+    """To six digits; what is no number becomes null, as JSON has neither NaN nor infinity."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _text(data: Row) -> str:
+    """JSON with one line a point, so that a diff of two records can be read."""
+    parts = []
+    for key, value in data.items():
+        if isinstance(value, list):
+            lines = ",\n  ".join(json.dumps(row) for row in value)
+            body = f"[\n  {lines}\n ]" if value else "[]"
+        else:
+            body = json.dumps(value)
+        parts.append(f" {json.dumps(key)}: {body}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+class Training:
+    """A model, its optimizer and a state of plain numbers, which resume bit by bit.
+
+    ``state`` holds at least "step" and "seconds", the time trained by all runs together. All that a
+    step draws at random must follow from ``state``. ``counters`` are tensors that go with it, whose
+    values stay on the device.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: Row,
+        counters: dict[str, Tensor] | None = None,
+    ):
+        self.path, self.model, self.optimizer = path, model, optimizer
+        self.counters = counters or {}
+        self.state: Row = {"step": 0, "seconds": 0.0, **state}
+        self.resumed = path.exists()
+        if self.resumed:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            model.load_state_dict(found["model"])
+            optimizer.load_state_dict(found["optimizer"])
+            self.state = found["state"]
+            for name, counter in self.counters.items():
+                counter.copy_(found["counters"][name])
+
+    def save(self) -> None:
+        found = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "state": self.state,
+            "counters": self.counters,
+        }
+        write(self.path, lambda path: torch.save(found, path))
+
+    def learning_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def run(
+        self,
+        step: Callable[[Row], dict[str, Tensor]],
+        record: Record,
+        clock: Clock,
+        *,
+        until: Callable[[Row], bool],
+        show: Callable[[Row, Row], str],
+        share: Callable[[Row], float],
+        reserve: float = 0.0,
+        every: float = 10.0,
+        device: str = "cpu",
+    ) -> None:
+        """Takes steps until ``until`` or until the minutes, less ``reserve`` seconds, are over.
+
+        ``step`` does one and returns scalars, whose means make a point of the curve every ``every``
+        seconds, with the numbers of the state. ``show`` and ``share`` are for the progress bar.
+        Saves checkpoint and record every two minutes and at the end.
+        """
+        sums: dict[str, Tensor] = {}
+        steps = 0
+        last = saved = time.monotonic()
+        while True:
+            over = until(self.state) or clock.over(reserve)
+            if not over:
+                for name, value in step(self.state).items():
+                    value = value.detach()
+                    sums[name] = sums[name] + value if name in sums else value
+                self.state["step"] += 1
+                steps += 1
+            now = time.monotonic()
+            if steps and (over or now - last >= every):
+                means = {name: (value / steps).item() for name, value in sums.items()}
+                synchronise(device)
+                now = time.monotonic()
+                self.state["seconds"] += now - last
+                numbers = {k: v for k, v in self.state.items() if isinstance(v, (int, float))}
+                record.point(**numbers, **means, steps_a_second=steps / (now - last))
+                progress(share(self.state), show(self.state, means))
+                sums, steps, last = {}, 0, now
+            if over or now - saved >= 120:
+                self.save()
+                record.save()
+                # Saving is no training.
+                saved = last = time.monotonic()
+            if over:
+                break
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+
+
+def progress(share: float, text: str) -> None:
+    filled = round(24 * min(max(share, 0.0), 1.0))
+    line = f"{'█' * filled}{'░' * (24 - filled)}  {text}"
+    start = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{start}{line}", end="" if start else "\n", file=sys.stderr, flush=True)
+
+
+def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a share, of 95 % by default."""
+    share, square = right / count, z * z / count
+    middle = (share + square / 2) / (1 + square)
+    half = z / (1 + square) * math.sqrt(share * (1 - share) / count + square / (4 * count))
+    return middle - half, middle + half
+
+
+def measure(call: Callable[[], Any], device: str, *, seconds: float, least: int = 3) -> list[float]:
+    """Seconds of single calls, after one that warms up, for about ``seconds``."""
+    call()
+    synchronise(device)
+    times: list[float] = []
+    started = time.perf_counter()
+    while len(times) < least or time.perf_counter() - started < seconds:
+        if torch.device(device).type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            before = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - before)
+        if len(times) >= 200:
+            break
+    return times
+
+
+def plot(
+    path: Path,
+    lines: dict[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    log: str = "",
+    level: tuple[float, str] | None = None,
+) -> bool:
+    """A PNG of lines, each {name: (xs, ys)}; ``log`` names the logarithmic axes: "", "x", "xy".
+
+    ``level`` is a dashed horizontal line and its name. Returns whether matplotlib is there.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture, as matplotlib is missing: pip install matplotlib", file=sys.stderr)
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for (name, (xs, ys)), colour in zip(lines.items(), _cycle(COLOURS, len(lines))):
+        marker = "o" if len(xs) < 30 else None
+        axes.plot(xs, ys, label=name, color=colour, marker=marker, markersize=3, linewidth=1.4)
+    if level:
+        axes.axhline(level[0], linestyle="--", color="#999999", linewidth=1, label=level[1])
+    axes.set(title=title, xlabel=x, ylabel=y)
+    if "x" in log:
+        axes.set_xscale("log", base=2)
+    if "y" in log:
+        axes.set_yscale("log")
+    if len(lines) > 1 or level:
+        axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    print(f"wrote {path}")
+    return True
+
+
+def _cycle(values: Iterable[str], count: int) -> list[str]:
+    values = list(values)
+    return [values[i % len(values)] for i in range(count)]

@@ -1,0 +1,287 @@
+"""GPT-2 of transformers, with each attention: tokens a second, memory, and the same loss.
+
+The claim (FlashAttention, arXiv 2205.14135, table 2): GPT-2 small trains 3.5 times and medium 3
+times faster than as Hugging Face shipped it, to the same perplexity.
+
+    python examples/paper/gpt2.py speed                        # small and medium, 1K to 4K
+    python examples/paper/gpt2.py speed --sizes medium --lengths 4096
+    python examples/paper/gpt2.py train --steps 500            # equal steps, eager and flashsdk
+    python examples/paper/gpt2.py speed --smoke                # a check: seconds on a CPU
+
+Needs transformers and tokenizers: pip install "flashsdk[paper]". Weights are random, the text is
+that of text.py, with a byte-level BPE of 50257 trained on it and kept in ``--out``. bf16 autocast,
+AdamW (fused on a GPU), no dropout unless ``--dropout``.
+
+``speed`` takes whole training steps of all methods in turns, with one model and one optimizer, as
+they are and under torch.compile. Where eager attention does not fit, it recomputes its layers in
+the backward, and its row says so. ``train`` takes the same steps from the same weights with each of
+two methods. Both go on where a run was stopped: ``speed`` with the next problem, ``train`` with the
+next step, to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import common
+import flashsdk as fs
+import torch
+import torch.nn.functional as F
+from common import Clock, Record, Row, Training
+from flashsdk.torch import attention
+from steps import BACKENDS, METHODS, OURS, SHOWN, Inputs, Turns, optimizer, train_step
+from text import Corpus, corpus
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SIZES = {"small": (12, 12, 768), "medium": (24, 16, 1024)}  # layers, heads, width
+BATCH = {"small": 16, "medium": 8}  # sequences of 1024 a step; longer ones as many tokens
+
+
+# ---- attention
+
+
+def register() -> None:
+    """Tells transformers of the methods that it does not have.
+
+    The one place that knows how: to be replaced by flashsdk.integrations.transformers.
+    """
+    from transformers import AttentionInterface
+
+    def ours(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
+        if attention_mask is not None:
+            raise ValueError("attention_mask: given; this program packs its sequences")
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        mask = fs.Causal() if query.shape[2] > 1 else None
+        return attention(q, k, v, mask=mask, softmax_scale=scaling, dropout_p=dropout), None
+
+    def sdpa(backend: SDPBackend | None):
+        def method(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
+            arguments = {"dropout_p": dropout, "scale": scaling, "is_causal": True}
+            if backend is None:
+                out = F.scaled_dot_product_attention(query, key, value, **arguments)
+            else:
+                with sdpa_kernel(backend):
+                    out = F.scaled_dot_product_attention(query, key, value, **arguments)
+            return out.transpose(1, 2).contiguous(), None
+
+        return method
+
+    AttentionInterface.register(OURS, ours)
+    for name, backend in BACKENDS.items():
+        AttentionInterface.register(name, sdpa(backend))
+
+
+# ---- model and step
+
+
+def build(options: argparse.Namespace, size: str, context: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    layers, heads, width = (2, 2, 64) if options.smoke else SIZES[size]
+    torch.manual_seed(0)
+    drop = options.dropout
+    config = GPT2Config(
+        vocab_size=options.vocabulary,
+        n_positions=context,
+        n_layer=layers,
+        n_head=heads,
+        n_embd=width,
+        resid_pdrop=drop,
+        embd_pdrop=drop,
+        attn_pdrop=drop,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    config._attn_implementation = "eager"
+    model = GPT2LMHeadModel(config)
+    # transformers finds no loss by this class's name, and logs it, at which torch.compile stops.
+    model.loss_type = "ForCausalLM"
+    return model.to(options.device).train()
+
+
+def tokens(text: Corpus, batch: int, seqlen: int, seed: int, device: str) -> Inputs:
+    """Inputs of one step; transformers shifts the labels itself."""
+    ids = text.batch(batch, seqlen, seed).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+# ---- speed
+
+
+def speed(options: argparse.Namespace, clock: Clock, record: Record, text: Corpus) -> None:
+    done = {(row["size"], row["seqlen"], row["compiled"]) for row in record.data["rows"]}
+    problems = [
+        (size, seqlen, compiled)
+        for size in options.sizes
+        for seqlen in options.lengths
+        for compiled in (False, True)
+        if not (compiled and options.no_compile) and (size, seqlen, compiled) not in done
+    ]
+    for number, (size, seqlen, compiled) in enumerate(problems):
+        if clock.over(reserve=0 if options.smoke else 60):
+            print(f"stopped with {len(problems) - number} problems to go; run again to go on")
+            break
+        common.progress(number / len(problems), f"GPT-2 {size}, {seqlen}, compiled: {compiled}")
+        batch = 2 if options.smoke else max(1, BATCH[size] * 1024 // seqlen)
+        batches = [tokens(text, batch, seqlen, seed, options.device) for seed in range(4)]
+        turns = Turns(
+            build(options, size, seqlen),
+            {method: batches for method in options.methods},
+            compiled=compiled,
+            **({"warm": 1, "timed": 1} if options.smoke else {}),
+        )
+        for method, row in turns.run(options.rounds).items():
+            if "error" not in row:
+                row["tokens_a_second"] = batch * seqlen / row["seconds"]
+            record.row(
+                size=size,
+                seqlen=seqlen,
+                compiled=compiled,
+                method=SHOWN[method],
+                batch=batch,
+                **row,
+            )
+            shown = row.get("error") or f"{row['seconds'] * 1e3:.1f} ms a step"
+            print(f"{size:7} {seqlen:5} compiled: {compiled!s:6} {SHOWN[method]:15} {shown}")
+        record.save()
+        del turns
+    record.result.update(ratios=ratios(record.data["rows"]))
+
+
+def ratios(rows: list[Row]) -> list[Row]:
+    """How many times faster flashsdk is than eager as shipped, eager alike, and the best SDPA."""
+    found: dict[tuple[str, int, bool], dict[str, float]] = {}
+    for row in rows:
+        if row.get("seconds"):
+            key = (row["size"], row["seqlen"], row["compiled"])
+            found.setdefault(key, {})[row["method"]] = row["seconds"]
+    answer = []
+    for (size, seqlen, compiled), times in found.items():
+        mine = times.get("flashsdk")
+        if not mine:
+            continue
+        shipped = found.get((size, seqlen, False), {}).get("eager")
+        sdpa = [seconds for method, seconds in times.items() if method.startswith("SDPA")]
+        entry: Row = {"size": size, "seqlen": seqlen, "compiled": compiled}
+        for name, other in (
+            ("eager_as_shipped", shipped),
+            ("eager", times.get("eager")),
+            ("best_sdpa", min(sdpa, default=None)),
+        ):
+            entry[name] = round(other / mine, 3) if other else None
+        answer.append(entry)
+    return answer
+
+
+# ---- equal steps
+
+
+def train(options: argparse.Namespace, clock: Clock, record: Record, text: Corpus) -> None:
+    size, seqlen = options.sizes[0], options.lengths[0]
+    batch = 2 if options.smoke else max(1, BATCH[size] * 1024 // seqlen)
+    out = record.path.parent
+    for method in ("eager", OURS):
+        model = build(options, size, seqlen)
+        model.config._attn_implementation = method
+        training = Training(out / f"{method}.pt", model, optimizer(model, options.rate), {})
+
+        def step(state: Row, training: Training = training) -> dict[str, Tensor]:
+            number = state["step"]
+            torch.manual_seed(number)  # of dropout
+            warm = min(1.0, (number + 1) / 100)
+            left = 0.5 * (1 + math.cos(math.pi * number / options.steps))
+            training.learning_rate(options.rate * warm * (0.1 + 0.9 * left))
+            inputs = tokens(text, batch, seqlen, number, options.device)
+            loss = train_step(training.model, training.model, training.optimizer, inputs)
+            record.row(method=SHOWN[method], step=number, loss=loss.item())  # noqa: B023
+            return {"loss": loss}
+
+        # Rows of steps behind the last checkpoint will come again.
+        at = training.state["step"]
+        record.data["rows"] = [
+            row for row in record.data["rows"] if row["method"] != SHOWN[method] or row["step"] < at
+        ]
+        training.run(
+            step,
+            record,
+            clock,
+            until=lambda state: state["step"] >= options.steps,
+            show=lambda state, means: f"{method}  step {state['step']}  loss {means['loss']:.4f}",  # noqa: B023
+            share=lambda state: state["step"] / options.steps,
+            device=options.device,
+            every=1.0 if options.smoke else 5.0,
+        )
+        del model, training
+        if clock.over():
+            break
+    curves: dict[str, list[float]] = {}
+    for row in record.data["rows"]:
+        curves.setdefault(row["method"], []).append(row["loss"])
+    if len(curves) == 2:
+        steps = min(map(len, curves.values()))
+        apart = max(
+            abs(mine - other) / other for mine, other in zip(curves["flashsdk"], curves["eager"])
+        )
+        record.result.update(size=size, seqlen=seqlen, steps=steps, apart=apart)
+        print(f"{steps} equal steps: the losses are at most {apart:.3%} apart")
+    common.plot(
+        out / "loss.png",
+        {method: (range(1, len(losses) + 1), losses) for method, losses in curves.items()},
+        title=f"GPT-2 {size}, {seqlen} tokens, the same steps",
+        x="step",
+        y="nats a token",
+    )
+
+
+def picture(rows: list[Row], path: Path) -> None:
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for row in rows:
+        if row.get("tokens_a_second"):
+            name = f"{row['size']}, {row['method']}{', compiled' if row['compiled'] else ''}"
+            xs, ys = lines.setdefault(name, ([], []))
+            xs.append(row["seqlen"])
+            ys.append(row["tokens_a_second"])
+    common.plot(
+        path, lines, title="GPT-2, training", x="sequence length", y="tokens a second", log="x"
+    )
+
+
+def main() -> None:
+    parser = common.arguments(__doc__)
+    parser.add_argument("what", choices=("speed", "train"))
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of all methods")
+    parser.add_argument("--steps", type=int, default=500, help="of train")
+    parser.add_argument("--rate", type=float, default=6e-4, help="learning rate of train")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--characters", type=int, default=100_000_000, help="of text")
+    parser.add_argument("--vocabulary", type=int, default=50257)
+    options = parser.parse_args()
+    if options.smoke:
+        options.sizes, options.lengths, options.rounds, options.steps = ["small"], [64], 1, 4
+        options.characters, options.vocabulary, options.no_compile = 200_000, 512, True
+        options.methods = ["eager", "sdpa_pick", OURS]
+    clock = Clock(options.minutes)
+    out = common.folder(options.out, f"gpt2-{options.what}", options.smoke)
+    torch.set_float32_matmul_precision("high")
+    register()
+    text = corpus(out, characters=options.characters, vocabulary=options.vocabulary)
+    settings = {"what": options.what, "dropout": options.dropout, "text": text.digest}
+    record = Record(
+        out / "record.json", "gpt2", settings, smoke=options.smoke, device=options.device
+    )
+    {"speed": speed, "train": train}[options.what](options, clock, record, text)
+    if options.what == "speed":
+        picture(record.data["rows"], out / "speed.png")
+    record.save()
+
+
+if __name__ == "__main__":
+    main()

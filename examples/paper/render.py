@@ -1,0 +1,246 @@
+"""Writes docs/paper.md from the records in benchmarks/results/paper.
+
+    python examples/paper/render.py                          # write
+    python examples/paper/render.py --check                  # exit 1 if the page is stale
+    python examples/paper/render.py --add build/paper/attention/record.json   # take a record, write
+
+No figure in the page is typed but the paper's own. A claim without a record says "not run yet".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "benchmarks" / "results" / "paper"
+PAGE = ROOT / "docs" / "paper.md"
+MISSING = "not run yet"
+
+Record = dict[str, Any]
+
+INTRODUCTION = """\
+<!-- Written by examples/paper/render.py from benchmarks/results/paper; change it there. -->
+# The paper, reproduced
+
+What FlashAttention (arXiv 2205.14135) claims, and what becomes of it with flashsdk. Each row is a
+program of `examples/paper/`, whose head says how it is used. It stops after `--minutes`, goes on
+when it is run again, and has `--smoke`, a check of seconds on a CPU. Beside PyTorch they need
+`pip install "flashsdk[paper]"`. `python examples/paper/render.py --add FOLDER/record.json` takes a
+record.
+"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    name: str
+    paper: str  # the paper's figure
+    record: str  # file name in RECORDS, without its ending
+    command: str
+    ours: Callable[[Record], str]
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def times(value: float | None) -> str:
+    return f"{value:.2f}×" if value else "–"
+
+
+def accuracy(record: Record) -> str:
+    result = record["result"]
+    if "accuracy" not in result:
+        return f"no test yet; {result.get('images', 0)} images"
+    stage = ""
+    if result["stage"] < result["last_stage"]:
+        stage = f", at stage {result['stage']} of {result['last_stage']} of the training"
+    if any(run.get("teach") for run in record["runs"]):
+        stage += "; trained with a loss for each pixel as well"
+    low, high = percent(result["low"]), percent(result["high"])
+    return f"{percent(result['accuracy'])} ({low} to {high}, {result['tested']} images){stage}"
+
+
+def ratio(record: Record, what: str, **wanted: Any) -> str:
+    for entry in record["result"].get("ratios", []):
+        if all(entry.get(key) == value for key, value in wanted.items()):
+            return times(entry.get(what))
+    return "–"
+
+
+def gpt2_speed(record: Record) -> str:
+    return "; ".join(
+        f"{size}: {ratio(record, 'eager_as_shipped', size=size, seqlen=1024, compiled=False)}"
+        f", compiled {ratio(record, 'eager_as_shipped', size=size, seqlen=1024, compiled=True)}"
+        for size in ("small", "medium")
+    )
+
+
+def gpt2_loss(record: Record) -> str:
+    result = record["result"]
+    if "apart" not in result:
+        return MISSING
+    return f"{result['steps']} equal steps: losses at most {100 * result['apart']:.3f} % apart"
+
+
+def bert(record: Record) -> str:
+    return "; ".join(
+        f"{kind}: {ratio(record, 'best_sdpa', kind=kind, compiled=False)} the best SDPA backend"
+        f", compiled {ratio(record, 'best_sdpa', kind=kind, compiled=True)}"
+        for kind in ("documents", "full")
+    )
+
+
+def attention_times(record: Record) -> str:
+    found = [
+        entry["dense"]
+        for entry in record["result"]["ratios"]
+        if entry["name"] == "causal, dropout 0.1" and entry["seqlen"] <= 2048 and "dense" in entry
+    ]
+    return f"{times(min(found))} to {times(max(found))}" if found else MISSING
+
+
+def attention_memory(record: Record) -> str:
+    found = [
+        f"{entry['memory']:.0f}× less at {entry['seqlen']}"
+        for entry in record["result"]["ratios"]
+        if entry["name"] == "causal, dropout 0.1" and entry.get("memory")
+    ]
+    return found[-1] if found else MISSING
+
+
+def attention_gpt2(record: Record) -> str:
+    return ratio(record, "dense", name="GPT-2 medium")
+
+
+def summary(record: Record) -> str:
+    """What a program says of itself in one line."""
+    return record["result"].get("summary", MISSING)
+
+
+CLAIMS = (
+    Claim("BERT-large, 512", "1.15×", "bert", "bert.py", bert),
+    Claim("GPT-2, 1K, against eager", "3.5×; 3.0×", "gpt2-speed", "gpt2.py speed", gpt2_speed),
+    Claim("GPT-2, the same loss", "the same", "gpt2-train", "gpt2.py train", gpt2_loss),
+    Claim(
+        "GPT-2 with more context",
+        "0.7 less perplexity at 4K",
+        "long_context",
+        "long_context.py gpt2",
+        summary,
+    ),
+    Claim("Long documents", "+6.4 points", "documents", "long_context.py documents", summary),
+    Claim("Long Range Arena", "2.4×; block-sparse 2.8×", "arena", "lra/arena.py", summary),
+    Claim("Path-X", "61.4 %", "pathfinder128", "lra/pathfinder.py --size 128", accuracy),
+    Claim("Path-256", "63.1 %", "pathfinder256", "lra/pathfinder.py --size 256", accuracy),
+    Claim("Pathfinder, 32 × 32", "–", "pathfinder32", "lra/pathfinder.py --size 32", accuracy),
+    Claim("Pathfinder, 64 × 64", "–", "pathfinder64", "lra/pathfinder.py --size 64", accuracy),
+    Claim("Attention, 128 to 2K", "up to 3×", "attention", "attention.py", attention_times),
+    Claim("Attention of GPT-2", "7.6×", "attention", "attention.py", attention_gpt2),
+    Claim("Memory of attention", "up to 20× less", "attention", "attention.py", attention_memory),
+    Claim("Bytes moved", "fewer", "traffic", "traffic.py", summary),
+)
+
+
+def records() -> dict[str, Record]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))}
+
+
+def device(record: Record) -> str:
+    return ", ".join(dict.fromkeys(run["device"] for run in record["runs"]))
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def overview(found: dict[str, Record]) -> str:
+    rows = []
+    for claim in CLAIMS:
+        row = [claim.name, claim.paper]
+        record = found.get(claim.record)
+        if record is None:
+            row += [MISSING, f"`{claim.command}`", "", ""]
+        else:
+            seconds = sum(run["seconds"] for run in record["runs"])
+            row += [claim.ours(record), f"`{claim.command}`", device(record), f"{seconds:.0f}"]
+        rows.append(row)
+    return table(["claim", "the paper", "flashsdk", "program", "card", "seconds"], rows)
+
+
+def shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def detail(name: str, record: Record) -> str:
+    """Every measurement of a record, but the steps of a training."""
+    parts = [f"## {name}"]
+    for run in record["runs"]:
+        parts.append(
+            f"- {run['date']}, {run['device']}, PyTorch {run['torch']}, {run['seconds']:.0f} s: "
+            f"`{run['command']}`"
+        )
+    text = parts[0] + "\n\n" + "\n".join(parts[1:])
+    rows = [row for row in record["rows"] if "step" not in row]
+    if rows:
+        keys = [key for key in dict.fromkeys(k for row in rows for k in row) if key != "run"]
+        text += "\n\n" + table(keys, [[shown(row.get(key)) for key in keys] for row in rows])
+    return text
+
+
+def page(found: dict[str, Record]) -> str:
+    sections = [detail(name, record) for name, record in found.items()]
+    return "\n\n".join([INTRODUCTION.rstrip(), overview(found), *sections]) + "\n"
+
+
+def name_of(record: Record) -> str:
+    """The file that a record is kept in."""
+    program, settings = record["program"], record["settings"]
+    if program == "lra/pathfinder":
+        return f"pathfinder{settings['size']}"
+    if program == "gpt2":
+        return f"gpt2-{settings['what']}"
+    if program == "long_context":
+        return "documents" if settings["what"] == "documents" else "long_context"
+    return program.split("/")[-1]
+
+
+def add(path: Path) -> None:
+    record = json.loads(path.read_text())
+    if record.get("kind") != "paper":
+        sys.exit(f"{path}: no record of a program of this folder")
+    if record["smoke"]:
+        sys.exit(f"{path}: of --smoke, which measures nothing")
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    shutil.copy(path, RECORDS / f"{name_of(record)}.json")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="RECORD")
+    arguments = parser.parse_args()
+    for path in arguments.add:
+        add(path)
+    text = page(records())
+    if arguments.check:
+        if not PAGE.exists() or PAGE.read_text("utf-8") != text:
+            sys.exit(f"{PAGE.relative_to(ROOT)} is stale: python examples/paper/render.py")
+        return
+    PAGE.write_text(text, "utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Training steps of transformers' models: one step, and the speed of many methods in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import common
+import torch
+from common import Row
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+
+Inputs = dict[str, Tensor | int]  # of a model's forward, the labels among them
+
+OURS = "exact_tiled"  # transformers takes a name with "flash" in it for a package of that name
+BACKENDS = {
+    "sdpa_pick": None,  # what PyTorch chooses by itself
+    "sdpa_fa2": SDPBackend.FLASH_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+METHODS = ("eager", *BACKENDS, OURS)
+SHOWN = {
+    "eager": "eager",
+    "sdpa_pick": "SDPA",
+    "sdpa_fa2": "SDPA flash",
+    "sdpa_efficient": "SDPA efficient",
+    "sdpa_cudnn": "SDPA cuDNN",
+    OURS: "flashsdk",
+}
+WARM, TIMED = 2, 5  # steps of a turn
+
+
+def optimizer(model: nn.Module, rate: float) -> torch.optim.AdamW:
+    """Weight decay for matrices alone; fused on a GPU."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    fused = matrices[0].is_cuda
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=fused)
+
+
+def loss_of(forward: Callable, inputs: Inputs) -> Tensor:
+    with torch.autocast(inputs["labels"].device.type, torch.bfloat16):
+        return forward(**inputs).loss
+
+
+def train_step(forward: Callable, model: nn.Module, optimizer, inputs: Inputs) -> Tensor:
+    loss = loss_of(forward, inputs)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+class Turns:
+    """One model and optimizer, which all methods train in turns.
+
+    ``batches`` are the inputs of each method; ``compiled`` runs the model under torch.compile,
+    which makes a program for each method, as its name is in the model's configuration.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: dict[str, list[Inputs]],
+        *,
+        compiled: bool,
+        warm: int = WARM,
+        timed: int = TIMED,
+    ):
+        self.model, self.batches, self.warm, self.timed = model, batches, warm, timed
+        self.optimizer = optimizer(model, 1e-4)
+        torch._dynamo.reset()
+        torch._dynamo.config.recompile_limit = 64
+        self.forward = torch.compile(model) if compiled else model
+        self.recomputed: set[str] = set()  # methods that fit only so
+
+    def run(self, rounds: int) -> dict[str, Row]:
+        """For each method median seconds of a step, peak bytes and the last loss, or an error."""
+        rows: dict[str, list[Row]] = {method: [] for method in self.batches}
+        for _ in range(rounds):
+            for method, found in rows.items():
+                if not found or "error" not in found[-1]:
+                    found.append(self._turn(method))
+        merged = {}
+        for method, found in rows.items():
+            row = found[-1]
+            if "error" not in row:
+                row = {**row, "seconds": statistics.median(r["seconds"] for r in found)}
+            merged[method] = {"recomputed": method in self.recomputed, **row}
+        return merged
+
+    def _turn(self, method: str) -> Row:
+        row: Row = {"error": "out of memory"}
+        if method not in self.recomputed:
+            row = self._attempt(method)
+        if method == "eager" and row.get("error") == "out of memory":
+            self.recomputed.add(method)
+            self.model.gradient_checkpointing_enable()
+            row = self._attempt(method)
+            self.model.gradient_checkpointing_disable()
+        return row
+
+    def _attempt(self, method: str) -> Row:
+        try:
+            return self._steps(method)
+        except torch.OutOfMemoryError:
+            reason = "out of memory"
+        except (RuntimeError, ValueError) as error:
+            # A backend that does not take the problem.
+            reason = (str(error).strip().splitlines() or ["failed"])[0][:100]
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"error": reason}
+
+    def _steps(self, method: str) -> Row:
+        self.model.config._attn_implementation = method
+        batches = self.batches[method]
+        device = batches[0]["labels"].device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        times = []
+        for number in range(self.warm + self.timed):
+            common.synchronise(device)
+            started = time.perf_counter()
+            batch = batches[number % len(batches)]
+            loss = train_step(self.forward, self.model, self.optimizer, batch)
+            common.synchronise(device)
+            if number >= self.warm:
+                times.append(time.perf_counter() - started)
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+        return {"seconds": statistics.median(times), "memory": peak, "loss": loss.item()}

@@ -1,0 +1,207 @@
+"""Bytes that attention moves: what flashsdk.io counts, beside what the hardware counted.
+
+The claim (FlashAttention, arXiv 2205.14135, section 3.2 and figure 2): tiled attention is fast
+because it moves fewer bytes between the GPU's memory and its chip.
+
+    python examples/paper/traffic.py            # needs a GPU and Nsight Compute (ncu)
+    python examples/paper/traffic.py --smoke    # the counts alone: seconds, no GPU
+
+For GPT-2 medium's attention and four other problems, standard attention and flashsdk, forward and
+backward: read and written bytes of ``flashsdk.io`` and of ncu's counters dram__bytes_read,
+dram__bytes_write and lts__t_bytes (L2). ncu empties the caches before every kernel, so that an
+operation finds nothing of the one before it: just what the counts suppose. A second table counts
+tiles of other sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io as text_io
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import attention
+import common
+import flashsdk as fs
+import torch
+from attention import Bench, Problem
+from common import Record, Row
+from flashsdk import io
+
+PROBLEMS = (
+    attention.GPT2_MEDIUM,
+    Problem("short", 128, 512, heads=16),
+    Problem("head_dim 128", 8, 2048, heads=16, head_dim=128, causal=True),
+    Problem("4K, causal", 4, 4096, heads=16, causal=True),
+    Problem("16K", 1, 16384, heads=8),
+)
+METHODS = ("standard", "flashsdk")
+PHASES = ("forward", "backward")
+COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum")
+BETWEEN = "spin_kernel"  # what torch.cuda._sleep launches: it stands between two cases
+
+
+def cases(smoke: bool) -> list[tuple[Problem, str, str]]:
+    problems = PROBLEMS[:2] if smoke else PROBLEMS
+    return [(p, method, phase) for p in problems for method in METHODS for phase in PHASES]
+
+
+# ---- counted
+
+
+def shapes(problem: Problem) -> io.Problem:
+    return io.Problem(
+        problem.batch, problem.seqlen, problem.seqlen, problem.heads, problem.head_dim
+    )
+
+
+def tile(problem: Problem, phase: str, device: str) -> tuple[int, int]:
+    """Of the kernel that the call takes."""
+    kind = torch.bfloat16 if device != "cpu" else torch.float32
+    # A view of one number: the call looks at shapes alone.
+    shape = (problem.batch, problem.seqlen, problem.heads, problem.head_dim)
+    x = torch.zeros(problem.head_dim, dtype=kind, device=device).expand(shape)
+    op = "fwd" if phase == "forward" else "bwd"
+    mask = fs.Causal() if problem.causal else None
+    return fs.explain(x, x, x, op=op, mask=mask, dropout_p=problem.dropout).tile
+
+
+def cache(device: str) -> io.Cache:
+    if torch.device(device).type != "cuda":
+        return io.Cache(50 << 20, 132)  # an H100's
+    found = torch.cuda.get_device_properties(device)
+    return io.Cache(found.L2_cache_size, found.multi_processor_count)
+
+
+def counted(problem: Problem, method: str, phase: str, device: str) -> tuple[io.Traffic, int]:
+    """What memory moves, and what L2 is asked for."""
+    given = shapes(problem)
+    if method == "standard":
+        count = io.standard_forward if phase == "forward" else io.standard_backward
+        traffic = count(given, mask=problem.causal, dropout=problem.dropout > 0)
+        return traffic, traffic.total
+    mask = fs.Causal() if problem.causal else None
+    size = tile(problem, phase, device)
+    tiled = io.tiled_forward if phase == "forward" else io.tiled_backward
+    traffic = tiled(given, size, mask=mask, cache=cache(device))
+    return traffic, tiled(given, size, mask=mask).total
+
+
+# ---- measured
+
+
+def child(smoke: bool) -> None:
+    """Runs every case once behind a mark, under ncu, which counts where it is told to."""
+    for problem, method, phase in cases(smoke):
+        one(Bench(attention.METHODS[method], problem, "cuda"), phase)
+        torch.cuda.empty_cache()
+
+
+def one(bench: Bench, phase: str) -> None:
+    out = bench.forward()  # makes what is made once, such as the mask of standard attention
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    torch.cuda._sleep(1)
+    if phase == "forward":
+        bench.forward()
+    else:
+        torch.autograd.grad(out, bench.inputs, bench.dout)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def measured(smoke: bool, log: Path) -> list[Row]:
+    """The counters' sums of each case, in the order of ``cases``."""
+    command = ["ncu", "--profile-from-start", "off", "--metrics", ",".join(COUNTERS), "--csv"]
+    command += ["--print-units", "base", "--clock-control", "none"]
+    command += [sys.executable, __file__, "--child", *(["--smoke"] if smoke else [])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    log.write_text(done.stdout + done.stderr)
+    if done.returncode:
+        sys.exit(f"ncu ended with {done.returncode}; its output is in {log}")
+    return split(done.stdout)
+
+
+def split(output: str) -> list[Row]:
+    """ncu's CSV, whose kernels are in order, cut where the kernel between two cases is."""
+    lines = output.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
+    found: list[Row] = []
+    last = None
+    for line in csv.DictReader(text_io.StringIO("\n".join(lines[start:]))):
+        if BETWEEN in line["Kernel Name"]:
+            if line["ID"] != last:
+                found.append(dict.fromkeys(COUNTERS, 0) | {"kernels": 0})
+            last = line["ID"]
+            continue
+        case = found[-1]
+        case["kernels"] += line["ID"] != last
+        last = line["ID"]
+        case[line["Metric Name"]] += round(float(line["Metric Value"].replace(",", "")))
+    return found
+
+
+def summary(rows: list[Row]) -> str:
+    """How much less flashsdk moves on GPT-2 medium, and how far counts and counters are apart."""
+    gpt2 = [row for row in rows if row.get("name") == "GPT-2 medium"]
+    sums = {m: sum(r["read"] + r["written"] for r in gpt2 if r["method"] == m) for m in METHODS}
+    text = f"GPT-2 medium: {sums['standard'] / sums['flashsdk']:.1f}× fewer by the counts"
+    seen = {m: sum(r.get("dram") or 0 for r in gpt2 if r["method"] == m) for m in METHODS}
+    if all(seen.values()):
+        text += f", {seen['standard'] / seen['flashsdk']:.1f}× by the counters"
+        apart = [abs((r["read"] + r["written"]) / r["dram"] - 1) for r in rows if r.get("dram")]
+        text += f"; counts and counters at most {100 * max(apart):.0f} % apart"
+    return text
+
+
+def main() -> None:
+    parser = common.arguments(__doc__)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.smoke)
+        return
+    out = common.folder(options.out, "traffic", options.smoke)
+    record = Record(out / "record.json", "traffic", {}, smoke=options.smoke, device=options.device)
+    record.data["rows"] = []  # of one run
+    counters: list[Row] = [{} for _ in cases(options.smoke)]
+    if torch.device(options.device).type == "cuda":
+        if shutil.which("ncu"):
+            counters = measured(options.smoke, out / "ncu.log")
+        else:
+            print("no ncu here: the counts alone", file=sys.stderr)
+    for (problem, method, phase), seen in zip(cases(options.smoke), counters):
+        traffic, asked = counted(problem, method, phase, options.device)
+        row: Row = {"name": problem.name, "method": method, "phase": phase}
+        row |= {"read": traffic.read, "written": traffic.written, "asked_of_l2": asked}
+        if seen:
+            row["dram"] = seen[COUNTERS[0]] + seen[COUNTERS[1]]
+            row |= {"dram_read": seen[COUNTERS[0]], "dram_written": seen[COUNTERS[1]]}
+            row |= {"l2": seen[COUNTERS[2]], "kernels": seen["kernels"]}
+        record.row(**row)
+        beside = f"; dram {row['dram'] / 1e6:10.1f}" if seen else ""
+        print(
+            f"{problem.name:14} {method:9} {phase:9} "
+            f"counted, MB: {traffic.total / 1e6:10.1f}{beside}"
+        )
+    sizes = []
+    for rows in (64, 128, 192, 256):
+        forward = io.tiled_forward(shapes(attention.GPT2_MEDIUM), (rows, 128))
+        sizes.append({"queries": rows, "forward_asked": forward.total})
+    record.result.update(tiles=sizes, summary=summary(record.data["rows"]))
+    print(record.result["summary"])
+    record.save()
+    common.plot(
+        out / "tiles.png",
+        {"forward": ([s["queries"] for s in sizes], [s["forward_asked"] / 1e9 for s in sizes])},
+        title="GPT-2 medium's attention: bytes asked of L2",
+        x="queries of a tile",
+        y="GB",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""examples/paper: every program runs, ends in a record, and resumes; Pathfinder's images are right.
+
+The programs run in this process, one after the other, so that transformers is imported once.
+"""
+
+import importlib
+import importlib.util
+import json
+import math
+import runpy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ROOT / "examples" / "paper"
+TEXT = ("transformers", "tokenizers")  # what programs with language models need
+
+SMOKES = {
+    "lra/pathfinder.py": (),
+    "attention.py": (),
+    "gpt2.py speed": TEXT,
+    "gpt2.py train": TEXT,
+    "bert.py": TEXT,
+    "traffic.py": (),
+    "lra/arena.py speed": (),
+    "lra/arena.py train": (),
+    "long_context.py gpt2": TEXT,
+    "long_context.py documents": TEXT,
+}
+
+if not PROGRAMS.exists():
+    pytest.skip("not a checkout", allow_module_level=True)
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """Runs one with arguments, as a command line would; torch's settings stay as they were."""
+    precision = torch.get_float32_matmul_precision()
+
+    def run(name, *arguments):
+        path = PROGRAMS / name
+        monkeypatch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+        monkeypatch.syspath_prepend(str(path.parent))
+        monkeypatch.syspath_prepend(str(PROGRAMS))
+        with warnings.catch_warnings():
+            runpy.run_path(str(path), run_name="__main__")
+
+    yield run
+    torch.set_float32_matmul_precision(precision)
+
+
+@pytest.fixture
+def data(monkeypatch):
+    monkeypatch.syspath_prepend(str(PROGRAMS))
+    monkeypatch.syspath_prepend(str(PROGRAMS / "lra"))
+    return importlib.import_module("pathfinder_data")
+
+
+@pytest.mark.parametrize("command", SMOKES)
+def test_smoke(program, command, tmp_path):
+    for package in SMOKES[command]:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    name, *arguments = command.split()
+    program(name, *arguments, "--smoke", "--device", "cpu", "--out", tmp_path)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["kind"] == "paper" and record["smoke"]
+    assert record["program"] == name.removesuffix(".py")
+    (run,) = record["runs"]
+    assert run["seconds"] > 0 and f"examples/paper/{name}" in run["command"]
+    assert record["rows"] and record["result"]
+    # Nothing failed that a CPU can do.
+    for row in record["rows"]:
+        assert "error" not in row or row["method"] in ("SDPA flash", "SDPA efficient", "SDPA cuDNN")
+    check = [sys.executable, PROGRAMS / "render.py", "--add", tmp_path / "record.json"]
+    done = subprocess.run(check, capture_output=True, text=True)
+    assert done.returncode == 1 and "of --smoke" in done.stderr  # no figure comes from it
+
+
+def test_page_is_that_of_the_records():
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "render.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_pathfinder_resumes_to_the_bit(program, tmp_path):
+    """Two runs of half the images end where one of all does."""
+
+    def train(out, *more):
+        small = [
+            "--size",
+            16,
+            "--layers",
+            1,
+            "--heads",
+            1,
+            "--batch",
+            16,
+            "--pool",
+            64,
+            "--test",
+            0,
+        ]
+        program("lra/pathfinder.py", *small, "--device", "cpu", "--out", out, *more)
+        return torch.load(out / "checkpoint.pt", weights_only=True)
+
+    whole = train(tmp_path / "whole", "--images", 96)
+    train(tmp_path / "parts", "--images", 96, "--minutes", 0.0)  # stops before the first step
+    # A stop in the middle of a pool, as the minutes would do.
+    train(tmp_path / "parts", "--images", 48)
+    parts = train(tmp_path / "parts", "--images", 96)
+    for name, value in whole["model"].items():
+        assert torch.equal(value, parts["model"][name]), name
+    assert {**whole["state"], "seconds": 0} == {**parts["state"], "seconds": 0}
+    record = json.loads((tmp_path / "parts" / "record.json").read_text())
+    assert len(record["runs"]) == 3 and [p["run"] for p in record["curve"]] == [1, 2]
+
+
+def test_pathfinder_goes_on_with_larger_images(program, tmp_path):
+    """--start takes the weights of a model of smaller images, and the record says so."""
+    small = ["--layers", 1, "--heads", 1, "--test", 0, "--device", "cpu", "--batch", 16]
+    program("lra/pathfinder.py", *small, "--size", 16, "--images", 16, "--out", tmp_path / "a")
+    start = tmp_path / "a" / "checkpoint.pt"
+    more = ["--size", 24, "--images", 0, "--start", start, "--out", tmp_path / "b"]
+    program("lra/pathfinder.py", *small, *more)
+    one, two = (
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["model"] for name in "ab"
+    )
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    record = json.loads((tmp_path / "b" / "record.json").read_text())
+    assert record["result"]["started_from"]["images"] == 16
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_labels_are_those_of_the_contours(data, size):
+    """Walks from dash to dash, over gaps, from one dot; and the label's other end is met or not."""
+    task = data.TASKS[size]
+    images = data.generate(task, 24, seed=1)
+    assert set(images.labels.tolist()) == {0, 1}
+    for paddles, markers, label in zip(images.paddles, images.markers, images.labels):
+        there = paddles[paddles[:, 0, 0] < data.FAR / 2]
+        tips = there.numpy()  # (paddles, 2, 2)
+        ends = tips.reshape(-1, 2)
+        apart = np.linalg.norm(ends[:, None] - ends[None], axis=-1)
+        joined = (apart < task.gap * 1.01).reshape(len(tips), 2, len(tips), 2).any((1, 3))
+        at = [np.linalg.norm(tips - m.numpy(), axis=-1).min(1).argmin() for m in markers]
+        reached = np.zeros(len(tips), bool)
+        reached[at[0]] = True
+        for _ in range(len(tips)):
+            reached = joined[reached].any(0)
+        assert reached[at[1]] == bool(label)
+        assert reached.sum() == task.paddles  # contours do not touch
+
+
+def test_images_show_their_labels(data):
+    """Of 64 × 64, where a gap is one pixel and mostly grey: ink that touches is joined.
+
+    An image in ten may show a gap that is black, or two contours that meet at a corner.
+    """
+    images = data.generate(data.TASKS[64], 100, seed=2)
+    ink = (images.pixels > 90).float()[:, None]
+    spread = torch.zeros_like(ink)
+    (y, x), (other_y, other_x) = (images.markers[:, i].long().clamp(0, 63).T for i in (0, 1))
+    rows = torch.arange(len(images))
+    spread[rows, 0, y, x] = 1
+    for _ in range(200):
+        spread = torch.nn.functional.max_pool2d(spread, 3, 1, 1) * ink
+    assert (spread[rows, 0, other_y, other_x] == images.labels).float().mean() >= 0.9
+
+
+def test_no_shortcut_tells_the_label(data):
+    """Distance of the dots, ink, and where the dots are: the same under both labels."""
+    images = data.generate(data.TASKS[16], 4000, seed=3)
+    apart = (images.markers[:, 0] - images.markers[:, 1]).norm(dim=1)
+    middle = images.markers.mean(1)
+    ink = images.pixels.float().mean((1, 2))
+    for feature in (apart, ink, middle[:, 0], middle[:, 1]):
+        yes, no = feature[images.labels == 1].double(), feature[images.labels == 0].double()
+        error = math.sqrt(yes.var() / len(yes) + no.var() / len(no))
+        assert abs(yes.mean() - no.mean()) < 4 * error
+    assert abs(images.labels.float().mean() - 0.5) < 0.04
+
+
+def test_images_follow_from_the_seed(data):
+    one, two, other = (data.generate(data.TASKS[16], 50, seed) for seed in (5, 5, 6))
+    assert torch.equal(one.pixels, two.pixels) and torch.equal(one.labels, two.labels)
+    assert not torch.equal(one.pixels, other.pixels)
+
+
+def test_dots_of_pixels(data):
+    """What training is taught: two dots or none under a label of 1, one or none under 0."""
+    images = data.generate(data.TASKS[32], 40, seed=7)
+    for dots, label, pixels in zip(images.dots, images.labels, images.pixels):
+        assert set(dots.unique().tolist()) == ({-1, 0, 2} if label else {-1, 0, 1})
+        assert (pixels[dots >= 0] >= 60).all() and (pixels[dots < 0] < 70).all()
+
+
+def test_listops(data):
+    """Read by a grammar of its own, the tokens have the value that they are labelled with."""
+    arena = importlib.import_module("arena")
+    functions = (min, max, lambda x: int(np.median(x)), lambda x: sum(x) % 10)
+    expressions, values = arena.listops(40, 0, shortest=20, longest=300)
+    for tokens, value in zip(expressions, values):
+        stack = [[]]
+        for token in tokens:
+            if token <= 10:
+                stack[-1].append(token - 1)
+            elif token < 15:
+                stack.append([token - 11])
+            else:
+                operation, *arguments = stack.pop()
+                assert 2 <= len(arguments) <= 10
+                stack[-1].append(functions[operation](arguments))
+        assert stack == [[value]] and 20 <= len(tokens) <= 300
+
+
+def test_counters_of_a_profile(data):
+    """The profiler's table is cut where the kernel that stands between two cases is."""
+    traffic = importlib.import_module("traffic")
+    lines = ["==PROF== Connected", '"ID","Kernel Name","Metric Name","Metric Value"']
+    for number, (kernel, read) in enumerate(
+        [("spin_kernel(long)", 5), ("gemm<1, 2>", "1,024"), ("softmax", 8), ("spin_kernel", 5)]
+    ):
+        lines += [
+            f'"{number}","{kernel}","{counter}","{read}"'
+            for counter in ("dram__bytes_read.sum", "lts__t_bytes.sum")
+        ]
+    first, second = traffic.split("\n".join(lines))
+    assert first["dram__bytes_read.sum"] == first["lts__t_bytes.sum"] == 1032
+    assert first["dram__bytes_write.sum"] == 0 and first["kernels"] == 2
+    assert second["kernels"] == 0
+
+
+def test_packed_batches_hold_the_same_sequences(data):
+    """BERT's packed batch: all room filled, positions anew for each sequence, ends in order."""
+    bert = importlib.import_module("bert")
+    found = [np.arange(2, 2 + n, dtype=np.uint16) for n in (5, 9, 3, 7, 8, 4, 16)]
+    inputs, count = bert.packed(list(found), 3, 8, 0)
+    ends = inputs["cu_seq_lens_q"].tolist()
+    assert count == 24 and ends[-1] == 24 and len(ends) == 1 + 8 * 3
+    lengths = np.diff(ends)
+    assert lengths[lengths > 0].tolist() == [16, 4, 4]  # from the end of the list, the last cut
+    ids = torch.where(inputs["labels"] == -100, inputs["input_ids"], inputs["labels"])
+    assert (ids == inputs["position_ids"] + 2).all()
+
+
+def test_wilson(program, data):
+    common = importlib.import_module("common")
+    low, high = common.wilson(5, 10)  # Newcombe 1998, the method's own figures
+    assert (round(low, 4), round(high, 4)) == (0.2366, 0.7634)
+    assert common.wilson(0, 20)[0] == pytest.approx(0, abs=1e-12)
+
+
+def test_tiles_and_layout(data):
+    pathfinder = importlib.import_module("pathfinder")
+    for size in (16, 24, 32, 128, 256, 64):
+        order = pathfinder.tiled(size)
+        assert torch.equal(order.sort().values, torch.arange(size * size))
+    block = order[:128]  # a piece of 8 × 16 pixels
+    assert (block // 64).max() == 7 and (block % 64).max() == 15
+    mask = pathfinder.near_and_butterfly(64, radius=8)
+    assert mask.to_dense(block_level=True)[0, 0].diagonal().all()
