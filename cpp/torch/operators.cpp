@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "torch_schemas.h"
+#include "torch_threads.h"
 
 namespace flashsdk::torch_ops {
 namespace {
@@ -277,6 +278,7 @@ void run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const
       return s.memory->data_ptr();
     };
   }
+  const TorchThreads threads(*g_host.core);
   Failure failure;
   if (!function(args, packed, gpu, failure)) fail(failure.message, failure.code);
 }

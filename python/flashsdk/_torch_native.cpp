@@ -26,8 +26,10 @@
 #include <utility>
 #include <vector>
 
+#include "_gil.h"
 #include "core_api.h"
 #include "operators.h"
+#include "torch_threads.h"
 
 namespace flashsdk::python {
 namespace {
@@ -208,6 +210,7 @@ bool run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const
       return s.memory.mutable_data_ptr();
     };
   }
+  const torch_ops::TorchThreads threads(*g_core);
   Failure failure;  // its line is said by the way in Python, which fails alike
   return function(args, packed, gpu, failure);
 }
@@ -238,7 +241,7 @@ bool forward(Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Ten
   if (!view_of(out, p.heads_first, args.out) || !view_of(lse, false, args.lse)) return false;
   draw_seed(p);
   if (!fill_seed(p, args)) return false;
-  const pybind11::gil_scoped_release released;
+  const WithoutGil released;
   return run(g_core->forward, args, p.packed, q, stream);
 }
 

@@ -42,6 +42,7 @@ from ._torch_eager import (
     native,
     recorded,
 )
+from ._torch_threads import on_torch_threads
 from .masks import Band, BlockMask, Dense, Mask, no_mask
 
 Operator: TypeAlias = Callable[..., Any]
@@ -423,6 +424,8 @@ def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
     return (x.to(dtype) if x.is_floating_point() and x.dtype not in keep else x for x in tensors)
 
 
-_mha = _define("mha", ops.mha_fwd, ops.mha_bwd, 0)
-_mha_varlen = _define("mha_varlen", ops.mha_varlen_fwd, ops.mha_varlen_bwd, 4)
+_mha = _define("mha", on_torch_threads(ops.mha_fwd), on_torch_threads(ops.mha_bwd), 0)
+_mha_varlen = _define(
+    "mha_varlen", on_torch_threads(ops.mha_varlen_fwd), on_torch_threads(ops.mha_varlen_bwd), 4
+)
 native.register_operators()

@@ -16,6 +16,9 @@ What all share:
 - float32, float16 and bfloat16. Under torch.autocast q, k and v become the autocast dtype.
 - With dropout and no seed, a seed is drawn from torch's CPU generator on each call, whatever the
   device of the tensors: torch.manual_seed repeats it, and nothing is synchronised.
+- CPU calls run on PyTorch's own threads, torch.get_num_threads() of them, unless
+  ``flashsdk.set_num_threads`` or FLASHSDK_NUM_THREADS says how many: up to PyTorch's number of
+  these run on its threads, more on the library's own, as all do with PyTorch before 2.10.
 - torch.utils.flop_counter counts them as it counts scaled_dot_product_attention: bands in full, of
   a ``BlockMask`` the share that is visited.
 - Bad input raises ``flashsdk.Error``, a ValueError, before anything runs; what torch.compile meets
