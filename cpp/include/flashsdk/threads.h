@@ -17,13 +17,13 @@ struct Executor {
   void* pool = nullptr;  // anything: handed to run
   // Calls fn(context, slot), for slot 0 and any others of [0, num_threads), each at most once, and returns when all of
   // these have returned. They may run at the same time or one after another: jobs are claimed by whoever comes, so that
-  // slot 0 alone does all the work. Called by several threads at once, and inside of fn. nullptr: the library's own pool.
+  // slot 0 alone does all the work. Called by several threads at once, and inside of fn. nullptr: the library's pool.
   void (*run)(void* pool, int num_threads, void (*fn)(void* context, int slot), void* context) = nullptr;
 };
 
-// From now on CPU calls of the calling thread run on *executor, which must live that long; nullptr ends it. Returns what
-// was there before. A number of threads that set_num_threads or FLASHSDK_NUM_THREADS gave holds all the same; where it
-// is more than the executor's, and in a forked child, which has none of its parent's threads, the library's own pool
+// From now on CPU calls of the calling thread run on *executor, which must live that long; nullptr ends it. Returns
+// what was there before. A number of threads that set_num_threads or FLASHSDK_NUM_THREADS gave holds all the same. Where
+// it is more than the executor's, and in a forked child, which has none of its parent's threads, the library's own pool
 // does the work.
 FLASHSDK_API const Executor* use_executor(const Executor* executor) noexcept;
 
