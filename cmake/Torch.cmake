@@ -93,7 +93,7 @@ if(wanted STREQUAL "AUTO" AND torch_series VERSION_GREATER FLASHSDK_NEWEST_TORCH
 endif()
 # libtorch's C++ interface changes with each release, so this is for the PyTorch of Python_EXECUTABLE alone; with any
 # other, flashsdk.torch does without it.
-Python_add_library(_torch_native MODULE WITH_SOABI python/flashsdk/_torch_native.cpp)
+Python_add_library(_torch_native MODULE WITH_SOABI python/flashsdk/_torch_native.cpp python/flashsdk/_torch_sdpa.cpp)
 target_compile_definitions(_torch_native PRIVATE FLASHSDK_TORCH_VERSION="${torch_version}")
 # The core is the extension's, through a table of functions: a second one would have threads of its own.
 target_link_libraries(_torch_native PRIVATE flashsdk_torch_operators flashsdk_warnings ${FLASHSDK_SANITIZE_LINK}

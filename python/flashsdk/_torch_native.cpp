@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "_gil.h"
+#include "_torch_sdpa.h"
 #include "core_api.h"
 #include "operators.h"
 #include "torch_threads.h"
@@ -770,6 +771,8 @@ PyMODINIT_FUNC PyInit__torch_native() {
       py::method<py::flash_attn>("flash_attn"),
       py::method<py::scaled_dot_product_attention>("scaled_dot_product_attention"),
       {"register_operators", py::register_operators, METH_NOARGS, nullptr},
+      py::kOverrideSdpa,
+      py::kRestoreSdpa,
       {nullptr, nullptr, 0, nullptr},
   };
   static PyModuleDef definition = {
@@ -777,6 +780,7 @@ PyMODINIT_FUNC PyInit__torch_native() {
   try {
     py::check_torch();
     py::find_others();
+    py::set_sdpa_host({py::g_core, py::current_stream, py::raise});
     return PyModule_Create(&definition);
   } catch (pybind11::error_already_set& e) {
     // flashsdk.torch does without, as it does where the module is not there.

@@ -22,9 +22,9 @@ struct Executor {
 };
 
 // From now on CPU calls of the calling thread run on *executor, which must live that long; nullptr ends it. Returns
-// what was there before. A number of threads that set_num_threads or FLASHSDK_NUM_THREADS gave holds all the same. Where
-// it is more than the executor's, and in a forked child, which has none of its parent's threads, the library's own pool
-// does the work.
+// what was there before. A number of threads that set_num_threads or FLASHSDK_NUM_THREADS gave holds nevertheless. The
+// library's own pool does the work where that is more than the executor's, and in a forked child, which has none of its
+// parent's threads.
 FLASHSDK_API const Executor* use_executor(const Executor* executor) noexcept;
 
 // use_executor while this object lives.

@@ -1,0 +1,1 @@
+"""Doors of other libraries: transformers, flash_attn, torch_sdpa."""
