@@ -67,7 +67,7 @@ if _REGISTRY:
 def _current() -> str | None:
     """The flash attention implementation in use, None for PyTorch's own."""
     if _REGISTRY:
-        return torch_attention.current_flash_attention_impl()  # type: ignore[no-any-return]
+        return torch_attention.current_flash_attention_impl()
     return _NAME if _Overrides.active else None
 
 
@@ -167,9 +167,9 @@ def explain(
     gradient. Arguments as torch.nn.functional's function has them; raises Error where they are no
     tensors. Nothing is computed.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            tensor(name, x)  # raises
+    if not all(isinstance(x, Tensor) for x in (query, key, value)):
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            tensor(name, x)  # raises for the first that is none
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -198,9 +198,9 @@ def explain(
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
         bias = bias[..., :1] if bias.stride(-1) == 0 else bias
-    rows = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     try:
-        answer = ops.explain(*rows, op=op, mask=causal, bias=bias, softmax_scale=scale)
+        answer = ops.explain(q, k, v, op=op, mask=causal, bias=bias, softmax_scale=scale)
     except Error as e:
         return Explanation(False, choice.name, reason=str(renamed(e, _NAMES)))
     if not answer.kernel:
@@ -212,7 +212,7 @@ def _not_flash(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float
 ) -> str:
     """Why PyTorch does not give a call to its flash attention, as far as we know its rules."""
-    if not torch.backends.cuda.flash_sdp_enabled():
+    if not torch._C._get_flash_sdp_enabled():
         return "flash attention is turned off here, as sdpa_kernel does"
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
