@@ -82,6 +82,7 @@ struct Call {
   bool is_causal;
   const MaybeTensor& mask;
   MaybeDouble scale;
+  Alignment alignment;  // of a causal mask: unlike each other on a CPU and a GPU
 };
 
 bool fill(const Call& c, AttentionArgs& args) {
@@ -90,7 +91,7 @@ bool fill(const Call& c, AttentionArgs& args) {
       !view_of_mask(c.mask, args.bias))
     return false;
   if (args.q.numel() == 0 || args.k.numel() == 0 || args.v.numel() == 0) return false;
-  if (c.is_causal) args.mask = Band{std::nullopt, 0, Alignment::kTopLeft};
+  if (c.is_causal) args.mask = Band{std::nullopt, 0, c.alignment};
   if (c.scale) {
     args.softmax_scale = static_cast<float>(*c.scale);
     if (!std::isfinite(*args.softmax_scale)) return false;
@@ -187,7 +188,7 @@ std::tuple<Tensor, Tensor> for_cpu_forward(const Tensor& q, const Tensor& k, con
                                            bool is_causal, const MaybeTensor& attn_mask, MaybeDouble scale) {
   if (v.size(-1) == q.size(-1)) {
     Tensor out = at::empty_like(q), lse;
-    if (forward({q, k, v, dropout_p, is_causal, attn_mask, scale}, out, lse)) {
+    if (forward({q, k, v, dropout_p, is_causal, attn_mask, scale, Alignment::kTopLeft}, out, lse)) {
       // (batch, seqlen, heads) in memory, as PyTorch's has it: compiled code relies on that.
       if (lse.size(1) > 1 && lse.size(2) > 1) lse = lse.transpose(1, 2).contiguous().transpose(1, 2);
       return {out, lse};
@@ -203,7 +204,8 @@ std::tuple<Tensor, Tensor, Tensor> for_cpu_backward(const Tensor& dout, const Te
                                                     MaybeDouble scale) {
   if (q.dim() == 4 && k.dim() == 4 && v.dim() == 4) {
     const Tensor dq = empty_rows_first(q), dk = empty_rows_first(k), dv = empty_rows_first(v);
-    if (backward({q, k, v, dropout_p, is_causal, attn_mask, scale}, dout, out, lse, dq, dk, dv)) return {dq, dk, dv};
+    if (backward({q, k, v, dropout_p, is_causal, attn_mask, scale, Alignment::kTopLeft}, dout, out, lse, dq, dk, dv))
+      return {dq, dk, dv};
   }
   const auto results = g_for_cpu.load()->backward(dout, q, k, v, out, lse, dropout_p, is_causal, attn_mask, scale);
   return {results[0].toTensor(), results[1].toTensor(), results[2].toTensor()};
@@ -221,7 +223,7 @@ FlashResult flash_forward(const Tensor& q, const Tensor& k, const Tensor& v, dou
                           bool return_debug_mask, MaybeDouble scale) {
   if (!return_debug_mask && q.dim() == 4 && v.size(-1) == q.size(-1)) {
     Tensor out = at::empty_like(q), lse;
-    if (forward({q, k, v, dropout_p, is_causal, std::nullopt, scale}, out, lse)) {
+    if (forward({q, k, v, dropout_p, is_causal, std::nullopt, scale, Alignment::kBottomRight}, out, lse)) {
       // Without dropout nobody reads its state.
       const auto state = q.options().dtype(at::kUInt64);
       return {out,
@@ -247,7 +249,8 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout, const Tens
                                                   const Tensor& philox_offset, MaybeDouble scale) {
   const Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
   if ((!cum_seq_q.defined() || cum_seq_q.numel() == 0) &&
-      backward({q, k, v, dropout_p, is_causal, std::nullopt, scale}, dout, out, lse, dq, dk, dv))
+      backward({q, k, v, dropout_p, is_causal, std::nullopt, scale, Alignment::kBottomRight}, dout, out, lse, dq, dk,
+               dv))
     return {dq, dk, dv};
   const auto r = g_flash.load()->backward(dout, q, k, v, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
                                           is_causal, philox_seed, philox_offset, scale);

@@ -19,6 +19,7 @@ from flashsdk.integrations import torch_sdpa  # noqa: E402
 from flashsdk.torch import scaled_dot_product_attention as ours_alone  # noqa: E402
 from standard_attention import check  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not hasattr(_torch_eager.native, "override_sdpa"),
@@ -161,8 +162,9 @@ def test_layouts():
 def test_the_other_operators_of_a_gpu():
     """What stands at CUDA's dispatch key, here at CPU's: both directions, and what is refused."""
     native, aten = _torch_eager.native, torch.ops.aten
-    q, k, v = (x.detach() for x in qkv())
-    want = gradients(ours_alone, qkv_of(q, k, v), is_causal=True)
+    q, k, v = (x.detach() for x in qkv(seqlen_k=50))
+    lower_right = causal_lower_right(40, 50)  # what causal means to these
+    want = gradients(ours_alone, qkv_of(q, k, v), lower_right)
     dump = torch._C._dispatch_dump("aten::_scaled_dot_product_flash_attention")
     native.override_sdpa("flash", "CPU")
     try:
@@ -170,10 +172,10 @@ def test_the_other_operators_of_a_gpu():
         out, lse, cu_q, cu_k, max_q, max_k, seed, offset, mask = flash(q, k, v, 0.0, True)
         assert torch.equal(out, want[0]) and out.stride() == q.stride()
         assert lse.shape == (2, 4, 40) and lse.is_contiguous()
-        assert (cu_q, cu_k, max_q, max_k, mask.numel()) == (None, None, 40, 40, 0)
+        assert (cu_q, cu_k, max_q, max_k, mask.numel()) == (None, None, 40, 50, 0)
         none = torch.Tensor()
         grads = aten._scaled_dot_product_flash_attention_backward(
-            out, q, k, v, out, lse, none, none, 40, 40, 0.0, True, seed, offset
+            out, q, k, v, out, lse, none, none, 40, 50, 0.0, True, seed, offset
         )
         for one, other in zip(grads, want[1:], strict=True):
             assert torch.equal(one, other)
