@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import Function, forward_ad
 
+from . import _torch_sharding
+
 Keywords = dict[str, Any]  # of the functions of flashsdk.ops, but dlse and outputs
 Tensors = tuple[Tensor, ...]
 
@@ -69,6 +71,10 @@ class Operation:
         """out, lse."""
         tensors = (q, k, v, *lengths[:2], keywords["bias"], keywords["alibi_slopes"])
         if not _unwatched(tensors):
+            if not torch.compiler.is_compiling():
+                _torch_sharding.prepare(
+                    q, keywords["dropout_p"], hasattr(keywords["mask"], "_flat")
+                )
             return self.forward(q, k, v, *lengths, *self.encode(keywords, q))
         if keywords["dropout_p"] == 0:
             keywords["seed"] = 0

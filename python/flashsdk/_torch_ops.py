@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
-from . import _frameworks, _torch_flops, ops
+from . import _frameworks, _torch_flops, _torch_sharding, ops
 from ._block_lists import INT32_MAX, LISTS, Csr
 from ._errors import Error, integer, shown
 from ._torch_checks import (
@@ -429,3 +429,4 @@ _mha_varlen = _define(
     "mha_varlen", on_torch_threads(ops.mha_varlen_fwd), on_torch_threads(ops.mha_varlen_bwd), 4
 )
 native.register_operators()
+_torch_sharding.register()
