@@ -681,6 +681,9 @@ PyObject* flash_attn(PyObject* const* given, Py_ssize_t count) {
 // be broadcast otherwise than attention itself does has to be expanded first.
 PyObject* scaled_dot_product_attention(PyObject* const* given, Py_ssize_t count) {
   if (count != 8) fail_count("scaled_dot_product_attention", "8", count);
+  const auto& backends = at::globalContext();
+  if (!backends.userEnabledFlashSDP() && !backends.userEnabledMemEfficientSDP() && !backends.userEnabledCuDNNSDP())
+    return nullptr;  // PyTorch's math is asked for
   Problem p;
   p.heads_first = true;
   std::array<at::Tensor, 3> qkv;

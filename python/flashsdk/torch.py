@@ -343,6 +343,9 @@ def scaled_dot_product_attention(
     enable_gqa
         Allow key and value to have fewer heads than query; their number divides query's.
 
+    Under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) the call is torch's own, with its second
+    derivative.
+
     Returns (..., num_heads, seqlen_q, head_dim_v), in memory (..., seqlen_q, num_heads,
     head_dim_v), so that the heads of a token join without a copy; torch's follows query's strides,
     and where its result has a view that this one lacks, reshape does. Tensors whose last dimension
@@ -360,6 +363,10 @@ def scaled_dot_product_attention(
         return overridden(  # type: ignore[no-any-return]
             scaled_dot_product_attention,
             *(given, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        )
+    if _math_alone():
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     heads = _heads(query, key, value, gqa=flag("enable_gqa", enable_gqa))
     batch = _batch(query, key, value)
@@ -397,6 +404,17 @@ def scaled_dot_product_attention(
         return out
     headless = max(query.dim(), key.dim(), value.dim()) == 2
     return out.reshape(*batch, *out.shape[2 if headless else 1 :])  # a view
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _math_alone() -> bool:
+    """Whether sdpa_kernel(SDPBackend.MATH) asks for torch's own."""
+    backends = torch.backends.cuda  # of a CPU as well
+    return not (
+        backends.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        or backends.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+        or backends.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    )
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, *, gqa: bool) -> tuple[int, int, int]:

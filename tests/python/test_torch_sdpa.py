@@ -410,3 +410,19 @@ def test_layout_of_the_result():
             q = q.transpose(1, 2).contiguous().transpose(1, 2)
         out = scaled_dot_product_attention(q, k, v)
         assert out.transpose(1, 2).is_contiguous()
+
+
+def test_math_is_pytorchs():
+    """What sdpa_kernel asks for, with its second derivative (case 23)."""
+    inputs = [
+        x.double().requires_grad_() for x in qkv(1, heads=1, seqlen_q=3, seqlen_k=4, dim=4, dim_v=4)
+    ]
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(scaled_dot_product_attention, inputs)
+        x = [t.detach().float() for t in inputs]
+        want = functional.scaled_dot_product_attention(*x)
+        assert torch.equal(scaled_dot_product_attention(*x), want)
+        compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(*x), want)
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]), pytest.raises(fs.Error):
+        scaled_dot_product_attention(*inputs)  # float64
