@@ -71,10 +71,11 @@ class Operation:
         """out, lse."""
         tensors = (q, k, v, *lengths[:2], keywords["bias"], keywords["alibi_slopes"])
         if not _unwatched(tensors):
-            if not torch.compiler.is_compiling():
-                _torch_sharding.prepare(
-                    q, keywords["dropout_p"], hasattr(keywords["mask"], "_flat")
-                )
+            if torch.compiler.is_compiling():
+                _torch_sharding.register()
+            else:
+                blocks = hasattr(keywords["mask"], "_flat")
+                _torch_sharding.prepare(q, keywords["dropout_p"], blocks)
             return self.forward(q, k, v, *lengths, *self.encode(keywords, q))
         if keywords["dropout_p"] == 0:
             keywords["seed"] = 0

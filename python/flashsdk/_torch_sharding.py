@@ -37,11 +37,15 @@ def prepare(q: Any, dropout_p: float, blocks: bool) -> None:
     register()
 
 
-def register() -> None:
-    """Tells torch.distributed.tensor, where it was imported, of the operators."""
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def register() -> bool:
+    """Tells torch.distributed.tensor, where it was imported, of the operators.
+
+    torch.compile calls it as it traces.
+    """
     global _registered
     if _registered or "torch.distributed.tensor" not in sys.modules:
-        return
+        return _registered
     _registered = True
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
@@ -103,3 +107,4 @@ def register() -> None:
         for direction in ("fwd", "bwd"):
             operator = getattr(torch.ops.flashsdk, f"{name}_{direction}").default
             register_sharding(operator)(sharded(f"{name}_{direction}", places))
+    return True

@@ -38,6 +38,13 @@ def check_all(mesh):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 20, 4, 16), torch.randn(2, 20, 2, 16), torch.randn(2, 20, 2, 16)
     bias, slopes = torch.randn(2, 4, 20, 20), torch.rand(4)
+    # Before all others: what torch.compile traces finds the operators' sharding as well.
+    compiled = torch.compile(ft.flash_attn_func, backend="eager", fullgraph=True)
+    placed = [distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)]
+    out = compiled(*placed)
+    assert out.placements == (Shard(2),)
+    assert torch.equal(out.full_tensor(), ft.flash_attn_func(q, k, v))
+
     for dim in (0, 2):
         placed = [distribute_tensor(x, mesh, [Shard(dim)]) for x in (q, k, v)]
         beside = {
