@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(_torch_eager.native, "override_sdpa"),
+    _torch_eager.native is _torch_eager.InPython,
     reason="flashsdk._torch_native is not built for this PyTorch",
 )
 FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend
 from .. import Causal, build_info, ops
 from .._errors import Error
 from .._torch_checks import flag, renamed, shape_of, tensor
-from .._torch_eager import native
+from .._torch_eager import InPython, native
 
 __all__ = ["Enabled", "Explanation", "disable", "enable", "enabled", "explain"]
 
@@ -44,7 +44,7 @@ class _Overrides:
     active: _Overrides | None = None
 
     def __init__(self) -> None:
-        if not hasattr(native, "override_sdpa"):
+        if native is InPython:
             raise Error(
                 f"torch: {torch.__version__}; the one that flashsdk._torch_native is for",
                 "unsupported",
