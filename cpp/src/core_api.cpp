@@ -30,7 +30,7 @@ bool run(const Args& args, bool packed, const GpuOptions& gpu, Failure& failure)
 }  // namespace
 
 const CoreApi& core_api() noexcept {
-  static constexpr CoreApi api{CoreApi::kLayout, run<ForwardArgs>, run<BackwardArgs>};
+  static constexpr CoreApi api{CoreApi::kLayout, run<ForwardArgs>, run<BackwardArgs>, use_executor};
   return api;
 }
 

@@ -30,8 +30,9 @@ struct CoreApi {
   // False on failure: then the outputs are as they were. `packed`: made as mha_varlen_…
   bool (*forward)(const ForwardArgs& args, bool packed, const GpuOptions& options, Failure& failure);
   bool (*backward)(const BackwardArgs& args, bool packed, const GpuOptions& options, Failure& failure);
+  const Executor* (*use_executor)(const Executor* executor) noexcept;
 
-  static constexpr std::size_t kLayout = sizeof(ForwardArgs) * 65536 + sizeof(BackwardArgs);
+  static constexpr std::size_t kLayout = sizeof(ForwardArgs) * 65536 + sizeof(BackwardArgs) + 1;
 };
 
 FLASHSDK_API const CoreApi& core_api() noexcept;

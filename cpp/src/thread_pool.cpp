@@ -10,7 +10,9 @@
 #include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 
+#include "flashsdk/threads.h"
 #include "processors.h"
 
 namespace flashsdk {
@@ -111,9 +113,13 @@ class ThreadPool {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
+      cpu_set_t given;
+      const bool known = processors_given(given);
       for (; workers_ < workers; ++workers_) {
         std::thread worker([this] { work(); });
         pthread_setname_np(worker.native_handle(), "flashsdk");
+        // A new thread inherits its maker's processors, which OpenMP may have pinned to one.
+        if (known) pthread_setaffinity_np(worker.native_handle(), sizeof given, &given);
         worker.detach();
       }
     } catch (const std::exception&) {
@@ -164,31 +170,53 @@ class ThreadPool {
 
 // Never destroyed: at exit, threads may still be at work.
 std::atomic<ThreadPool*> g_pool{nullptr};
+std::atomic<bool> g_forked{false};
+
+// A child has none of its parent's threads, and locks in any state: it begins anew. Watched from the library's loading
+// on, as the threads may be those of an executor.
+[[maybe_unused]] const int g_at_fork = pthread_atfork(nullptr, nullptr, [] {
+  g_forked.store(true);
+  if (g_pool.load() != nullptr) g_pool.store(new ThreadPool);
+});
 
 ThreadPool& pool() {
   static const bool created = [] {
     g_pool.store(new ThreadPool);
-    // A child has none of its parent's threads, and locks in any state: it begins anew.
-    pthread_atfork(nullptr, nullptr, [] { g_pool.store(new ThreadPool); });
     return true;
   }();
   static_cast<void>(created);
   return *g_pool.load(std::memory_order_acquire);
 }
 
-std::atomic<int>& thread_count() {
-  static std::atomic<int> count{default_num_threads()};
+// By set_num_threads or FLASHSDK_NUM_THREADS; 0: by nobody.
+std::atomic<int>& chosen() {
+  static std::atomic<int> count{chosen_num_threads()};
   return count;
 }
 
+thread_local const Executor* t_executor = nullptr;
+
 }  // namespace
 
-int num_threads() { return thread_count().load(std::memory_order_relaxed); }
-void set_pool_threads(int n) { thread_count().store(n, std::memory_order_relaxed); }
+const Executor* use_executor(const Executor* executor) noexcept { return std::exchange(t_executor, executor); }
+
+int num_threads() {
+  if (const int n = chosen().load(std::memory_order_relaxed)) return n;
+  if (t_executor != nullptr) return std::clamp(t_executor->num_threads, 1, kMaxThreads);
+  static const int n = default_num_threads();
+  return n;
+}
+void set_pool_threads(int n) { chosen().store(n, std::memory_order_relaxed); }
 
 ParallelRunner parallel_runner(int num_threads) {
-  return {num_threads, nullptr, [](void*, int threads, void (*fn)(void*, int), void* context) {
-            threads > 1 ? pool().run(threads, fn, context) : fn(context, 0);
+  const Executor* executor = t_executor;
+  if (executor != nullptr && (executor->run == nullptr || num_threads > executor->num_threads || g_forked.load()))
+    executor = nullptr;
+  return {num_threads, const_cast<Executor*>(executor),
+          [](void* given, int threads, void (*fn)(void*, int), void* context) {
+            if (threads <= 1) return fn(context, 0);
+            const auto* on = static_cast<const Executor*>(given);
+            on != nullptr ? on->run(on->pool, threads, fn, context) : pool().run(threads, fn, context);
           }};
 }
 

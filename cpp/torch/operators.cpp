@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "torch_schemas.h"
+#include "torch_threads.h"
 
 // From PyTorch 2.13 on; older ones write to stderr what has happened.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
@@ -270,6 +271,7 @@ void run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const
       return s.memory->data_ptr();
     };
   }
+  const TorchThreads threads(*g_host.core);
   Failure failure;
   if (!function(args, packed, gpu, failure)) fail(failure.message, failure.code);
 }

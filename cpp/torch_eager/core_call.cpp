@@ -10,7 +10,9 @@
 #include <limits>
 #include <utility>
 
+#include "_gil.h"
 #include "module.h"
+#include "torch_threads.h"
 
 namespace flashsdk::torch_eager {
 namespace {
@@ -118,6 +120,7 @@ bool run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const
   }
   if (drawn != nullptr)
     gpu.seed = [](void* given) { return value_of(*static_cast<Owner*>(given)->drawn = drawn_seed()); };
+  const torch_ops::TorchThreads threads(*g_core);
   Failure failure;  // its line is said by the way in Python, which fails alike
   return function(args, packed, gpu, failure);
 }
@@ -168,7 +171,7 @@ bool forward(Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Ten
   if (!view_of(out, p.heads_first, args.out) || !view_of(lse, false, args.lse)) return false;
   const bool draws = p.dropout_p != 0. && !p.seed.defined();
   if (!draws && !fill_seed(p, args)) return false;
-  const pybind11::gil_scoped_release released;
+  const python::WithoutGil released;
   return run(g_core->forward, args, p.packed, q, stream, draws ? &p.seed : nullptr);
 }
 

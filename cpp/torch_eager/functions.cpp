@@ -1,5 +1,6 @@
 #include "functions.h"
 
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Exceptions.h>
@@ -107,6 +108,9 @@ PyObject* flash_attn(PyObject* const* given, Py_ssize_t count) {
 
 PyObject* scaled_dot_product_attention(PyObject* const* given, Py_ssize_t count) {
   if (count != 8) fail_count("scaled_dot_product_attention", "8", count);
+  const auto& backends = at::globalContext();
+  if (!backends.userEnabledFlashSDP() && !backends.userEnabledMemEfficientSDP() && !backends.userEnabledCuDNNSDP())
+    return nullptr;  // PyTorch's math is asked for
   Problem p;
   p.heads_first = true;
   std::array<at::Tensor, 3> qkv;

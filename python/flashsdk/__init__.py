@@ -83,6 +83,8 @@ def set_num_threads(n: int) -> None:
 def get_num_threads() -> int:
     """Threads a CPU call may use.
 
-    At first FLASHSDK_NUM_THREADS, else OMP_NUM_THREADS, else the processors of this process.
+    At first FLASHSDK_NUM_THREADS, else OMP_NUM_THREADS, else the processors of this process. Calls
+    through ``flashsdk.torch`` use torch.get_num_threads() unless FLASHSDK_NUM_THREADS is set or
+    ``set_num_threads`` was called.
     """
     return _bindings.get_num_threads()

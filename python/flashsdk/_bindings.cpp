@@ -6,6 +6,7 @@
 #include <string>
 
 #include "_arrays.h"
+#include "_gil.h"
 #include "core_api.h"
 #include "cpu_workspace.h"
 #if FLASHSDK_HAVE_CUDA
@@ -158,7 +159,7 @@ struct Call {
   void launch() {
     const auto planned = plan(args, packed);
     if (args.q.device.type == DeviceType::kCUDA) return launch_on_gpu(planned);
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     launch_on_cpu(planned, options);
   }
 
@@ -189,7 +190,7 @@ struct Call {
     }
     // Those that tell their stream without Python keep memory in the order of streams.
     const bool wait = !ArrayImporter::tells_stream(q_) && nb::cast<bool>(frameworks().attr("gpu_must_wait")(q_));
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     planned.launch(options);
 #if FLASHSDK_HAVE_CUDA
     if (wait) cuda::synchronize(options.stream, args.q.device.index);
@@ -279,9 +280,34 @@ void set_threads(nb::handle n) {
   set_num_threads(static_cast<int>(threads));
 }
 
+// An Executor's run by parallel_for(begin, end, grain_size, function, context), a function of C at `pool`.
+void run_by_parallel_for(void* pool, int threads, void (*fn)(void*, int), void* context) {
+  using Chunk = void (*)(std::int64_t begin, std::int64_t end, void* context);
+  using ParallelFor = std::int32_t (*)(std::int64_t, std::int64_t, std::int64_t, Chunk, void*);
+  struct Job {
+    void (*fn)(void*, int);
+    void* context;
+  } job{fn, context};
+  // A chunk's first slot does what is left to do.
+  const Chunk chunk = [](std::int64_t begin, std::int64_t, void* given) {
+    const Job& j = *static_cast<Job*>(given);
+    j.fn(j.context, static_cast<int>(begin));
+  };
+  if (reinterpret_cast<ParallelFor>(pool)(0, threads, 1, chunk, &job) != 0)
+    throw std::runtime_error("flashsdk: parallel_for failed");
+}
+
+// Calls of this thread run on n threads, by the parallel_for at `address`, or the library's own where that is 0. n = 0
+// ends it.
+void use_threads(int n, std::uintptr_t address) {
+  thread_local Executor executor;
+  executor = {n, reinterpret_cast<void*>(address), address == 0 ? nullptr : run_by_parallel_for};
+  use_executor(n == 0 ? nullptr : &executor);
+}
+
 double peak_of_machine(const std::string& kind, double seconds) {
   if (kind != "fp32" && kind != "bf16_dot") fail("kind", nb::str(kind.c_str()), "\"fp32\" or \"bf16_dot\"");
-  nb::gil_scoped_release released;
+  const WithoutGil released;
   return measure_peak(kind == "fp32" ? PeakKind::kFp32 : PeakKind::kBf16Dot, build_info().cpu_isa, get_num_threads(),
                       seconds);
 }
@@ -312,6 +338,7 @@ NB_MODULE(_bindings, m) {
   m.def("build_info", py::describe_build);
   m.def("set_num_threads", py::set_threads, nanobind::arg("n").none());
   m.def("get_num_threads", flashsdk::get_num_threads);
+  m.def("use_threads", py::use_threads);
   m.def("measure_peak", py::peak_of_machine);
   // What the library of PyTorch's operators calls, without linking a second core.
   m.attr("core_api") = nanobind::capsule(&flashsdk::core_api(), "flashsdk.core_api");

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ._errors import Error, integer, shown
-from ._torch_checks import PROBABILITY, number, renamed, shape_of, switch, tensor
+from ._torch_checks import PROBABILITY, number, overridable, renamed, shape_of, switch, tensor
 from ._torch_eager import native
 from ._torch_ops import attend
 from .masks import Band, Causal
@@ -57,6 +57,7 @@ def flash_attn_func(
 ) -> Outputs: ...  # fmt: skip
 
 
+@overridable
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -147,6 +148,7 @@ def flash_attn_qkvpacked_func(
 ) -> Outputs: ...  # fmt: skip
 
 
+@overridable
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -207,6 +209,7 @@ def flash_attn_kvpacked_func(
 ) -> Outputs: ...  # fmt: skip
 
 
+@overridable
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -271,6 +274,7 @@ def flash_attn_varlen_func(
 ) -> Outputs: ...  # fmt: skip
 
 
+@overridable
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -350,6 +354,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Outputs: ...  # fmt: skip
 
 
+@overridable
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -415,6 +420,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Outputs: ...  # fmt: skip
 
 
+@overridable
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,

@@ -6,21 +6,42 @@ what it takes it may read without its gradient. Tensors themselves are the libra
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ._block_lists import MOST_ROWS
 from ._errors import REAL, Error, has, integer, real, shown, truth, type_name
 
+F = TypeVar("F", bound=Callable[..., Any])
 flag = truth
 PROBABILITY = "a number, 0 <= dropout_p < 1"
 ONCE_IN_REVERSE = "as attention has no second derivative, and no forward-mode one"
+
+
+def overridden(function: Any, given: Any, *args: Any, **keywords: Any) -> Any:
+    """handle_torch_function, for type checkers, which take it for one of ``function``'s type."""
+    return handle_torch_function(function, given, *args, **keywords)
+
+
+def overridable(function: F) -> F:
+    """``function``, seen by modes and by its arguments' __torch_function__, as torch's own are."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        given = (*args, *keywords.values())
+        if has_torch_function(given):
+            return handle_torch_function(call, given, *args, **keywords)
+        return function(*args, **keywords)
+
+    return call  # type: ignore[return-value]
 
 
 def switch(name: str, value: object) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import Function, forward_ad
 
-from . import ops
+from . import _torch_sharding, ops
 
 Keywords = dict[str, Any]  # of the functions of flashsdk.ops, but dlse and outputs
 Tensors = tuple[Tensor, ...]
@@ -30,6 +30,7 @@ class InPython:
     def attention(*_: Any) -> None: ...
 
     flash_attn = scaled_dot_product_attention = register_operators = attention
+    override_sdpa = restore_sdpa = attention
 
 
 def _native() -> Any:
@@ -71,6 +72,11 @@ class Operation:
         """out, lse."""
         tensors = (q, k, v, *lengths[:2], keywords["bias"], keywords["alibi_slopes"])
         if not _unwatched(tensors):
+            if torch.compiler.is_compiling():
+                _torch_sharding.register()
+            else:
+                blocks = hasattr(keywords["mask"], "_flat")
+                _torch_sharding.prepare(q, keywords["dropout_p"], blocks)
             return self.forward(q, k, v, *lengths, *self.encode(keywords, q))
         if keywords["dropout_p"] == 0:
             keywords["seed"] = 0

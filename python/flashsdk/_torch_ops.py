@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
-from . import _bindings, _frameworks, _torch_flops, ops
+from . import _bindings, _frameworks, _torch_flops, _torch_sharding, ops
 from ._block_lists import INT32_MAX, LISTS, Csr
 from ._errors import Error, integer, shown
 from ._torch_checks import (
@@ -42,6 +42,7 @@ from ._torch_eager import (
     native,
     recorded,
 )
+from ._torch_threads import on_torch_threads
 from .masks import Band, BlockMask, Dense, Mask, no_mask
 
 Operator: TypeAlias = Callable[..., Any]
@@ -436,7 +437,10 @@ def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
     return (x.to(dtype) if x.is_floating_point() and x.dtype not in keep else x for x in tensors)
 
 
-_mha = _define("mha", ops.mha_fwd, ops.mha_bwd, 0)
-_mha_varlen = _define("mha_varlen", ops.mha_varlen_fwd, ops.mha_varlen_bwd, 4)
+_mha = _define("mha", on_torch_threads(ops.mha_fwd), on_torch_threads(ops.mha_bwd), 0)
+_mha_varlen = _define(
+    "mha_varlen", on_torch_threads(ops.mha_varlen_fwd), on_torch_threads(ops.mha_varlen_bwd), 4
+)
 if not _in_cpp:
     native.register_operators()
+_torch_sharding.register()

@@ -16,6 +16,11 @@ What all share:
 - float32, float16 and bfloat16. Under torch.autocast q, k and v become the autocast dtype.
 - With dropout and no seed, a seed is drawn from torch's CPU generator on each call, whatever the
   device of the tensors: torch.manual_seed repeats it, and nothing is synchronised.
+- CPU calls run on PyTorch's own threads, torch.get_num_threads() of them, unless
+  ``flashsdk.set_num_threads`` or FLASHSDK_NUM_THREADS says how many: up to PyTorch's number of
+  these run on its threads, more on the library's own, as all do with PyTorch before 2.10.
+- DTensors stay sharded over the batch and over heads, with what belongs to them; over the sequence
+  they are gathered. Dropout and a ``BlockMask`` of theirs are an Error.
 - torch.utils.flop_counter counts them as it counts scaled_dot_product_attention: bands in full, of
   a ``BlockMask`` the share that is visited.
 - Bad input raises ``flashsdk.Error``, a ValueError, before anything runs; what torch.compile meets
@@ -27,12 +32,14 @@ What all share:
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import has_torch_function
 
 from ._errors import Error, has
 from ._flash_attn import (
@@ -43,7 +50,7 @@ from ._flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from ._torch_checks import check_constant, flag, renamed, shape_of, tensor
+from ._torch_checks import check_constant, flag, overridden, renamed, shape_of, tensor
 from ._torch_eager import last_contiguous, native
 from ._torch_ops import attend
 from .masks import Band, Causal, Mask
@@ -152,6 +159,21 @@ def attention(
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
+    given = (q, k, v, bias, alibi_slopes)
+    if has_torch_function(given):
+        return overridden(  # type: ignore[no-any-return]
+            *(attention, given, q, k, v),
+            mask=mask,
+            bias=bias,
+            alibi_slopes=alibi_slopes,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            seed=seed,
+            return_lse=return_lse,
+            deterministic=deterministic,
+            backend=backend,
+        )
     wanted = flag("return_lse", return_lse)
     out, lse = attend(
         q,
@@ -253,6 +275,22 @@ def varlen_attention(
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes)
+    if has_torch_function(given):
+        return overridden(  # type: ignore[no-any-return]
+            *(varlen_attention, given, q, k, v, cu_seqlens_q, cu_seqlens_k),
+            *(max_seqlen_q, max_seqlen_k),
+            mask=mask,
+            bias=bias,
+            alibi_slopes=alibi_slopes,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            seed=seed,
+            return_lse=return_lse,
+            deterministic=deterministic,
+            backend=backend,
+        )
     wanted = flag("return_lse", return_lse)
     out, lse = attend(
         q,
@@ -307,9 +345,14 @@ def scaled_dot_product_attention(
     enable_gqa
         Allow key and value to have fewer heads than query; their number divides query's.
 
+    Under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) the call is torch's own, with its second
+    derivative.
+
     Returns (..., num_heads, seqlen_q, head_dim_v), in memory (..., seqlen_q, num_heads,
-    head_dim_v). Tensors whose last dimension is not contiguous are copied. A query that sees no
-    key gets 0 and no gradient, where releases of PyTorch before 2.5 gave NaN.
+    head_dim_v), so that the heads of a token join without a copy; torch's follows query's strides,
+    and where its result has a view that this one lacks, reshape does. Tensors whose last dimension
+    is not contiguous are copied, an attn_mask never to more than its own size. A query that sees
+    no key gets 0 and no gradient, where releases of PyTorch before 2.5 gave NaN.
     """
     if not is_dynamo_compiling():
         out = native.scaled_dot_product_attention(
@@ -317,6 +360,16 @@ def scaled_dot_product_attention(
         )
         if out is not None:
             return out  # type: ignore[no-any-return]
+    given = (query, key, value, None if has(attn_mask, "variant") else attn_mask)
+    if has_torch_function(given):
+        return overridden(  # type: ignore[no-any-return]
+            scaled_dot_product_attention,
+            *(given, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        )
+    if _math_alone():
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     heads = _heads(query, key, value, gqa=flag("enable_gqa", enable_gqa))
     batch = _batch(query, key, value)
     scores = (heads[0], query.shape[-2], key.shape[-2])
@@ -329,6 +382,11 @@ def scaled_dot_product_attention(
             mask = _causal_bias(attn_mask, scores)
         else:
             bias = _bias(tensor("attn_mask", attn_mask), batch, scores)
+            apart = _broadcast_apart(bias, batch)
+            if apart:
+                rest = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+                return _one_by_one(query, key, value, bias, batch, apart, **rest)
+            bias = _merged(bias, batch)
     elif flag("is_causal", is_causal):
         mask = Causal("top_left")
     q, k, v = (_rows_first(x, batch, n) for x, n in zip((query, key, value), heads, strict=True))
@@ -348,6 +406,17 @@ def scaled_dot_product_attention(
         return out
     headless = max(query.dim(), key.dim(), value.dim()) == 2
     return out.reshape(*batch, *out.shape[2 if headless else 1 :])  # a view
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _math_alone() -> bool:
+    """Whether sdpa_kernel(SDPBackend.MATH) asks for torch's own."""
+    backends = torch.backends.cuda  # of a CPU as well
+    return not (
+        backends.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+        or backends.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+        or backends.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    )
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, *, gqa: bool) -> tuple[int, int, int]:
@@ -394,7 +463,8 @@ def _batch(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
 
 def _broadcasts(size: int, to: int) -> bool:
     # Not "size in (1, to)": torch.compile finds no number in a tuple of symbols, equal as they are.
-    return size == 1 or size == to
+    # Equal first: of a symbol whose number is data that is known, and whether it is 1 is not.
+    return size == to or size == 1
 
 
 def _rows_first(x: Tensor, batch: torch.Size, heads: int) -> Tensor:
@@ -410,24 +480,78 @@ _NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "softmax_
 
 
 def _bias(attn_mask: Tensor, batch: torch.Size, scores: tuple[int, int, int]) -> Tensor:
-    """attn_mask as (prod(batch) | 1, num_heads | 1, seqlen_q | 1, seqlen_k | 1)."""
+    """attn_mask with all dimensions, of size 1 wherever it was expanded."""
     check_constant("attn_mask", attn_mask)
     rank = len(batch) + 3
     shape = (1,) * (rank - attn_mask.dim()) + tuple(attn_mask.shape)
     allowed = (*batch, *scores)
     if len(shape) != rank or not all(map(_broadcasts, shape, allowed)):
         raise Error(f"attn_mask: {shape_of(attn_mask)}; one that broadcasts to {allowed}")
-    if all(n == 1 for n in shape[:-3]):
-        bias = attn_mask.reshape(1, *shape[-3:])
+    bias = attn_mask
+    while bias.dim() < rank:
+        bias = bias.unsqueeze(0)
+    for d, stride in enumerate(bias.stride()):
+        if stride == 0:
+            bias = bias.narrow(d, 0, 1) if shape[d] != 0 else bias
+    return bias
+
+
+def _broadcast_apart(bias: Tensor, batch: torch.Size) -> list[int]:
+    """Leading dimensions to take one by one, so that those left are all given or all broadcast.
+
+    One stride over the batch cannot say that bias repeats along some of its dimensions, and a copy
+    would be as large as the scores. Of the two kinds the one with fewer calls; none in most cases.
+    """
+    if len(batch) < 2 or bias.shape[:-3] == batch:
+        return []
+    repeats = [d for d, n in enumerate(batch) if bias.shape[d] == 1 and n != 1]
+    given = [d for d in range(len(batch)) if bias.shape[d] != 1]
+    calls = [math.prod(batch[d] for d in dims) for dims in (repeats, given)]
+    if not repeats or not given or 0 in calls:
+        return []
+    return repeats if calls[0] < calls[1] else given
+
+
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, batch: torch.Size, apart: list[int],
+    **rest: Any,
+) -> Tensor:  # fmt: skip
+    """A call for each place along the dimensions ``apart`` of the batch."""
+    query, key, value = (x if x.dim() > 2 else x.unsqueeze(0) for x in (query, key, value))
+    query, key, value = (x.expand(*batch, *x.shape[-3:]) for x in (query, key, value))
+
+    def at(x: Tensor, place: tuple[int, ...]) -> Tensor:
+        for d, i in reversed(list(zip(apart, place, strict=True))):
+            x = x.select(d, i if x.shape[d] != 1 else 0)
+        return x
+
+    places = list(itertools.product(*(range(batch[d]) for d in apart)))
+    outs = []
+    for place in places:
+        q, k, v, b = (at(x, place) for x in (query, key, value, bias))
+        outs.append(scaled_dot_product_attention(q, k, v, b, **rest))
+    out = torch.stack(outs)
+    out = out.reshape(*(batch[d] for d in apart), *out.shape[1:])
+    return out.movedim(tuple(range(len(apart))), tuple(apart))
+
+
+def _merged(bias: Tensor, batch: torch.Size) -> Tensor:
+    """(..., num_heads | 1, seqlen_q | 1, seqlen_k | 1) with the leading dimensions as one."""
+    shape = bias.shape[-3:]
+    if bias.shape[:-3] == batch:
+        bias = bias.reshape(math.prod(batch), *shape)
+    elif 0 in batch:
+        bias = bias.expand(*batch, *shape).reshape(0, *shape)
     else:
-        bias = attn_mask.expand(*batch, *shape[-3:]).reshape(math.prod(batch), *shape[-3:])
-    if bias.stride(-1) == 0:  # a copy for all keys would be a whole score matrix
-        bias = bias[..., :1]
+        bias = bias.reshape(math.prod(bias.shape[:-3]), *shape)
     return last_contiguous(bias)
 
 
 def _causal_bias(attn_mask: Any, scores: tuple[int, int, int]) -> Band:
     shape = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+    # Of the upper left one torch does not ask the shape: one made for the longest sequence does.
+    if attn_mask.variant.name == "UPPER_LEFT":
+        return Causal("top_left")
     if shape != scores[1:]:
         raise Error(f"attn_mask: shape {shape}; {scores[1:]}")
-    return Causal("top_left" if attn_mask.variant.name == "UPPER_LEFT" else "bottom_right")
+    return Causal("bottom_right")

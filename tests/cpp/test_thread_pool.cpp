@@ -11,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "flashsdk/threads.h"
+
 namespace flashsdk {
 namespace {
 
@@ -100,11 +102,90 @@ TEST(ThreadPool, ACallInsideACall) {
 }
 
 TEST(ThreadPool, NumberOfThreadsIsSettable) {
-  const int before = num_threads();
-  EXPECT_GE(before, 1);
+  EXPECT_GE(num_threads(), 1);
   set_pool_threads(5);
   EXPECT_EQ(num_threads(), 5);
-  set_pool_threads(before);
+  set_pool_threads(0);  // nobody's choice
+}
+
+// An executor of standard threads, or of the caller alone, that counts its calls.
+struct CountingPool {
+  std::atomic<int> calls{0};
+  bool serial = false;
+
+  Executor executor(int num_threads) {
+    return {num_threads, this, [](void* pool, int threads, void (*fn)(void*, int), void* context) {
+              auto& self = *static_cast<CountingPool*>(pool);
+              ++self.calls;
+              if (self.serial) return fn(context, 0);
+              std::vector<std::thread> helpers;
+              for (int slot = 1; slot < threads; ++slot) helpers.emplace_back(fn, context, slot);
+              fn(context, 0);
+              for (std::thread& helper : helpers) helper.join();
+            }};
+  }
+};
+
+TEST(ThreadPoolExecutor, RunsTheCallsOfItsThread) {
+  CountingPool pool;
+  const Executor executor = pool.executor(3);
+  {
+    const ExecutorScope scope(executor);
+    EXPECT_EQ(num_threads(), 3);
+    for (int jobs : {0, 1, 2, 100}) Jobs(jobs, 3).run(3);
+    EXPECT_EQ(pool.calls, 4);
+    Jobs(10, 1).run(1);  // the caller alone needs nobody
+    EXPECT_EQ(pool.calls, 4);
+    std::thread([] { Jobs(10, 3).run(3); }).join();  // another thread has its own
+    EXPECT_EQ(pool.calls, 4);
+  }
+  Jobs(10, 3).run(3);
+  EXPECT_EQ(pool.calls, 4);
+}
+
+TEST(ThreadPoolExecutor, OneSlotDoesAllTheWork) {
+  CountingPool pool;
+  pool.serial = true;
+  const Executor executor = pool.executor(4);
+  const ExecutorScope scope(executor);
+  Jobs(100, 4).run(4);
+  EXPECT_EQ(pool.calls, 1);
+}
+
+TEST(ThreadPoolExecutor, WhatIsChosenHolds) {
+  CountingPool pool;
+  const Executor executor = pool.executor(3);
+  const ExecutorScope scope(executor);
+  set_pool_threads(2);
+  EXPECT_EQ(num_threads(), 2);
+  Jobs(100, 2).run(num_threads());
+  EXPECT_EQ(pool.calls, 1);
+  set_pool_threads(5);  // more than the executor has
+  EXPECT_EQ(num_threads(), 5);
+  Jobs(100, 5).run(num_threads());
+  EXPECT_EQ(pool.calls, 1);
+  set_pool_threads(0);
+  EXPECT_EQ(num_threads(), 3);
+}
+
+TEST(ThreadPoolExecutor, WithoutRunItIsANumberOfThreads) {
+  const Executor executor{7};
+  const ExecutorScope scope(executor);
+  EXPECT_EQ(num_threads(), 7);
+  Jobs(100, 7).run(7);
+}
+
+TEST(ThreadPoolExecutor, ScopesAreOneInsideTheOther) {
+  CountingPool outer, inner;
+  const Executor a = outer.executor(2), b = inner.executor(4);
+  const ExecutorScope scope(a);
+  {
+    const ExecutorScope nested(b);
+    Jobs(10, 4).run(num_threads());
+  }
+  Jobs(10, 2).run(num_threads());
+  EXPECT_EQ(inner.calls, 1);
+  EXPECT_EQ(outer.calls, 1);
 }
 
 #if defined(__SANITIZE_THREAD__)
@@ -137,6 +218,25 @@ TEST(ThreadPool, AForkedChildHasHelpersOfItsOwn) {
   stop = true;
   busy.join();
   Jobs(100, 4).run(4);  // the parent's are as they were
+}
+
+TEST(ThreadPoolExecutor, AForkedChildDoesWithout) {
+  if (!kForks) GTEST_SKIP() << "ThreadSanitizer does not follow forks";
+  CountingPool pool;
+  const Executor executor = pool.executor(3);
+  const ExecutorScope scope(executor);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    alarm(60);
+    Jobs(100, 3).run(num_threads());
+    _exit(::testing::Test::HasFailure() || pool.calls != 0 || num_threads() != 3 ? 1 : 0);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "child ended with status " << status;
+  Jobs(100, 3).run(num_threads());
+  EXPECT_EQ(pool.calls, 1);
 }
 
 }  // namespace

@@ -74,7 +74,8 @@ def same_threads():
 
     threads = fs.get_num_threads()
     yield
-    fs.set_num_threads(threads)
+    if fs.get_num_threads() != threads:  # once set, calls through PyTorch follow it no longer
+        fs.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -356,3 +356,23 @@ def test_bands_of_compiled_lengths():
     for seqlen_k in (5, 7, 11):
         assert (shifted(torch.zeros(3, seqlen_k)) == seqlen_k - 3).all()
     assert counter.frame_count == 1
+
+
+class KeepsSome(torch.nn.Module):
+    """As many sequences as the data says (case 20)."""
+
+    def forward(self, x, keep):
+        x = x[keep]
+        mask = torch.zeros(x.shape[0], 1, 1, 1)
+        return adapter.scaled_dot_product_attention(x, x, x, mask)
+
+
+def test_a_batch_whose_size_is_data():
+    x, keep = torch.randn(6, 2, 8, 16), torch.tensor([True, False, True, True, False, True])
+    want = KeepsSome()(x, keep)
+    exported = torch.export.export(KeepsSome(), (x, keep)).module()
+    assert torch.equal(exported(x, keep), want)
+    assert torch.equal(exported(x, ~keep), KeepsSome()(x, ~keep))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(KeepsSome(), fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, keep), want)

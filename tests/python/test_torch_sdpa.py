@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 import flashsdk as fs  # noqa: E402
 import flashsdk.torch as adapter  # noqa: E402
 import torch.nn.functional as functional  # noqa: E402
+from flashsdk import _torch_eager  # noqa: E402
 from flashsdk.torch import scaled_dot_product_attention  # noqa: E402
 from standard_attention import check  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
@@ -290,3 +291,138 @@ def test_refusals_where_there_is_nothing_to_attend(shape):
     refused("^attn_mask: dtype int32", x, x, x, torch.zeros(5, 5, dtype=torch.int32))
     refused("^is_causal: True with an attn_mask", x, x, x, torch.zeros(5, 5), is_causal=True)
     refused("^query: dtype float64", x.double(), x.double(), x.double())
+
+
+# ---- masks that repeat along leading dimensions
+
+
+LEADING = [
+    ((2, 3), (2, 1)),
+    ((2, 3), (1, 3)),
+    ((2, 3), (1, 1)),
+    ((2, 3), (3,)),
+    ((2, 3), (2, 3)),
+    ((2, 3, 4), (2, 1, 4)),
+    ((2, 3, 4), (1, 3, 1)),
+    ((3, 1), (3, 1)),
+    ((2, 0), (2, 1)),
+]
+
+
+@pytest.mark.parametrize("batch, leading", LEADING)
+@pytest.mark.parametrize("expanded", [False, True])
+def test_mask_repeats_along_leading_dimensions(batch, leading, expanded):
+    mask = torch.randn(*leading, 1, 10, 12)
+    if expanded:
+        mask = mask.expand(*batch, 2, 10, 12)
+    inputs = qkv(*batch, heads=2, seqlen_q=10, seqlen_k=12, dim=8, dim_v=8)
+    if 0 in batch:
+        assert scaled_dot_product_attention(*inputs, mask).shape == (*batch, 2, 10, 8)
+    else:
+        same_as_torch(inputs, mask)
+        same_as_torch([inputs[0], inputs[1][:1], inputs[2]], mask > 0)
+
+
+@pytest.mark.parametrize("batch, leading", LEADING)
+@pytest.mark.parametrize("expanded", [False, True])
+def test_mask_is_not_copied(batch, leading, expanded, monkeypatch):
+    """Not even once where it repeats (case 3): what attention gets is the caller's memory."""
+    monkeypatch.setattr(adapter, "native", _torch_eager.InPython)
+    given = []
+
+    def attend(*tensors, bias=None, **options):
+        given.append(bias)
+        return original(*tensors, bias=bias, **options)
+
+    original = adapter.attend
+    monkeypatch.setattr(adapter, "attend", attend)
+    mask = torch.randn(*leading, 1, 10, 12)
+    wide = mask.expand(*batch, 2, 10, 12) if expanded else mask
+    inputs = qkv(*batch, heads=2, seqlen_q=10, seqlen_k=12, dim=8, dim_v=8)
+    scaled_dot_product_attention(*inputs, wide)
+    assert given
+    if 0 not in batch:
+        begin, end = mask.data_ptr(), mask.data_ptr() + mask.nbytes
+        assert all(begin <= bias.data_ptr() < end for bias in given)
+
+
+# ---- who looks on
+
+
+class Named(torch.Tensor):
+    """A subclass that does nothing of its own."""
+
+
+CALLS = {
+    "scaled_dot_product_attention": lambda q, k, v: scaled_dot_product_attention(q, k, v),
+    "attention": lambda q, k, v: adapter.attention(q, k, v, mask=fs.Causal()),
+    "varlen_attention": lambda q, k, v: adapter.varlen_attention(
+        *(x.flatten(0, 1) for x in (q, k, v)), *[torch.tensor([0, 40, 80]).int()] * 2, 40, 40
+    ),
+    "flash_attn_func": lambda q, k, v: adapter.flash_attn_func(q, k, v, causal=True),
+    "flash_attn_qkvpacked_func": lambda q, k, v: adapter.flash_attn_qkvpacked_func(
+        torch.stack((q, k, v), 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_torch_function(name):
+    """Modes, subclasses and torch.fx see our functions, as they see PyTorch's (case 21)."""
+    inputs = [x.transpose(1, 2) for x in qkv(2, seqlen_k=40)]
+    want = CALLS[name](*inputs)
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        assert torch.equal(CALLS[name](*inputs), want)
+    assert getattr(adapter, name) in seen
+
+    out = CALLS[name](*(x.as_subclass(Named) for x in inputs))
+    assert type(out) is Named and torch.equal(out, want)
+
+    def program(q, k, v):
+        return CALLS[name](q, k, v) * 1
+
+    traced = torch.fx.symbolic_trace(program)
+    assert getattr(adapter, name) in [node.target for node in traced.graph.nodes]
+    assert torch.equal(traced(*inputs), want)
+
+
+def test_causal_bias_made_for_the_longest_sequence():
+    """Of the upper left one PyTorch asks no shape (case 22)."""
+    for n, m in ((5, 5), (5, 9), (12, 7)):
+        inputs = qkv(2, seqlen_q=n, seqlen_k=m)
+        want = scaled_dot_product_attention(*inputs, is_causal=True)
+        out = scaled_dot_product_attention(*inputs, causal_upper_left(9, 9))
+        assert type(out) is torch.Tensor and torch.equal(out, want)
+
+
+def test_layout_of_the_result():
+    """Heads of a token join without a copy, whatever query's strides are (case 24)."""
+    for turn in (False, True):
+        q, k, v = qkv(2)
+        if turn:
+            q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        out = scaled_dot_product_attention(q, k, v)
+        assert out.transpose(1, 2).is_contiguous()
+
+
+def test_math_is_pytorchs():
+    """What sdpa_kernel asks for, with its second derivative (case 23)."""
+    inputs = [
+        x.double().requires_grad_() for x in qkv(1, heads=1, seqlen_q=3, seqlen_k=4, dim=4, dim_v=4)
+    ]
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(scaled_dot_product_attention, inputs)
+        x = [t.detach().float() for t in inputs]
+        want = functional.scaled_dot_product_attention(*x)
+        assert torch.equal(scaled_dot_product_attention(*x), want)
+        compiled = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(*x), want)
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]), pytest.raises(fs.Error):
+        scaled_dot_product_attention(*inputs)  # float64

@@ -8,6 +8,7 @@
 
 #include "flashsdk/mask.h"
 #include "flashsdk/tensor.h"
+#include "flashsdk/threads.h"
 
 namespace flashsdk {
 
@@ -77,10 +78,5 @@ FLASHSDK_API void mha_bwd(const BackwardArgs& args, const LaunchOptions& options
 // are those of queries that see no key: out and gradients 0, lse -inf.
 FLASHSDK_API void mha_varlen_fwd(const ForwardArgs& args, const LaunchOptions& options = {});
 FLASHSDK_API void mha_varlen_bwd(const BackwardArgs& args, const LaunchOptions& options = {});
-
-// Threads a CPU call may use, the caller's included. Default: FLASHSDK_NUM_THREADS, else OMP_NUM_THREADS, else the
-// processors this process may run on, at most its container's quota of them. Workspaces grow with it.
-FLASHSDK_API void set_num_threads(int n);
-FLASHSDK_API int get_num_threads();
 
 }  // namespace flashsdk

@@ -6,4 +6,5 @@
 #include "flashsdk/registry.h"
 #include "flashsdk/status.h"
 #include "flashsdk/tensor.h"
+#include "flashsdk/threads.h"
 #include "flashsdk/version.h"

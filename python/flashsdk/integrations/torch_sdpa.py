@@ -1,0 +1,232 @@
+"""PyTorch's own ``torch.nn.functional.scaled_dot_product_attention`` on our kernels.
+
+``enable()`` puts them where PyTorch calls its flash attention, on a CPU and on a GPU, forward and
+backward. Everything above stays PyTorch's: which backend a call takes, ``sdpa_kernel``, autocast,
+torch.compile, autograd. So a call that PyTorch gives to its math, or one that our kernels do not
+take, goes where it went before; ``explain`` says which and why. Operators:
+``aten::_scaled_dot_product_flash_attention_for_cpu``, and on a GPU
+``aten::_scaled_dot_product_flash_attention``, each with its backward.
+
+PyTorch knows them as the flash attention implementation "flashsdk" as well, as soon as this module
+is imported: ``torch.nn.attention.activate_flash_attention_impl("flashsdk")``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.nn.attention as torch_attention
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from .. import Causal, build_info, ops
+from .._errors import Error
+from .._torch_checks import flag, renamed, shape_of, tensor
+from .._torch_eager import InPython, native
+
+__all__ = ["Enabled", "Explanation", "disable", "enable", "enabled", "explain"]
+
+_NAME = "flashsdk"
+_NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "softmax_scale": "scale"}
+# Of PyTorch 2.11 and newer. Each impl's kernels give way to the next one's.
+_REGISTRY = hasattr(torch_attention, "register_flash_attention_impl")
+
+
+# ---- on and off
+
+
+class _Overrides:
+    """Our kernels in the place of aten's, until ``remove``."""
+
+    active: _Overrides | None = None
+
+    def __init__(self) -> None:
+        if native is InPython:
+            raise Error(
+                f"torch: {torch.__version__}; the one that flashsdk._torch_native is for",
+                "unsupported",
+            )
+        native.override_sdpa("for_cpu", "CPU")
+        if build_info()["cuda"] and torch.version.cuda is not None:
+            native.override_sdpa("flash", "CUDA")
+        _Overrides.active = self
+
+    def remove(self) -> None:
+        for operators in ("for_cpu", "flash"):
+            native.restore_sdpa(operators)
+        _Overrides.active = None
+
+
+if _REGISTRY:
+    torch_attention.register_flash_attention_impl(_NAME, register_fn=_Overrides)
+
+
+def _current() -> str | None:
+    """The flash attention implementation in use, None for PyTorch's own."""
+    if _REGISTRY:
+        return torch_attention.current_flash_attention_impl()
+    return _NAME if _Overrides.active else None
+
+
+def _switch_to(name: str | None) -> None:
+    if name == _current():
+        return
+    if _REGISTRY:
+        if name is None:
+            torch_attention.restore_flash_attention_impl()
+        else:
+            torch_attention.activate_flash_attention_impl(name)
+    elif name is None and _Overrides.active:
+        _Overrides.active.remove()
+    else:
+        _Overrides()
+
+
+class Enabled:
+    """What ``enable`` returns: a context whose end brings back what was there before it."""
+
+    def __init__(self, before: str | None) -> None:
+        self._before = before
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _switch_to(self._before)
+
+
+def enable() -> Enabled:
+    """Gives torch.nn.functional.scaled_dot_product_attention our kernels, in the whole process.
+
+    A call, or a context: ``with enable(): ...``. What is compiled by torch.compile takes the
+    kernels that are in place when it runs. Raises Error where this build has no extension for the
+    PyTorch at hand.
+    """
+    before = _current()
+    _switch_to(_NAME)
+    return Enabled(before)
+
+
+def disable() -> None:
+    """Gives it back to PyTorch's kernels. Nothing happens where ours are not in place."""
+    if enabled():
+        _switch_to(None)
+
+
+def enabled() -> bool:
+    """Whether our kernels are in place."""
+    return _current() == _NAME
+
+
+# ---- who takes a call
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Who computes a call of scaled_dot_product_attention.
+
+    ``taken`` is whether we do, ``kernel`` the name of our kernel then. ``backend`` is which one of
+    PyTorch's SDPBackend the call is given to: ours stand at FLASH_ATTENTION alone. ``reason`` says
+    why it is not ours. ``str()`` says the same for people.
+    """
+
+    taken: bool
+    backend: str
+    kernel: str = ""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.taken:
+            return f"flashsdk: {self.kernel}"
+        return f"PyTorch's {self.backend or 'own'}: {self.reason}"
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    op: Literal["fwd", "bwd"] = "fwd",
+) -> Explanation:
+    """Who computes scaled_dot_product_attention of these arguments here and now, and why.
+
+    Under the sdpa_kernel, autocast and ``enable`` of the caller; ``op="bwd"`` asks about the
+    gradient. Arguments as torch.nn.functional's function has them; raises Error where they are no
+    tensors. Nothing is computed.
+    """
+    if not all(isinstance(x, Tensor) for x in (query, key, value)):
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            tensor(name, x)  # raises for the first that is none
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (
+            x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+            for x in (query, key, value)
+        )
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
+    if query.is_nested:
+        return Explanation(False, "", reason="query is nested: PyTorch asks for each device anew")
+    choice: Any = SDPBackend(
+        torch._fused_sdp_choice(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    )
+    given = query, key, value, attn_mask, dropout_p
+    if choice != SDPBackend.FLASH_ATTENTION:
+        return Explanation(False, choice.name, reason=_not_flash(*given))
+    if not enabled():
+        return Explanation(False, choice.name, reason="flashsdk is not enabled")
+    if dropout_p != 0:
+        return Explanation(False, choice.name, reason=f"dropout_p is {dropout_p}")
+    causal = Causal("top_left") if flag("is_causal", is_causal) else None
+    bias = attn_mask
+    if bias is not None:
+        bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
+        bias = bias[..., :1] if bias.stride(-1) == 0 else bias
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    try:
+        answer = ops.explain(q, k, v, op=op, mask=causal, bias=bias, softmax_scale=scale)
+    except Error as e:
+        return Explanation(False, choice.name, reason=str(renamed(e, _NAMES)))
+    if not answer.kernel:
+        return Explanation(False, choice.name, reason=str(answer))
+    return Explanation(True, choice.name, answer.kernel)
+
+
+def _not_flash(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float
+) -> str:
+    """Why PyTorch does not give a call to its flash attention, as far as we know its rules."""
+    if not torch._C._get_flash_sdp_enabled():
+        return "flash attention is turned off here, as sdpa_kernel does"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            return f"{name} has {shape_of(x)}, and PyTorch's flash attention takes 4 dimensions"
+        if x.stride(-1) != 1:
+            return f"the last dimension of {name} is not contiguous"
+        if 0 in x.shape:
+            return f"{name} has {shape_of(x)}"
+    if query.shape[-1] != value.shape[-1]:
+        return f"head_dim {query.shape[-1]} of query is not {value.shape[-1]} of value"
+    if query.device.type == "cpu" and dropout_p > 0:
+        return f"dropout_p is {dropout_p}, and PyTorch's flash attention on a CPU has none"
+    if attn_mask is not None and attn_mask.requires_grad:
+        return "attn_mask requires a gradient"
+    if attn_mask is not None and query.device.type == "cuda":
+        return "there is an attn_mask, and PyTorch's flash attention on a GPU takes none"
+    return "PyTorch's rules for flash attention leave it out (torch.backends.cuda.SDPAParams)"

@@ -1,0 +1,111 @@
+"""DTensors over batch and heads: two processes compute what one does, and nothing is gathered."""
+
+import os
+import socket
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flashsdk as fs  # noqa: E402
+import flashsdk.torch as ft  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+
+distributed = pytest.importorskip("torch.distributed")
+pytestmark = pytest.mark.skipif(
+    not (distributed.is_available() and distributed.is_gloo_available()), reason="no gloo"
+)
+
+
+def gradients(call, leaves):
+    out = call(*leaves)
+    return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+
+def compare(call, tensors, placed, kept):
+    """``call`` of whole tensors, and of DTensors: results, and that those stay where they are."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    want = gradients(call, leaves)
+    got = gradients(call, [x.detach().requires_grad_() for x in placed])
+    for one, other in zip(got, want, strict=True):
+        assert one.placements == kept, (one.placements, kept)
+        assert torch.equal(one.full_tensor(), other)
+
+
+def check_all(mesh):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 20, 4, 16), torch.randn(2, 20, 2, 16), torch.randn(2, 20, 2, 16)
+    bias, slopes = torch.randn(2, 4, 20, 20), torch.rand(4)
+    # Before all others: what torch.compile traces finds the operators' sharding as well.
+    compiled = torch.compile(ft.flash_attn_func, backend="eager", fullgraph=True)
+    placed = [distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)]
+    out = compiled(*placed)
+    assert out.placements == (Shard(2),)
+    assert torch.equal(out.full_tensor(), ft.flash_attn_func(q, k, v))
+
+    for dim in (0, 2):
+        placed = [distribute_tensor(x, mesh, [Shard(dim)]) for x in (q, k, v)]
+        beside = {
+            bias: distribute_tensor(bias, mesh, [Shard(0 if dim == 0 else 1)]),
+            slopes: distribute_tensor(slopes, mesh, [Replicate() if dim == 0 else Shard(0)]),
+        }
+
+        def call(q, k, v, beside=beside):
+            plain = type(q) is torch.Tensor
+            b, a = (x if plain else beside[x] for x in (bias, slopes))
+            return ft.attention(q, k, v, mask=fs.Causal(), bias=b, alibi_slopes=a)
+
+        compare(call, (q, k, v), placed, (Shard(dim),))
+        compare(lambda *x: ft.flash_attn_func(*x, causal=True), (q, k, v), placed, (Shard(dim),))
+
+        def first(q, k, v):
+            x = (t.transpose(1, 2) for t in (q, k, v))
+            return ft.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True).transpose(
+                1, 2
+            )
+
+        compare(first, (q, k, v), placed, (Shard(dim),))
+
+    # Over the sequence, or heads of keys that cannot be dealt out: every device gets all.
+    placed = [distribute_tensor(x, mesh, [Shard(1)]) for x in (q, k, v)]
+    compare(lambda *x: ft.flash_attn_func(*x), (q, k, v), placed, (Replicate(),))
+    one = k[:, :, :1]
+    placed = [distribute_tensor(q, mesh, [Shard(2)])]
+    placed += [distribute_tensor(x, mesh, [Replicate()]) for x in (one, one)]
+    compare(lambda *x: ft.flash_attn_func(*x), (q, one, one), placed, (Replicate(),))
+
+    # Packed sequences, over heads.
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    placed = [distribute_tensor(x, mesh, [Shard(1)]) for x in packed]
+    lengths = torch.tensor([0, 13, 40], dtype=torch.int32)
+    whole = distribute_tensor(lengths, mesh, [Replicate()])
+
+    def varlen(*x):
+        cu = lengths if type(x[0]) is torch.Tensor else whole
+        return ft.varlen_attention(*x, cu, cu, 27, 27, mask=fs.Causal())
+
+    compare(varlen, packed, placed, (Shard(1),))
+
+    for refused in ({"dropout_p": 0.1}, {"mask": fs.layouts.dense(20, 20)}):
+        with pytest.raises(fs.Error, match="DTensor"):
+            x = distribute_tensor(q, mesh, [Shard(0)])
+            ft.attention(x, x, x, **refused)
+
+
+def work(rank, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    check_all(init_device_mesh("cpu", (2,)))
+    distributed.destroy_process_group()
+
+
+def test_two_processes():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    mp.spawn(work, (port,), nprocs=2)

@@ -1,0 +1,454 @@
+"""PyTorch's own scaled_dot_product_attention with our kernels below it, and when it is not ours."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flashsdk as fs  # noqa: E402
+import torch.nn.functional as functional  # noqa: E402
+from flashsdk import _torch_eager  # noqa: E402
+from flashsdk.integrations import torch_sdpa  # noqa: E402
+from flashsdk.torch import scaled_dot_product_attention as ours_alone  # noqa: E402
+from standard_attention import check  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    _torch_eager.native is _torch_eager.InPython,
+    reason="flashsdk._torch_native is not built for this PyTorch",
+)
+FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+sdpa = functional.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.manual_seed(0)
+    yield
+    torch_sdpa.disable()
+
+
+def qkv(batch=2, heads=4, heads_kv=None, seqlen_q=40, seqlen_k=None, dim=16, dtype=torch.float32):
+    """Heads first, with gradients."""
+    shapes = [(heads, seqlen_q), *[(heads_kv or heads, seqlen_k or seqlen_q)] * 2]
+    return [torch.randn(batch, *s, dim, dtype=dtype, requires_grad=True) for s in shapes]
+
+
+def gradients(function, inputs, *args, **options):
+    """out, and the gradients of its sum of squares."""
+    out = function(*inputs, *args, **options)
+    return out.detach(), *torch.autograd.grad(out, inputs, out.detach())
+
+
+@contextlib.contextmanager
+def in_its_own_dtype():
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # CPU's as well
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+def same_as_math(inputs, mask=None, **options):
+    """By the error bound from PyTorch's plain implementation in float64, and bit by bit from ours.
+
+    The second says that the kernels were ours indeed.
+    """
+    why = torch_sdpa.explain(*inputs, mask, **options)
+    assert why.taken, str(why)
+
+    def theirs(*x):
+        given = mask.to(x[0].dtype) if mask is not None and mask.is_floating_point() else mask
+        with sdpa_kernel(SDPBackend.MATH), in_its_own_dtype():
+            return (sdpa(*x, given, **options),)
+
+    check(lambda *x: (sdpa(*x, mask, **options),), [x.detach() for x in inputs], theirs)
+    as_ours = mask
+    if mask is not None and mask.dtype == torch.bool:  # PyTorch hands on a float one
+        as_ours = torch.zeros_like(mask, dtype=inputs[0].dtype).masked_fill(~mask, -torch.inf)
+    mine = gradients(sdpa, inputs, mask, **options)
+    alone = gradients(ours_alone, inputs, as_ours, **options)
+    same = 1 if inputs[0].is_cuda else 4  # a GPU sums gradients in any order
+    for one, other in zip(mine[:same], alone[:same], strict=True):
+        assert torch.equal(one, other)
+
+
+# ---- what is ours, after the cases of PyTorch's test_transformers.py
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("batch, heads", [(2, 3), (12, 1)])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(11, 17), (11, 103), (267, 17), (103, 103), (1, 5)])
+def test_dense_and_causal(dtype, is_causal, batch, heads, seqlen_q, seqlen_k):
+    with torch_sdpa.enable():
+        inputs = qkv(batch, heads, None, seqlen_q, seqlen_k, 8, dtype)
+        same_as_math(inputs, is_causal=is_causal)
+
+
+MASKS = {
+    "matrix": (11, 17),
+    "row": (1, 17),
+    "column": (11, 1),
+    "all": (2, 3, 11, 17),
+    "heads": (1, 3, 11, 17),
+    "batch": (2, 1, 1, 17),
+    "queries": (2, 3, 11, 1),
+    "one": (1, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("boolean", [False, True])
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+def test_mask(dtype, boolean, shape):
+    with torch_sdpa.enable():
+        mask = torch.randn(shape) > -1 if boolean else torch.randn(shape, dtype=dtype)
+        if boolean and shape[-2:] == (11, 17):
+            mask[..., 3, :] = False  # a query that sees nothing
+        same_as_math(qkv(2, 3, None, 11, 17, 8, dtype), mask)
+
+
+def test_expanded_mask():
+    with torch_sdpa.enable():
+        mask = torch.randn(2, 1, 1, 17).expand(2, 3, 11, 17)
+        same_as_math(qkv(2, 3, None, 11, 17, 8), mask)
+        mask = torch.randn(2, 1, 11, 1).expand(2, 3, 11, 17)
+        same_as_math(qkv(2, 3, None, 11, 17, 8), mask)
+
+
+@pytest.mark.parametrize("heads, heads_kv", [(8, 2), (6, 1), (9, 3)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_grouped_heads(heads, heads_kv, is_causal):
+    with torch_sdpa.enable():
+        inputs = qkv(2, heads, heads_kv, 40, 40)
+        same_as_math(inputs, is_causal=is_causal, enable_gqa=True)
+
+
+@pytest.mark.parametrize("scale", [None, 0.0, 0.3, -1.0])
+def test_scale(scale):
+    with torch_sdpa.enable():
+        same_as_math(qkv(), scale=scale)
+
+
+def test_layouts():
+    """Results lie in memory as PyTorch's do: out like query, gradients with the rows first."""
+
+    def strides(inputs):
+        out = sdpa(*inputs)
+        return [out.stride(), *(x.stride() for x in torch.autograd.grad(out.sum(), inputs))]
+
+    packed = torch.randn(2, 40, 3, 4, 16)
+    rows_first = [x.transpose(1, 2).requires_grad_() for x in packed.unbind(2)]
+    last = [x.transpose(1, 3).contiguous().transpose(1, 3).detach() for x in qkv()]
+    for inputs in (qkv(), rows_first, [x.requires_grad_() for x in last]):
+        want = strides(inputs)
+        with torch_sdpa.enable():
+            assert strides(inputs) == want
+            if torch_sdpa.explain(*inputs).taken:
+                same_as_math(inputs)
+
+
+def test_the_other_operators_of_a_gpu():
+    """What stands at CUDA's dispatch key, here at CPU's: both directions, and what is refused."""
+    native, aten = _torch_eager.native, torch.ops.aten
+    q, k, v = (x.detach() for x in qkv(seqlen_k=50))
+    lower_right = causal_lower_right(40, 50)  # what causal means to these
+    want = gradients(ours_alone, qkv_of(q, k, v), lower_right)
+    dump = torch._C._dispatch_dump("aten::_scaled_dot_product_flash_attention")
+    native.override_sdpa("flash", "CPU")
+    try:
+        flash = aten._scaled_dot_product_flash_attention
+        out, lse, cu_q, cu_k, max_q, max_k, seed, offset, mask = flash(q, k, v, 0.0, True)
+        assert torch.equal(out, want[0]) and out.stride() == q.stride()
+        assert lse.shape == (2, 4, 40) and lse.is_contiguous()
+        assert (cu_q, cu_k, max_q, max_k, mask.numel()) == (None, None, 40, 50, 0)
+        none = torch.Tensor()
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            out, q, k, v, out, lse, none, none, 40, 50, 0.0, True, seed, offset
+        )
+        for one, other in zip(grads, want[1:], strict=True):
+            assert torch.equal(one, other)
+        with pytest.raises(NotImplementedError, match="neither flashsdk nor PyTorch"):
+            flash(q, k, v, 0.1, True)  # PyTorch has none on a CPU
+        with pytest.raises(NotImplementedError, match="neither flashsdk nor PyTorch"):
+            flash(q.double(), k.double(), v.double())
+    finally:
+        native.restore_sdpa("flash")
+    assert torch._C._dispatch_dump("aten::_scaled_dot_product_flash_attention") == dump
+
+
+def qkv_of(*tensors):
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and fs.build_info()["cuda"]), reason="no GPU, or built without"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(128, 128), (11, 300), (300, 11)])
+def test_gpu(dtype, is_causal, seqlen_q, seqlen_k):
+    seqlen_k = seqlen_q if is_causal else seqlen_k  # PyTorch's rule for flash attention
+    with torch.device("cuda"), torch_sdpa.enable(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        same_as_math(qkv(2, 4, None, seqlen_q, seqlen_k, 64, dtype), is_causal=is_causal)
+
+
+# ---- what is PyTorch's
+
+
+def unchanged(inputs, *args, **options):
+    """The same bits as without us, and the reason for it."""
+    torch.manual_seed(0)
+    want = gradients(sdpa, inputs, *args, **options)
+    with torch_sdpa.enable():
+        torch.manual_seed(0)
+        for one, other in zip(gradients(sdpa, inputs, *args, **options), want, strict=True):
+            assert torch.equal(one, other)
+        why = torch_sdpa.explain(*inputs, *args, **options)
+    assert not why.taken
+    return str(why)
+
+
+def test_goes_where_it_went_before():
+    q, k, v = inputs = qkv()
+    assert unchanged(inputs, dropout_p=0.1).startswith("PyTorch's MATH: dropout_p is 0.1")
+    double = [x.detach().double().requires_grad_() for x in inputs]
+    assert "dtype float64; float32, float16 or bfloat16" in unchanged(double)
+    wide = torch.randn(2, 4, 40, 24, requires_grad=True)
+    assert "head_dim 16 of query is not 24 of value" in unchanged([q, k, wide])
+    assert "query has shape (4, 40, 16)" in unchanged(
+        [x.detach()[0].requires_grad_() for x in inputs]
+    )
+    turned = torch.randn(2, 4, 16, 40).transpose(2, 3).requires_grad_()
+    assert "the last dimension of key is not contiguous" in unchanged([q, turned, v])
+    learned = torch.zeros(40, 40, requires_grad=True)
+    assert "attn_mask requires a gradient" in unchanged(inputs, learned)
+    mask = torch.randn(40, 40).t()  # no copy of ours: PyTorch's kernel reads any strides
+    assert "attn_mask" in unchanged(inputs, mask)
+
+
+def test_what_a_context_asks_for_is_pytorchs():
+    """MATH is PyTorch's, with its second derivative; so is flash attention that is turned off."""
+    inputs = qkv(1, 2, None, 8, 8, 8)
+    double = [x.detach().double().requires_grad_() for x in inputs]
+    with torch_sdpa.enable(), sdpa_kernel(SDPBackend.MATH):
+        assert "turned off here" in unchanged(inputs)
+        assert torch.autograd.gradgradcheck(sdpa, double)
+    with torch_sdpa.enable(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert torch_sdpa.explain(*inputs).taken
+        out = sdpa(*inputs)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        (grad,) = torch.autograd.grad(out.sum(), inputs[0], create_graph=True)
+        grad.sum().backward()
+
+
+def test_nested_tensors_stay_pytorchs_on_a_cpu():
+    parts = [torch.randn(n, 4, 16) for n in (5, 9)]
+    q = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    want = sdpa(q, q, q).values()
+    with torch_sdpa.enable():
+        assert torch.equal(sdpa(q, q, q).values(), want)
+        assert "nested" in str(torch_sdpa.explain(q, q, q))
+
+
+def test_wrong_calls_fail_as_before():
+    q, k, v = (x.detach() for x in qkv())
+    wrong = [
+        (q, k[:, :3], v),
+        (q, k[..., :8], v),
+        (q, k.double(), v),
+        (q, k, v, torch.zeros(3, 3)),
+    ]
+    for args in wrong:
+        messages = []
+        for on in (False, True):
+            with torch_sdpa.enable() if on else contextlib.nullcontext():
+                with pytest.raises((RuntimeError, ValueError)) as error:
+                    sdpa(*args)
+                messages.append(str(error.value))
+        assert messages[0] == messages[1]
+    with pytest.raises(fs.Error, match=r"query: 3; a tensor"):
+        torch_sdpa.explain(3, k, v)
+
+
+# ---- with the rest of PyTorch
+
+
+def test_autocast():
+    inputs = qkv()
+    with torch_sdpa.enable(), torch.autocast("cpu", torch.bfloat16):
+        why = torch_sdpa.explain(*inputs)
+        assert why.taken and "bf16" in why.kernel
+        out = sdpa(*inputs)
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, ours_alone(*inputs))
+
+
+def attend(q, k, v, mask):
+    return sdpa(torch.sin(q), k, v, mask) * 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend):
+    """Forward and backward; compiled code looks at the strides of what our kernels give."""
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    inputs, mask = qkv(), torch.randn(40, 40)
+    with torch_sdpa.enable():
+        got = gradients(compiled, inputs, mask)
+    for one, other in zip(got, gradients(attend, inputs, mask), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    # The compiled call reaches what is in place when it runs.
+    with count_calls() as calls:
+        compiled(*inputs, mask)
+    assert calls == [FOR_CPU]
+
+
+@contextlib.contextmanager
+def count_calls():
+    """The flash kernels that the dispatcher is asked for."""
+    calls = []
+    with torch.profiler.profile() as profile:
+        yield calls
+    calls += [e.name.removeprefix("aten::") for e in profile.events() if FOR_CPU in e.name]
+
+
+def test_modules():
+    """MultiheadAttention, and TransformerEncoderLayer in training."""
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 20, 32, requires_grad=True)
+
+    def step():
+        out = layer(x)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
+
+    want = step()
+    with torch_sdpa.enable():
+        for one, other in zip(step(), want, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_between_forward_and_backward():
+    """Either backward takes what either forward saved."""
+    inputs = qkv()
+    want = gradients(sdpa, inputs, is_causal=True)
+    for first in (True, False):
+        with torch_sdpa.enable() if first else contextlib.nullcontext():
+            out = sdpa(*inputs, is_causal=True)
+        with contextlib.nullcontext() if first else torch_sdpa.enable():
+            grads = torch.autograd.grad(out, inputs, out.detach())
+        for one, other in zip(grads, want[1:], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+# ---- on and off
+
+
+def registered():
+    return "_torch_sdpa.cpp" in torch._C._dispatch_dump(f"aten::{FOR_CPU}")
+
+
+def test_on_and_off():
+    assert not registered() and not torch_sdpa.enabled()
+    torch_sdpa.disable()  # is off
+    with torch_sdpa.enable():
+        assert registered() and torch_sdpa.enabled()
+        with torch_sdpa.enable():
+            assert registered()
+        assert registered()
+    assert not registered() and not torch_sdpa.enabled()
+    torch_sdpa.enable()
+    assert registered()
+    torch_sdpa.enable()
+    torch_sdpa.disable()
+    assert not registered()
+    with pytest.raises(KeyError), torch_sdpa.enable():
+        raise KeyError
+    assert not registered()
+    with torch_sdpa.enable():
+        torch_sdpa.disable()
+    assert not registered()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "register_flash_attention_impl"),
+    reason="this PyTorch has no registry of flash attention",
+)
+def test_pytorchs_own_registry():
+    from torch.nn import attention
+
+    assert "flashsdk" in attention.list_flash_attention_impls()
+    attention.activate_flash_attention_impl("flashsdk")
+    assert registered() and torch_sdpa.enabled()
+    attention.restore_flash_attention_impl()
+    assert not registered() and not torch_sdpa.enabled()
+
+    class Other:
+        def remove(self):
+            pass
+
+    attention.register_flash_attention_impl("other", register_fn=Other)
+    attention.activate_flash_attention_impl("other")
+    with torch_sdpa.enable():
+        assert attention.current_flash_attention_impl() == "flashsdk"
+    assert attention.current_flash_attention_impl() == "other"
+    torch_sdpa.disable()  # not ours to end
+    assert attention.current_flash_attention_impl() == "other"
+    attention.restore_flash_attention_impl()
+
+
+def test_threads_that_call_meanwhile():
+    inputs = [x.detach() for x in qkv()]
+    want = sdpa(*inputs)
+    failures, stop = [], threading.Event()
+
+    def work():
+        while not stop.is_set():
+            if not torch.allclose(sdpa(*inputs), want, atol=1e-5):
+                failures.append("another value")
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(50):
+        with torch_sdpa.enable():
+            sdpa(*inputs)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_without_the_extension():
+    program = (
+        "import flashsdk as fs\nfrom flashsdk.integrations import torch_sdpa\n"
+        "try:\n    torch_sdpa.enable()\nexcept fs.Error as e:\n    print(e.code, e)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "FLASHSDK_TORCH_NATIVE": "0"},
+    )
+    assert done.stdout.startswith("unsupported torch: "), done.stderr
+
+
+def test_the_page():
+    page = Path(__file__).parents[2] / "docs" / "torch_sdpa.md"
+    if not page.exists():
+        pytest.skip("not a checkout")
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    assert blocks
+    names = {}
+    for block in blocks:
+        exec(block, names)
