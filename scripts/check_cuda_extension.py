@@ -30,6 +30,19 @@ def main() -> int:
     assert fs.build_info()["cuda"] and gpu, "no GPU kernels in it"
     q, k, v = (np.ones((1, 20, 2, 16), np.float32) for _ in range(3))
     assert np.array_equal(fs.mha_fwd(q, k, v)[0], v)
+    # Messages are made in Python and travel as strings, which casts of every file have to read.
+    for wrong, message in (
+        ({"v": [1]}, "v: list; an array of NumPy"),
+        ({"v": np.ones(v.shape)}, "v: dtype float64; float32, "),
+        ({"softcap": "1"}, "softcap: '1'; a number"),
+        ({"backend": "gpu"}, "backend: "),
+    ):
+        try:
+            fs.mha_fwd(**{"q": q, "k": k, "v": v, **wrong})
+        except fs.Error as e:
+            assert str(e).startswith(message), e
+        else:
+            raise AssertionError(f"{wrong} was taken")
     here = sum(kernel["available"] for kernel in gpu)
     print(
         f"{library.name}: {len(gpu)} GPU kernels, {here} of them for this machine; loads and runs"

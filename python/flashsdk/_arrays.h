@@ -3,18 +3,25 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <type_traits>
 
 #include "flashsdk/tensor.h"
 
 namespace flashsdk::python {
 
 namespace nb = nanobind;
+
+// Every file must have included stl/string.h. One without it still compiles, but takes std::string for a class that
+// was bound, which no str is: its casts throw std::bad_cast. They have the same name as those of the other files, so
+// inlining and the linker decide which ones run.
+static_assert(!std::is_base_of_v<nb::detail::type_caster_base<std::string>, nb::detail::type_caster<std::string>>);
 
 // How an array's type hands out its memory.
 struct Protocol {

@@ -1,6 +1,5 @@
 // flashsdk._bindings: from Python's arguments to flashsdk's, and nothing else. The checks are those of the library.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
