@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._errors import Error, integer
+from ._errors import Error, integer, shown
 from .masks import Band, BlockMask, Dense, Mask, no_mask
 
 __all__ = [
@@ -59,8 +59,9 @@ class Problem:
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_heads_kv", self.num_heads_kv or self.num_heads)
-        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        for name, default in (("num_heads_kv", self.num_heads), ("head_dim_v", self.head_dim)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         for name in self.__dataclass_fields__:
             integer(name, getattr(self, name), 1)
         if self.num_heads % self.kv:
@@ -331,7 +332,10 @@ def _visited(
     problem: Problem, tile: tuple[int, int], mask: Mask | None
 ) -> tuple[_Counts, _Counts, _Counts]:
     """0 or 1 for each tile (batch, heads, rows, columns); queries of a row; keys of a column."""
-    tile_q, tile_k = (integer("tile", n, 1) for n in tile)
+    given: Any = tile
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise Error(f"tile: {shown(given)}; two positive integers, queries and keys")
+    tile_q, tile_k = (integer("tile", n, 1) for n in given)
     lengths = (problem.seqlen_q, problem.seqlen_k)
     shape = (problem.batch, problem.num_heads)
     if isinstance(mask, BlockMask):
