@@ -38,7 +38,8 @@ MASKED = 0.15
 def register() -> None:
     """Tells transformers of the methods that it does not have.
 
-    The one place that knows how: to be replaced by flashsdk.integrations.transformers.
+    By hand, so that what surrounds attention is the same for all of them. Models elsewhere take
+    flashsdk.integrations.transformers.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask

@@ -46,7 +46,8 @@ BATCH = {"small": 16, "medium": 8}  # sequences of 1024 a step; longer ones as m
 def register() -> None:
     """Tells transformers of the methods that it does not have.
 
-    The one place that knows how: to be replaced by flashsdk.integrations.transformers.
+    By hand, so that what surrounds attention is the same for all of them. Models elsewhere take
+    flashsdk.integrations.transformers.
     """
     from transformers import AttentionInterface
 
