@@ -16,13 +16,13 @@ keeps inside a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from ._errors import Error, integer
+from ._errors import Error, integer, shown
 from .masks import Band, BlockMask, Dense, Mask, no_mask
 
 __all__ = [
@@ -234,6 +234,11 @@ class Cache(NamedTuple):
         return -(-tiles_a_head // self.tiles)
 
 
+def _is_cache(cache: object) -> None:
+    if not isinstance(cache, Cache):
+        raise Error(f"cache: {shown(cache)}; a Cache(size, tiles) or None")
+
+
 def tiled_forward(
     problem: Problem,
     tile: tuple[int, int],
@@ -257,6 +262,7 @@ def tiled_forward(
     row = (problem.k + problem.v) // (problem.batch * problem.kv * problem.seqlen_k)
     asked = int(streamed.sum()) * row
     if cache is not None:
+        _is_cache(cache)
         head = (problem.k + problem.v) / (problem.batch * problem.kv)
         group = problem.num_heads // problem.kv
         # Query heads that share keys walk the same rows.
@@ -292,6 +298,7 @@ def tiled_backward(
     total = problem.head_dim * _FLOAT  # a row of dQ's sum
     asked, added = streamed * row, streamed * total
     if cache is not None:
+        _is_cache(cache)
         head = (row + total) * problem.seqlen_q
         comes = cache.comes(visited.shape[3], head)
         seen = int((visited.any(3) @ queries).sum())
@@ -331,6 +338,8 @@ def _visited(
     problem: Problem, tile: tuple[int, int], mask: Mask | None
 ) -> tuple[_Counts, _Counts, _Counts]:
     """0 or 1 for each tile (batch, heads, rows, columns); queries of a row; keys of a column."""
+    if not (isinstance(tile, Sequence) and len(tile) == 2):
+        raise Error(f"tile: {shown(tile)}; (queries, keys), two integers")
     tile_q, tile_k = (integer("tile", n, 1) for n in tile)
     lengths = (problem.seqlen_q, problem.seqlen_k)
     shape = (problem.batch, problem.num_heads)
