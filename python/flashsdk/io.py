@@ -334,13 +334,17 @@ def paper_tile(on_chip: int, head_dim: int, element_bytes: int = 2) -> tuple[int
 _Counts = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
+def _pair(tile: object) -> tuple[int, int]:
+    if not (isinstance(tile, Sequence) and len(tile) == 2):
+        raise Error(f"tile: {shown(tile)}; (queries, keys), two integers")
+    return integer("tile", tile[0], 1), integer("tile", tile[1], 1)
+
+
 def _visited(
     problem: Problem, tile: tuple[int, int], mask: Mask | None
 ) -> tuple[_Counts, _Counts, _Counts]:
     """0 or 1 for each tile (batch, heads, rows, columns); queries of a row; keys of a column."""
-    if not (isinstance(tile, Sequence) and len(tile) == 2):
-        raise Error(f"tile: {shown(tile)}; (queries, keys), two integers")
-    tile_q, tile_k = (integer("tile", n, 1) for n in tile)
+    tile_q, tile_k = _pair(tile)
     lengths = (problem.seqlen_q, problem.seqlen_k)
     shape = (problem.batch, problem.num_heads)
     if isinstance(mask, BlockMask):

@@ -229,7 +229,7 @@ def test_what_is_refused():
     for tile in (128, (128,)):
         with pytest.raises(fs.Error, match=r"^tile: .*; \(queries, keys\), two integers"):
             io.tiled_forward(io.Problem(1, 8, 8, num_heads=4, head_dim=8), tile)
-    with pytest.raises(fs.Error, match="^cache: 1024; "):
+    with pytest.raises(fs.Error, match=r"^cache: 1024; "):
         io.tiled_forward(io.Problem(1, 8, 8, num_heads=4, head_dim=8), (8, 8), cache=1024)
     assert io.paper_tile(192 << 10, 64) == (64, 384)
 
