@@ -6,7 +6,7 @@ faster than the training speed record of its day.
     python examples/paper/bert.py                              # on a GPU; --minutes N stops it
     python examples/paper/bert.py --smoke                      # a check: seconds on a CPU
 
-Needs transformers and tokenizers: pip install "flashsdk[paper]". Weights are random, the text is
+Needs transformers and tokenizers: pip install '.[paper]'. Weights are random, the text is
 that of text.py. A document is cut into sequences of at most 512 tokens, so that the last of each is
 shorter, and short documents are short: that is the distribution of the lengths.
 

@@ -232,6 +232,11 @@ def test_what_is_refused():
             io.tiled_forward(SMALL, tile)
     with pytest.raises(fs.Error, match="on_chip"):
         io.paper_tile(100, 64)
+    for tile in (128, (128,)):
+        with pytest.raises(fs.Error, match=r"^tile: .*; \(queries, keys\), two integers"):
+            io.tiled_forward(io.Problem(1, 8, 8, num_heads=4, head_dim=8), tile)
+    with pytest.raises(fs.Error, match=r"^cache: 1024; "):
+        io.tiled_forward(io.Problem(1, 8, 8, num_heads=4, head_dim=8), (8, 8), cache=1024)
     assert io.paper_tile(192 << 10, 64) == (64, 384)
 
 
