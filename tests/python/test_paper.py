@@ -174,7 +174,7 @@ def test_images_show_what_is_labelled(data, size):
 
     assert (at(images.markers) == 255).all()
     long = images.paddles[:, :28]
-    assert (at(long.mean(2)) > 90).all()
+    assert (at(long.mean(2)) > 70).all()
     gaps = ((long[:, 1:, 0] + long[:, :-1, 1]) / 2)[:, [i for i in range(27) if i != 13]]
     free = torch.cdist(gaps, images.markers).amin(-1) > data.TASKS[size].radius + 2
     assert at(gaps)[free].mean() < 60
@@ -220,9 +220,10 @@ def test_contours_are_as_near_as_their_dashes(data):
 
 
 def test_images_follow_from_the_seed(data):
-    one, two, other = (data.generate(data.TASKS[16], 50, seed) for seed in (5, 5, 6))
+    one, two, other, far = (data.generate(data.TASKS[16], 50, s) for s in (5, 5, 6, 5 + (1 << 40)))
     assert torch.equal(one.pixels, two.pixels) and torch.equal(one.labels, two.labels)
     assert not torch.equal(one.pixels, other.pixels)
+    assert not torch.equal(one.pixels, far.pixels)  # the high bits count: tests are told by them
 
 
 def test_dots_of_pixels(data):

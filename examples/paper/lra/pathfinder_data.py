@@ -22,6 +22,7 @@ published images such cues exist as well, as both contours start at a given dist
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +89,9 @@ class Images:
 
 def generate(task: Task, count: int, seed: int, device: torch.device | str = "cpu") -> Images:
     """``count`` images, a function of task, count, seed and the kind of device alone."""
-    generator = torch.Generator(device).manual_seed(seed)
+    # Of a seed, the generator of a CPU takes the low 32 bits: all bits of ours are mixed into them.
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=7).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     have = 0
     # Enough to fill a GPU; a CPU is faster with what its cache holds.
