@@ -177,7 +177,7 @@ def test_images_show_what_is_labelled(data, size):
     assert (at(long.mean(2)) > 70).all()
     gaps = ((long[:, 1:, 0] + long[:, :-1, 1]) / 2)[:, [i for i in range(27) if i != 13]]
     free = torch.cdist(gaps, images.markers).amin(-1) > data.TASKS[size].radius + 2
-    assert at(gaps)[free].mean() < 60
+    assert at(gaps)[free].mean() < at(long.mean(2)).mean() / 2
 
 
 def test_no_shortcut_tells_the_label(data):
