@@ -135,7 +135,8 @@ def _register() -> None:
             f"flashsdk.jax: built with the headers of XLA's FFI 0.{ours}, and jaxlib "
             f"{jaxlib.version.__version__} has 0.{theirs}; build with those of the older jaxlib"
         )
-    address = ctypes.pythonapi.PyCapsule_GetPointer
+    # Of its own: what is set on ctypes.pythonapi is set for the whole process.
+    address = ctypes.PyDLL(None).PyCapsule_GetPointer
     address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     library.flashsdk_jax_use_core.argtypes = (ctypes.c_void_p,)
     if not library.flashsdk_jax_use_core(address(_bindings.core_api, b"flashsdk.core_api")):
