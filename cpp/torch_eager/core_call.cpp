@@ -15,7 +15,6 @@
 #include "torch_threads.h"
 
 namespace flashsdk::torch_eager {
-namespace {
 
 bool view_of(const at::Tensor& t, bool heads_first, TensorView& view) {
   switch (t.scalar_type()) {
@@ -50,6 +49,8 @@ bool view_of(const at::Tensor& t, bool heads_first, TensorView& view) {
   }
   return true;
 }
+
+namespace {
 
 // None is not given.
 bool view_if_given(const at::Tensor& t, TensorView& view) { return !t.defined() || view_of(t, false, view); }

@@ -11,6 +11,9 @@ namespace flashsdk::torch_eager {
 // know, which needs the GIL.
 bool current_stream(int device, void** stream);
 
+// What the core is told of a tensor; heads_first: of (batch, heads, seqlen, dim). False for what it would not take.
+bool view_of(const at::Tensor& t, bool heads_first, TensorView& view);
+
 at::Tensor with_last_contiguous(const at::Tensor& x);
 
 // Makes out and lse, and the seed of dropout that has none. False for what the core would not take.

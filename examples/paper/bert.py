@@ -23,13 +23,11 @@ import argparse
 import common
 import numpy as np
 import torch
-import torch.nn.functional as F
 from common import Clock, Record, Row
 from flashsdk.torch import varlen_attention
-from steps import BACKENDS, METHODS, OURS, SHOWN, Inputs, Turns
+from steps import BACKENDS, METHODS, OURS, SHOWN, Inputs, Turns, sdpa_method
 from text import Corpus, corpus
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 MASK_TOKEN = 1  # of text.py's vocabulary
 MASKED = 0.15
@@ -55,21 +53,9 @@ def register() -> None:
         )
         return out[None], None
 
-    def sdpa(backend: SDPBackend | None):
-        def method(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
-            arguments = {"attn_mask": attention_mask, "dropout_p": dropout, "scale": scaling}
-            if backend is None:
-                out = F.scaled_dot_product_attention(query, key, value, **arguments)
-            else:
-                with sdpa_kernel(backend):
-                    out = F.scaled_dot_product_attention(query, key, value, **arguments)
-            return out.transpose(1, 2).contiguous(), None
-
-        return method
-
     AttentionInterface.register(OURS, ours)
     for name, backend in BACKENDS.items():
-        AttentionInterface.register(name, sdpa(backend))
+        AttentionInterface.register(name, sdpa_method(backend, causal=False))
         AttentionMaskInterface.register(name, sdpa_mask)
 
 

@@ -28,13 +28,11 @@ from pathlib import Path
 import common
 import flashsdk as fs
 import torch
-import torch.nn.functional as F
 from common import Clock, Record, Row, Training
 from flashsdk.torch import attention
-from steps import BACKENDS, METHODS, OURS, SHOWN, Inputs, Turns, optimizer, train_step
+from steps import BACKENDS, METHODS, OURS, SHOWN, Inputs, Turns, optimizer, sdpa_method, train_step
 from text import Corpus, corpus
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SIZES = {"small": (12, 12, 768), "medium": (24, 16, 1024)}  # layers, heads, width
 BATCH = {"small": 16, "medium": 8}  # sequences of 1024 a step; longer ones as many tokens
@@ -58,21 +56,9 @@ def register() -> None:
         mask = fs.Causal() if query.shape[2] > 1 else None
         return attention(q, k, v, mask=mask, softmax_scale=scaling, dropout_p=dropout), None
 
-    def sdpa(backend: SDPBackend | None):
-        def method(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
-            arguments = {"dropout_p": dropout, "scale": scaling, "is_causal": True}
-            if backend is None:
-                out = F.scaled_dot_product_attention(query, key, value, **arguments)
-            else:
-                with sdpa_kernel(backend):
-                    out = F.scaled_dot_product_attention(query, key, value, **arguments)
-            return out.transpose(1, 2).contiguous(), None
-
-        return method
-
     AttentionInterface.register(OURS, ours)
     for name, backend in BACKENDS.items():
-        AttentionInterface.register(name, sdpa(backend))
+        AttentionInterface.register(name, sdpa_method(backend, causal=True))
 
 
 # ---- model and step

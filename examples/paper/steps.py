@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import common
 import torch
+import torch.nn.functional as F
 from common import Row
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Inputs = dict[str, Tensor | int]  # of a model's forward, the labels among them
 
@@ -31,6 +32,22 @@ SHOWN = {
     OURS: "flashsdk",
 }
 WARM, TIMED = 2, 5  # steps of a turn
+
+
+def sdpa_method(backend: SDPBackend | None, *, causal: bool) -> Callable[..., tuple[Tensor, None]]:
+    """PyTorch's attention as transformers calls it; causal: by that alone, without a mask."""
+
+    def method(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
+        mask = None if causal else attention_mask
+        arguments = {"attn_mask": mask, "dropout_p": dropout, "scale": scaling, "is_causal": causal}
+        if backend is None:
+            out = F.scaled_dot_product_attention(query, key, value, **arguments)
+        else:
+            with sdpa_kernel(backend):
+                out = F.scaled_dot_product_attention(query, key, value, **arguments)
+        return out.transpose(1, 2).contiguous(), None
+
+    return method
 
 
 def optimizer(model: nn.Module, rate: float) -> torch.optim.AdamW:

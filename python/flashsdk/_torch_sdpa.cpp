@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core_call.h"
 #include "torch_threads.h"
 
 namespace flashsdk::python {
@@ -26,35 +27,10 @@ torch_ops::Host g_host;
 
 // ---- tensors; each reader is false for what is not for our kernels
 
-// (batch, heads, seqlen, dim) as (batch, seqlen, heads, dim), or any tensor as it is.
+// As the eager way has it; integers, and values that are still to be negated, are not for our kernels.
 bool view_of(const Tensor& t, bool heads_first, TensorView& view) {
-  switch (t.scalar_type()) {
-    case at::kFloat:
-      view.dtype = DType::kFloat32;
-      break;
-    case at::kHalf:
-      view.dtype = DType::kFloat16;
-      break;
-    case at::kBFloat16:
-      view.dtype = DType::kBFloat16;
-      break;
-    case at::kBool:
-      view.dtype = DType::kBool;
-      break;
-    default:
-      return false;
-  }
-  const auto sizes = t.sizes(), strides = t.strides();
-  if ((heads_first && sizes.size() != 4) || sizes.size() > kMaxTensorRank || t.is_neg()) return false;
-  view.data = const_cast<void*>(t.const_data_ptr());
-  view.device = t.is_cuda() ? Device{DeviceType::kCUDA, t.get_device()} : Device{};
-  view.rank = static_cast<int>(sizes.size());
-  for (int d = 0; d < view.rank; ++d) {
-    const int from = heads_first && (d == 1 || d == 2) ? 3 - d : d;
-    view.shape[d] = sizes[from];
-    view.stride[d] = strides[from];
-  }
-  return true;
+  if (t.scalar_type() == at::kInt || t.is_neg() || (heads_first && t.dim() != 4)) return false;
+  return torch_eager::view_of(t, heads_first, view);
 }
 
 // Autograd hands on an undefined tensor for none.
