@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _bindings, layouts
 from ._bindings import __version__
-from ._errors import Error
+from ._errors import DeviceError, Error, InvalidArgument, Unsupported
 from .masks import Band, BlockMask, Causal, Dense, Mask, SlidingWindow
 from .ops import Explanation, explain, mha_bwd, mha_fwd, mha_varlen_bwd, mha_varlen_fwd
 
@@ -25,10 +25,13 @@ __all__ = [
     "BlockMask",
     "Causal",
     "Dense",
+    "DeviceError",
     "Error",
     "Explanation",
+    "InvalidArgument",
     "Mask",
     "SlidingWindow",
+    "Unsupported",
     "__version__",
     "build_info",
     "explain",

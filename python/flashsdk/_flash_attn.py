@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias, overload
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ._errors import Error, integer, shown
-from ._torch_checks import PROBABILITY, number, overridable, renamed, shape_of, switch, tensor
+from ._errors import Error, InvalidArgument, Unsupported, integer, renamed, shown
+from ._torch_checks import PROBABILITY, number, overridable, shape_of, switch, tensor
 from ._torch_eager import native
 from ._torch_ops import attend
 from .masks import Band, Causal
@@ -309,7 +309,7 @@ def flash_attn_varlen_func(
     """
     if block_table is not None:
         allowed = "None, as paged K and V are not supported"
-        raise Error(f"block_table: {shown(block_table)}; {allowed}", "unsupported")
+        raise Unsupported(f"block_table: {shown(block_table)}; {allowed}")
     return _flash_attn(
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -460,7 +460,7 @@ def _unpacked(name: str, packed: Tensor, count: int, rank: int) -> tuple[Tensor,
     """The ``count`` tensors along the last dimension but two; their gradients are stacked once."""
     if tensor(name, packed).dim() != rank or packed.shape[-3] != count:
         shape = ("batch, " if rank == 5 else "") + f"seqlen, {count}, num_heads, head_dim"
-        raise Error(f"{name}: {shape_of(packed)}; ({shape})")
+        raise InvalidArgument(f"{name}: {shape_of(packed)}; ({shape})")
     return packed.unbind(-3)
 
 
@@ -486,9 +486,8 @@ def _flash_attn(
             return done  # type: ignore[no-any-return]
     dropout_p = number("dropout_p", dropout_p, allowed=PROBABILITY)
     if switch("return_attn_probs", return_attn_probs) and dropout_p > 0:
-        raise Error(
+        raise Unsupported(
             f"return_attn_probs: True with dropout_p = {dropout_p}; False, as P is never stored",
-            "unsupported",
         )
     left, right = _window(window_size)
     mask = None if left is None and right is None else Band(left, right)
@@ -523,5 +522,5 @@ def _window(window_size: Sequence[int]) -> tuple[int | None, int | None]:
         left, right = (n if type(n) is int else integer("", n) for n in window_size)
     except (TypeError, ValueError):
         allowed = "(left, right), two integers"
-        raise Error(f"window_size: {shown(window_size)}; {allowed}") from None
+        raise InvalidArgument(f"window_size: {shown(window_size)}; {allowed}") from None
     return None if left < 0 else left, None if right < 0 else right

@@ -20,7 +20,7 @@ from torch.autograd import Function, forward_ad
 
 from . import _bindings, _frameworks, _torch_flops, _torch_sharding, ops
 from ._block_lists import INT32_MAX, LISTS, Csr
-from ._errors import Error, integer, shown
+from ._errors import InvalidArgument, Unsupported, integer, shown
 from ._torch_checks import (
     ONCE_IN_REVERSE,
     PROBABILITY,
@@ -141,11 +141,11 @@ def _encode_band(band: Band) -> list[int]:
 def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask | ops.PlacedLayout:
     """The mask of ``encode_mask``; its arrays are views of ``blocks``, and are not read."""
     if len(code) not in (0, _BAND, _LAYOUT):
-        raise Error(f"mask: {len(code)} integers; those of encode_mask")
+        raise InvalidArgument(f"mask: {len(code)} integers; those of encode_mask")
     if blocks is not None and len(code) != _LAYOUT:
-        raise Error("blocks: given; none, as mask is no layout")
+        raise InvalidArgument("blocks: given; none, as mask is no layout")
     if blocks is None and len(code) == _LAYOUT:
-        raise Error("blocks: not given; the lists of the layout that mask is")
+        raise InvalidArgument("blocks: not given; the lists of the layout that mask is")
     if not code:
         return Dense()
     left, right, top_left, *rest = code
@@ -237,7 +237,7 @@ def _define(
         pass
 
     def refuse(ctx: Any, *grads: Tensor) -> None:
-        raise Error(f"create_graph: True; False, {ONCE_IN_REVERSE}", "unsupported")
+        raise Unsupported(f"create_graph: True; False, {ONCE_IN_REVERSE}")
 
     gradients = _operator(f"{name}_bwd", backward, fake_backward, save_nothing, refuse)
     differentiable = _operator(f"{name}_fwd", forward, fake_forward, save, gradient)
@@ -249,7 +249,7 @@ def _check_devices(q: Tensor, **others: Tensor | None) -> None:
     """As the library does, which is not asked where one tensor of many is on meta."""
     for name, x in others.items():
         if x is not None and x.device != q.device:
-            raise Error(f"{name}: on {x.device}; {q.device}, where q is")
+            raise InvalidArgument(f"{name}: on {x.device}; {q.device}, where q is")
 
 
 def _operator(
@@ -392,7 +392,7 @@ def _checked(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if backend is not None and (not isinstance(backend, str) or backend == ""):
-        raise Error(f'backend: {shown(backend)}; "cpu", "sm80", "sm90" or None')
+        raise InvalidArgument(f'backend: {shown(backend)}; "cpu", "sm80", "sm90" or None')
     return {
         "mask": mask,
         "bias": bias,

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from . import _block_lists as lists
 from ._block_lists import INT32_MAX, LISTS, BlockSize, Bools, Csr, Int32s
-from ._errors import Error, integer, shown, truth
+from ._errors import Error, InvalidArgument, integer, shown, truth
 from ._untraced import untraced
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ class Band:
             "bottom_right",
             "top_left",
         ):
-            raise Error(f'alignment: {shown(self.alignment)}; "bottom_right" or "top_left"')
+            raise InvalidArgument(
+                f'alignment: {shown(self.alignment)}; "bottom_right" or "top_left"'
+            )
 
     def shift(self, seqlen_q: int, seqlen_k: int) -> int:
         """The key at which query 0 stands. Lengths may be the compiler's: they are not checked."""
@@ -191,7 +193,7 @@ def band_or_all(band: Band | None) -> Band:
         return band
     if band is None:
         return Band()
-    raise Error(f"band: {shown(band)}; a Band, Causal(), SlidingWindow() or None")
+    raise InvalidArgument(f"band: {shown(band)}; a Band, Causal(), SlidingWindow() or None")
 
 
 def lengths(seqlen_q: object, seqlen_k: object, minimum: int) -> tuple[int, int]:
@@ -202,7 +204,7 @@ def lengths(seqlen_q: object, seqlen_k: object, minimum: int) -> tuple[int, int]
 def no_mask(mask: object) -> Error:
     """What is raised where a call's ``mask`` is none."""
     allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
-    return Error(f"mask: {shown(mask)}; {allowed}")
+    return InvalidArgument(f"mask: {shown(mask)}; {allowed}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -293,7 +295,7 @@ class BlockMask:
         always = _NONE if full is None else lists.as_blocks("full", full)
         rows, cols = listed.shape[2:]
         if full is not None and not lists.fits(always.shape, listed.shape):
-            raise Error(
+            raise InvalidArgument(
                 f"full: shape {np.shape(full)}; that of blocks, {np.shape(blocks)}, "
                 "up to a batch or num_heads of 1"
             )
@@ -358,21 +360,23 @@ class BlockMask:
         try:
             seqlen_q, seqlen_k = lengths
         except (TypeError, ValueError):
-            raise Error(f"seq_lengths: {shown(lengths)}; (seqlen_q, seqlen_k)") from None
+            raise InvalidArgument(f"seq_lengths: {shown(lengths)}; (seqlen_q, seqlen_k)") from None
         seqlen_q, seqlen_k = (lists.length("seq_lengths", n) for n in (seqlen_q, seqlen_k))
         cols = -(-seqlen_k // block_k)
         partial = lists.from_flex(block_mask, "kv", cols)
         has_full = lists.flex_field(block_mask, "full_kv_num_blocks") is not None
         full = lists.from_flex(block_mask, "full_kv", cols) if has_full else _NONE
         if has_full and not lists.fits(full.shape, partial.shape):
-            raise Error(
+            raise InvalidArgument(
                 f"full_kv_num_blocks: shape {full.shape[:3]}; that of kv_num_blocks, "
                 f"{partial.shape[:3]}, up to a batch or num_heads of 1"
             )
         if (partial & full).any():
-            raise Error("full_kv_indices: a block that kv_indices lists as well; each block once")
+            raise InvalidArgument(
+                "full_kv_indices: a block that kv_indices lists as well; each block once"
+            )
         if band is None and partial.any():
-            raise Error(
+            raise InvalidArgument(
                 f"band: None; the Band that mask_mod stands for, as "
                 f"{np.count_nonzero(partial)} blocks of block_mask are partial"
             )
@@ -475,9 +479,9 @@ class BlockMask:
 
         self._check_lengths(seqlen_q, seqlen_k)
         if not 0 <= integer("batch", batch) < self.batch:
-            raise Error(f"batch: {shown(batch)}; 0 to {self.batch - 1}")
+            raise InvalidArgument(f"batch: {shown(batch)}; 0 to {self.batch - 1}")
         if head is not None and not 0 <= integer("head", head) < self.num_heads:
-            raise Error(f"head: {shown(head)}; 0 to {self.num_heads - 1}")
+            raise InvalidArgument(f"head: {shown(head)}; 0 to {self.num_heads - 1}")
         partial, full = self.block_matrices()
         if head is None:
             heads = range(1 if ax is not None else min(self.num_heads, 16))
@@ -493,7 +497,9 @@ class BlockMask:
             ("seqlen_k", seqlen_k, self.seqlen_k),
         ):
             if given is not None and integer(name, given) != own:
-                raise Error(f"{name}: {shown(given)}; {own}, which the mask was made for, or None")
+                raise InvalidArgument(
+                    f"{name}: {shown(given)}; {own}, which the mask was made for, or None"
+                )
 
     # ---- identity
 

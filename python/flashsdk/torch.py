@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import has_torch_function
 
-from ._errors import Error, has
+from ._errors import Error, InvalidArgument, has, renamed
 from ._flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -50,7 +50,7 @@ from ._flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from ._torch_checks import check_constant, flag, overridden, renamed, shape_of, tensor
+from ._torch_checks import check_constant, flag, overridden, shape_of, tensor
 from ._torch_eager import last_contiguous, native
 from ._torch_ops import attend
 from .masks import Band, Causal, Mask
@@ -376,7 +376,7 @@ def scaled_dot_product_attention(
     mask, bias = None, None
     if attn_mask is not None:
         if flag("is_causal", is_causal):
-            raise Error("is_causal: True with an attn_mask; False, or no attn_mask")
+            raise InvalidArgument("is_causal: True with an attn_mask; False, or no attn_mask")
         # CausalBias of torch.nn.attention.bias, by its fields: to import it takes seconds.
         if has(attn_mask, "variant"):
             mask = _causal_bias(attn_mask, scores)
@@ -423,25 +423,27 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, *, gqa: bool) -> tuple[int
     """How many heads each is to have; raises Error for shapes that do not belong together."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if tensor(name, x).dim() < 2:
-            raise Error(f"{name}: {shape_of(x)}; (..., num_heads, seqlen, head_dim)")
+            raise InvalidArgument(f"{name}: {shape_of(x)}; (..., num_heads, seqlen, head_dim)")
     if key.shape[-1] != query.shape[-1]:
-        raise Error(f"key: {shape_of(key)}; (..., head_dim {query.shape[-1]}), as query has")
+        raise InvalidArgument(
+            f"key: {shape_of(key)}; (..., head_dim {query.shape[-1]}), as query has"
+        )
     if value.shape[-2] != key.shape[-2]:
         allowed = f"(..., seqlen_k {key.shape[-2]}, head_dim_v), as key has"
-        raise Error(f"value: {shape_of(value)}; {allowed}")
+        raise InvalidArgument(f"value: {shape_of(value)}; {allowed}")
     of_query, of_key, of_value = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
     of_kv = max(of_key, of_value) if 0 not in (of_key, of_value) else 0
     for name, n in (("key", of_key), ("value", of_value)):
         if not _broadcasts(n, of_kv):
-            raise Error(f"{name}: {n} heads; {of_kv}, or 1")
+            raise InvalidArgument(f"{name}: {n} heads; {of_kv}, or 1")
     if of_query == of_kv or of_kv == 1:
         return of_query, of_kv, of_kv
     if of_query == 1:
         return of_kv, of_kv, of_kv
     if not gqa:
-        raise Error(f"key: {of_kv} heads; query's {of_query}, or enable_gqa=True")
+        raise InvalidArgument(f"key: {of_kv} heads; query's {of_query}, or enable_gqa=True")
     if of_kv == 0 or of_query % of_kv != 0:
-        raise Error(f"key: {of_kv} heads; a divisor of query's {of_query}")
+        raise InvalidArgument(f"key: {of_kv} heads; a divisor of query's {of_query}")
     return of_query, of_kv, of_kv
 
 
@@ -456,7 +458,7 @@ def _batch(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
         one, other = ((1,) * (rank - len(sizes)) + tuple(sizes) for sizes in (batch, given))
         if not all(_broadcasts(m, n) or n == 1 for m, n in zip(one, other, strict=True)):
             allowed = f"leading dimensions that broadcast with {tuple(batch)}"
-            raise Error(f"{name}: {shape_of(x)}; {allowed}")
+            raise InvalidArgument(f"{name}: {shape_of(x)}; {allowed}")
         batch = torch.Size(n if m == 1 else m for m, n in zip(one, other, strict=True))
     return batch
 
@@ -486,7 +488,7 @@ def _bias(attn_mask: Tensor, batch: torch.Size, scores: tuple[int, int, int]) ->
     shape = (1,) * (rank - attn_mask.dim()) + tuple(attn_mask.shape)
     allowed = (*batch, *scores)
     if len(shape) != rank or not all(map(_broadcasts, shape, allowed)):
-        raise Error(f"attn_mask: {shape_of(attn_mask)}; one that broadcasts to {allowed}")
+        raise InvalidArgument(f"attn_mask: {shape_of(attn_mask)}; one that broadcasts to {allowed}")
     bias = attn_mask
     while bias.dim() < rank:
         bias = bias.unsqueeze(0)
@@ -553,5 +555,5 @@ def _causal_bias(attn_mask: Any, scores: tuple[int, int, int]) -> Band:
     if attn_mask.variant.name == "UPPER_LEFT":
         return Causal("top_left")
     if shape != scores[1:]:
-        raise Error(f"attn_mask: shape {shape}; {scores[1:]}")
+        raise InvalidArgument(f"attn_mask: shape {shape}; {scores[1:]}")
     return Causal("bottom_right")

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from .. import Causal, build_info, ops
-from .._errors import Error
-from .._torch_checks import flag, renamed, shape_of, tensor
+from .._errors import Error, renamed
+from .._torch_checks import flag, shape_of, tensor
 from .._torch_eager import InPython, native
 
 __all__ = ["Enabled", "Explanation", "disable", "enable", "enabled", "explain"]

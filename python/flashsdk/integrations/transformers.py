@@ -25,8 +25,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
 
-from .._errors import Error, has, shown
-from .._torch_checks import renamed
+from .._errors import Error, has, renamed, shown
 from .._torch_eager import last_contiguous
 from ..masks import Band
 from ..torch import attention, varlen_attention
