@@ -10,6 +10,7 @@ that are not listed are skipped, so time and traffic fall with ``density``.
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -41,9 +42,14 @@ class Dense:
         """The element matrix, bool (seqlen_q, seqlen_k), all True."""
         return Band().to_dense(seqlen_q, seqlen_k)
 
-    def density(self, seqlen_q: int, seqlen_k: int) -> float:
+    def visible_share(self, seqlen_q: int, seqlen_k: int) -> float:
         """Visible elements / all elements: 1.0, or 0.0 where there are none."""
-        return Band().density(seqlen_q, seqlen_k)
+        return Band().visible_share(seqlen_q, seqlen_k)
+
+    def density(self, seqlen_q: int, seqlen_k: int) -> float:
+        """The old name of ``visible_share``, until 0.3."""
+        _density_warning()
+        return self.visible_share(seqlen_q, seqlen_k)
 
     def plot(
         self,
@@ -108,7 +114,7 @@ class Band:
         return visible
 
     @untraced
-    def density(self, seqlen_q: int, seqlen_k: int) -> float:
+    def visible_share(self, seqlen_q: int, seqlen_k: int) -> float:
         """Visible elements / all elements; 0.0 where there are none. Costs O(seqlen_q)."""
         seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 0)
         low, high = self._limits
@@ -116,6 +122,11 @@ class Band:
         begin = np.clip(at + low, 0, seqlen_k)
         end = np.clip(at + high + 1, 0, seqlen_k)
         return float(np.maximum(end - begin, 0).sum()) / max(seqlen_q * seqlen_k, 1)
+
+    def density(self, seqlen_q: int, seqlen_k: int) -> float:
+        """The old name of ``visible_share``, until 0.3."""
+        _density_warning()
+        return self.visible_share(seqlen_q, seqlen_k)
 
     @untraced
     def blocks(
@@ -166,25 +177,73 @@ class Band:
         return low, INT32_MAX if self.right is None else self.right
 
 
-def Causal(alignment: Alignment = "bottom_right") -> Band:
+class _Kind(type):
+    """Of a class whose instances are the bands of one kind, whoever made them.
+
+    They are plain ``Band``s, so that equal masks are one to every kernel, cache and pickle.
+    """
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, Band) and cls._has(value)  # type: ignore[attr-defined]
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return cls is other
+
+
+class Causal(Band, metaclass=_Kind):
     """Query i sees the keys up to its own place: ``Band(None, 0, alignment)``.
 
     FlexAttention's ``q_idx >= kv_idx`` and torch's ``is_causal`` are ``Causal("top_left")``.
+    ``isinstance(mask, Causal)`` is whether a mask is a band of these limits.
     """
-    # Most calls ask for it anew, and to make and check one costs a tenth of a small call.
-    if isinstance(alignment, str) and alignment == "bottom_right":
-        return _CAUSAL
-    return Band(None, 0, alignment)
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        def __init__(self, alignment: Alignment = "bottom_right") -> None: ...
+
+    def __new__(cls, alignment: Alignment = "bottom_right") -> Any:
+        # Most calls ask for it anew, and to make and check one costs a tenth of a small call.
+        if isinstance(alignment, str) and alignment == "bottom_right":
+            return _CAUSAL
+        return Band(None, 0, alignment)
+
+    @staticmethod
+    def _has(band: Band) -> bool:
+        return band.left is None and band.right == 0
 
 
 _CAUSAL = Band(None, 0)
 
 
-def SlidingWindow(
-    left: int | None, right: int | None, alignment: Alignment = "bottom_right"
-) -> Band:
-    """Query i sees ``left`` keys before its place, its own, and ``right`` after: a ``Band``."""
-    return Band(left, right, alignment)
+class SlidingWindow(Band, metaclass=_Kind):
+    """Query i sees ``left`` keys before its place, its own, and ``right`` after: a ``Band``.
+
+    ``isinstance(mask, SlidingWindow)`` is whether a mask is a band with a limit on both sides.
+    """
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, left: int | None, right: int | None = 0, alignment: Alignment = "bottom_right"
+        ) -> None: ...
+
+    def __new__(
+        cls, left: int | None, right: int | None = 0, alignment: Alignment = "bottom_right"
+    ) -> Any:
+        return Band(left, right, alignment)
+
+    @staticmethod
+    def _has(band: Band) -> bool:
+        return band.left is not None and band.right is not None
+
+
+def _density_warning() -> None:
+    old, new = "density of a mask without blocks", "visible_share"
+    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)
 
 
 def band_or_all(band: Band | None) -> Band:
@@ -421,13 +480,42 @@ class BlockMask:
 
     @cached_property
     def density(self) -> float:
-        """Visited blocks / all blocks, the mean over batch and heads.
+        """Visited blocks / all blocks, the mean over batch and heads: what time falls with.
 
-        A number, where that of a ``Band`` is a function of the lengths.
+        Of elements ``visible_share`` tells, as of every mask.
         """
         rows, cols = self.row_full.offsets.shape[2] - 1, self.col_full.offsets.shape[2] - 1
         visited = self.row_full.indices.size + self.row_partial.indices.size
         return float(visited / (self.batch * self.num_heads * rows * cols))
+
+    @untraced
+    def visible_share(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> float:
+        """Visible elements / all elements, the mean over batch and heads. Makes no element matrix.
+
+        The lengths are those of the mask; they may be given, as to masks without any.
+        """
+        self._check_lengths(seqlen_q, seqlen_k)
+        partial, full = self.block_matrices()
+        seqlens = (self.seqlen_q, self.seqlen_k)
+        (first_q, last_q), (first_k, last_k) = (
+            lists.block_bounds(n, size) for n, size in zip(seqlens, self.block_size)
+        )
+        queries, keys = last_q - first_q + 1, last_k - first_k + 1
+        visible = int((full * (queries[:, None] * keys)).sum())
+        # A band shows the same of all blocks of one size that lie alike to its diagonal.
+        _, _, row, col = np.nonzero(partial)
+        at = first_k[col] - first_q[row]
+        alike, times = np.unique(
+            np.stack([at, queries[row], keys[col]]), axis=1, return_counts=True
+        )
+        low, high = band_or_all(self.band)._limits
+        shift = band_or_all(self.band).shift(*seqlens)
+        for (distance, rows, cols), count in zip(alike.T, times):
+            # Key 0 of the block for each of its queries, from the diagonal.
+            begin = distance - shift - np.arange(rows)
+            shown = np.minimum(high - begin + 1, cols) - np.maximum(low - begin, 0)
+            visible += int(np.maximum(shown, 0).sum()) * int(count)
+        return visible / (self.batch * self.num_heads * self.seqlen_q * self.seqlen_k)
 
     @untraced
     def to_dense(
