@@ -18,9 +18,10 @@ from . import _bindings, layouts
 from ._bindings import __version__
 from ._errors import DeviceError, Error, InvalidArgument, Unsupported
 from .masks import Band, BlockMask, Causal, Dense, Mask, SlidingWindow
-from .ops import Explanation, explain, mha_bwd, mha_fwd, mha_varlen_bwd, mha_varlen_fwd
+from .ops import Backend, Explanation, explain, mha_bwd, mha_fwd, mha_varlen_bwd, mha_varlen_fwd
 
 __all__ = [
+    "Backend",
     "Band",
     "BlockMask",
     "Causal",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Literal, TypeAlias, overload
 
+import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -32,7 +33,7 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -42,7 +43,7 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     *, return_attn_probs: Literal[True],
 ) -> WithProbs: ...  # fmt: skip
 
@@ -52,7 +53,7 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: bool = ...,
 ) -> Outputs: ...  # fmt: skip
 
@@ -68,7 +69,7 @@ def flash_attn_func(
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
 ) -> Outputs:
     """flash-attn's function of this name: names, order, defaults and semantics of 2.8.
@@ -91,7 +92,8 @@ def flash_attn_func(
     alibi_slopes
         float32 (num_heads,) or (batch, num_heads).
     deterministic
-        Bit-identical gradients from run to run, or an Error.
+        Bit-identical gradients from run to run, or an Error. None, where flash-attn has False, does
+        what torch.use_deterministic_algorithms says.
     return_attn_probs
         Return (out, softmax_lse, S_dmask) with softmax_lse float32 (batch, num_heads, seqlen_q).
         flash-attn fills S_dmask with P under dropout only, where this raises an Error, as P
@@ -123,7 +125,7 @@ def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -133,7 +135,7 @@ def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     *, return_attn_probs: Literal[True],
 ) -> WithProbs: ...  # fmt: skip
 
@@ -143,7 +145,7 @@ def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: bool = ...,
 ) -> Outputs: ...  # fmt: skip
 
@@ -157,7 +159,7 @@ def flash_attn_qkvpacked_func(
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
 ) -> Outputs:
     """``flash_attn_func`` on one tensor qkv (batch, seqlen, 3, num_heads, head_dim).
@@ -184,7 +186,7 @@ def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -194,7 +196,7 @@ def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     *, return_attn_probs: Literal[True],
 ) -> WithProbs: ...  # fmt: skip
 
@@ -204,7 +206,7 @@ def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: bool = ...,
 ) -> Outputs: ...  # fmt: skip
 
@@ -219,7 +221,7 @@ def flash_attn_kvpacked_func(
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
 ) -> Outputs:
     """``flash_attn_func`` on q and one tensor kv (batch, seqlen_k, 2, num_heads_kv, head_dim).
@@ -247,7 +249,7 @@ def flash_attn_varlen_func(
     max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: Literal[False] = ..., block_table: Tensor | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -258,7 +260,7 @@ def flash_attn_varlen_func(
     max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     *, return_attn_probs: Literal[True], block_table: Tensor | None = ...,
 ) -> WithProbs: ...  # fmt: skip
 
@@ -269,7 +271,7 @@ def flash_attn_varlen_func(
     max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: bool = ..., block_table: Tensor | None = ...,
 ) -> Outputs: ...  # fmt: skip
 
@@ -289,7 +291,7 @@ def flash_attn_varlen_func(
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Outputs:
@@ -329,7 +331,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -339,7 +341,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     *, return_attn_probs: Literal[True],
 ) -> WithProbs: ...  # fmt: skip
 
@@ -349,7 +351,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: bool = ...,
 ) -> Outputs: ...  # fmt: skip
 
@@ -365,7 +367,7 @@ def flash_attn_varlen_qkvpacked_func(
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
 ) -> Outputs:
     """``flash_attn_varlen_func`` on one tensor qkv (total, 3, num_heads, head_dim).
@@ -393,7 +395,7 @@ def flash_attn_varlen_kvpacked_func(
     max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -404,7 +406,7 @@ def flash_attn_varlen_kvpacked_func(
     max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     *, return_attn_probs: Literal[True],
 ) -> WithProbs: ...  # fmt: skip
 
@@ -415,7 +417,7 @@ def flash_attn_varlen_kvpacked_func(
     max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: bool = ...,
 ) -> Outputs: ...  # fmt: skip
 
@@ -434,7 +436,7 @@ def flash_attn_varlen_kvpacked_func(
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
 ) -> Outputs:
     """``flash_attn_varlen_func`` on q and one tensor kv (total_k, 2, num_heads_kv, head_dim).
@@ -473,14 +475,17 @@ def _flash_attn(
     window_size: Sequence[int],
     softcap: float,
     alibi_slopes: Tensor | None,
-    deterministic: bool,
+    deterministic: bool | None,
     return_attn_probs: bool,
     names: Mapping[str, str] = _OWN,
 ) -> Outputs:
-    if not is_dynamo_compiling():
+    # To the short way False means what PyTorch's switch says.
+    if not is_dynamo_compiling() and not (
+        deterministic is False and torch.are_deterministic_algorithms_enabled()
+    ):
         done = native.flash_attn(
             *(*qkv, packed, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes),
-            *(deterministic, return_attn_probs),
+            *(False if deterministic is None else deterministic, return_attn_probs),
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
@@ -505,7 +510,9 @@ def _flash_attn(
             softmax_scale=softmax_scale,
             softcap=max(number("softcap", softcap), 0.0),
             dropout_p=dropout_p,
-            deterministic=switch("deterministic", deterministic) or None,
+            deterministic=(
+                None if deterministic is None else switch("deterministic", deterministic)
+            ),
             copy=True,
         )
     except Error as e:

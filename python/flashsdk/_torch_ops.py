@@ -341,7 +341,7 @@ def attend(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
-    backend: str | None = None,
+    backend: ops.Backend | None = None,
     copy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out, lse of ``flashsdk.torch.attention``, or of ``varlen_attention`` if ``packed``.
@@ -378,7 +378,7 @@ def _checked(
     dropout_p: float,
     seed: int | None,
     deterministic: bool | None,
-    backend: str | None,
+    backend: ops.Backend | None,
 ) -> Keywords:
     """The keywords of a call as ``flashsdk.ops`` takes them, or an Error."""
     if not (mask is None or isinstance(mask, (Dense, Band, BlockMask))):
@@ -391,7 +391,7 @@ def _checked(
         seed = integer("seed", seed, 0, _UINT64 - 1, allowed="an integer from 0 to 2^64 - 1")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if backend is not None and (not isinstance(backend, str) or backend == ""):
+    if backend is not None and (not isinstance(backend, str) or not backend):
         raise InvalidArgument(f'backend: {shown(backend)}; "cpu", "sm80", "sm90" or None')
     return {
         "mask": mask,

@@ -45,8 +45,8 @@ class _Keywords(TypedDict, total=False):
     softcap: float
     dropout_p: float
     dropout_key: Any
-    deterministic: bool
-    backend: str | None
+    deterministic: bool | None
+    backend: ops.Backend | None
 
 
 @overload
@@ -74,8 +74,8 @@ def attention(
     dropout_p: float = 0.0,
     dropout_key: Any = None,
     return_lse: bool = False,
-    deterministic: bool = False,
-    backend: str | None = None,
+    deterministic: bool | None = None,
+    backend: ops.Backend | None = None,
 ) -> Array | tuple[Array, Array]:
     """Attention of q over k and v, with gradients.
 
@@ -103,7 +103,8 @@ def attention(
     return_lse
         Return (out, lse), lse float32 (batch, num_heads, seqlen_q); it has a gradient.
     deterministic
-        The same bits from run to run, or an Error; on a CPU always.
+        True: the same bits from run to run, or an Error; on a CPU always. None is False, as JAX
+        has no switch for all.
     backend
         "cpu", "sm80" or "sm90"; None is the fastest that fits.
 
@@ -174,8 +175,8 @@ def varlen_attention(
     dropout_p: float = 0.0,
     dropout_key: Any = None,
     return_lse: bool = False,
-    deterministic: bool = False,
-    backend: str | None = None,
+    deterministic: bool | None = None,
+    backend: ops.Backend | None = None,
 ) -> Array | tuple[Array, Array]:
     """``attention`` over sequences that lie packed behind one another, each on its own.
 
@@ -238,10 +239,11 @@ def _attend(
     softcap: float,
     dropout_p: float,
     dropout_key: Any,
-    deterministic: bool,
-    backend: str | None,
+    deterministic: bool | None,
+    backend: ops.Backend | None,
 ) -> tuple[Array, Array]:
     q, k, v = (_array(name, x) for name, x in zip("qkv", qkv))
+    deterministic = False if deterministic is None else deterministic
     bias = None if bias is None else _array("bias", bias)
     slopes = None if alibi_slopes is None else _array("alibi_slopes", alibi_slopes)
     numbers = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
@@ -367,7 +369,7 @@ def _check(
     slopes: Any,
     numbers: dict[str, Any],
     deterministic: bool,
-    backend: str | None,
+    backend: ops.Backend | None,
 ) -> None:
     if backend is not None and backend not in ("cpu", "sm80", "sm90"):
         raise Error(f'backend: {shown(backend)}; "cpu", "sm80", "sm90" or None')

@@ -54,6 +54,7 @@ from ._torch_checks import check_constant, flag, overridden, shape_of, tensor
 from ._torch_eager import last_contiguous, native
 from ._torch_ops import attend
 from .masks import Band, Causal, Mask
+from .ops import Backend
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -82,7 +83,7 @@ class _Keywords(TypedDict, total=False):
     dropout_p: float
     seed: int | None
     deterministic: bool | None
-    backend: str | None
+    backend: Backend | None
 
 
 @overload
@@ -116,7 +117,7 @@ def attention(
     seed: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, differentiable in q, k and v (FlashAttention, arXiv 2205.14135).
 
@@ -249,7 +250,7 @@ def varlen_attention(
     seed: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention`` over sequences that lie packed behind one another, each on its own.
 

@@ -415,7 +415,7 @@ MATRIX = np.zeros((40, 40))  # whose repr has many lines
     [
         {"softmax_scale": MATRIX}, {"softmax_scale": 10**400}, {"softcap": "a"}, {"softcap": None},
         {"dropout_p": MATRIX}, {"seed": MATRIX}, {"offset": None}, {"deterministic": "no"},
-        {"deterministic": MATRIX}, {"deterministic": None}, {"stream": MATRIX},
+        {"deterministic": MATRIX}, {"stream": MATRIX},
         {"backend": "x\ny"}, {"backend": "x" * 200}, {"backend": MATRIX}, {"backend": "\ud800"},
         {"backend": ""}, {"mask": MATRIX}, {"mask": "causal\n"},
     ],

@@ -392,7 +392,7 @@ def attend(
         "dropout_p": dropout,
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
-        "deterministic": deterministic or None,
+        "deterministic": deterministic,
     }
     if position_bias is not None and position_bias.requires_grad and torch.is_grad_enabled():
         allowed = 'one without (torch.no_grad), as it has none; attn_implementation="eager" trains'
