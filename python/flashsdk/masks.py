@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -20,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from . import _block_lists as lists
 from ._block_lists import INT32_MAX, LISTS, BlockSize, Bools, Csr, Int32s
-from ._errors import Error, InvalidArgument, integer, shown, truth
+from ._errors import Error, InvalidArgument, Unsupported, integer, shown, truth
 from ._untraced import untraced
 
 if TYPE_CHECKING:
@@ -263,6 +264,8 @@ def lengths(seqlen_q: object, seqlen_k: object, minimum: int) -> tuple[int, int]
 def no_mask(mask: object) -> Error:
     """What is raised where a call's ``mask`` is none."""
     allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
+    if str(getattr(mask, "dtype", "")).endswith("bool"):
+        allowed += "; a bool array goes to bias="
     return InvalidArgument(f"mask: {shown(mask)}; {allowed}")
 
 
@@ -407,12 +410,17 @@ class BlockMask:
         """From ``torch.nn.attention.flex_attention.BlockMask``, or what has the same fields.
 
         Reads BLOCK_SIZE, seq_lengths, kv_num_blocks, kv_indices and, where they are not None,
-        full_kv_num_blocks and full_kv_indices. Full blocks stay full. Partial blocks are visible
-        where ``mask_mod`` allows, which is a program and not data: say the same as ``band``
-        (``Causal("top_left")`` for ``q_idx >= kv_idx``; ``Band()`` if blocks are partial only
-        because the sequence ends inside them). It is up to the caller that the two agree.
+        full_kv_num_blocks and full_kv_indices. Full blocks stay full. Of partial blocks
+        ``mask_mod`` is asked for every element: those that it shows as a whole become full, those
+        that it hides are dropped, and what the others show must be one band, which is found.
+        Costs time in proportion to the elements of partial blocks, and no matrix of all.
 
-        Raises Error if there are partial blocks and no band, or if a field does not fit.
+        band
+            What mask_mod stands for, where you know it: an Error if it shows anything else.
+            Where block_mask has no mask_mod, as its like may not, this is what partial blocks show.
+
+        Raises Unsupported if no band shows what mask_mod does, and Error if there are partial
+        blocks with neither a band nor a mask_mod, or if a field does not fit.
         """
         block_q, block_k = lists.check_block_size(lists.flex_field(block_mask, "BLOCK_SIZE"))
         lengths = lists.flex_field(block_mask, "seq_lengths")
@@ -434,12 +442,21 @@ class BlockMask:
             raise InvalidArgument(
                 "full_kv_indices: a block that kv_indices lists as well; each block once"
             )
-        if band is None and partial.any():
+        seqlen_q = lists.check_length("seq_lengths[0]", seqlen_q, partial.shape[2], block_q)
+        mask_mod = getattr(block_mask, "mask_mod", None)
+        if mask_mod is not None:
+            band_or_all(band)
+            device = getattr(block_mask.kv_indices, "device", "cpu")
+            asked = mask_mod, device
+            partial, always, band = _asked(
+                *(asked, partial, (block_q, block_k), (seqlen_q, seqlen_k), band)
+            )
+            full = full | always
+        elif band is None and partial.any():
             raise InvalidArgument(
                 f"band: None; the Band that mask_mod stands for, as "
                 f"{np.count_nonzero(partial)} blocks of block_mask are partial"
             )
-        seqlen_q = lists.check_length("seq_lengths[0]", seqlen_q, partial.shape[2], block_q)
         return cls._build(partial, full, (block_q, block_k), seqlen_q, seqlen_k, band)
 
     @classmethod
@@ -629,6 +646,57 @@ class BlockMask:
             f"block_size={self.block_size}, batch={self.batch}, num_heads={self.num_heads}, "
             f"density={self.density:.4g}, band={self.band})"
         )
+
+
+def _asked(
+    asked: tuple[Any, Any],  # FlexAttention's mask_mod, and the device to ask it on
+    partial: Bools,  # (batch | 1, num_heads | 1, rows, cols)
+    block_size: tuple[int, int],
+    seqlens: tuple[int, int],
+    band: Band | None,
+) -> tuple[Bools, Bools, Band | None]:
+    """(partial, full, band): what mask_mod shows of partial blocks, as blocks and a band."""
+    from . import _flex
+
+    blocks = np.array(np.nonzero(partial))
+    shared = [axis for axis in (0, 1) if partial.shape[axis] == 1]
+    mixed, always = np.zeros_like(partial), np.zeros_like(partial)
+
+    def looks() -> Iterator[tuple[Any, Bools, Any, Bools, Any]]:
+        found = _flex.visible(*asked, blocks, block_size, seqlens, shared)
+        for some, seen, exists, distance in found:
+            some_seen, all_seen = seen.any((1, 2)), (seen | ~exists).all((1, 2))
+            is_mixed = some_seen & ~all_seen
+            mixed[tuple(blocks[:, some])], always[tuple(blocks[:, some])] = is_mixed, all_seen
+            yield is_mixed, seen, distance, exists, some
+
+    # If any band shows this, so does the one from the least to the greatest visible distance.
+    low, high, least, greatest = INT32_MAX, -INT32_MAX, INT32_MAX, -INT32_MAX
+    for is_mixed, seen, distance, exists, _ in looks():
+        if not is_mixed.any():
+            continue
+        shown, there = distance[is_mixed][seen[is_mixed]], distance[is_mixed][exists[is_mixed]]
+        low, high = min(low, int(shown.min())), max(high, int(shown.max()))
+        least, greatest = min(least, int(there.min())), max(greatest, int(there.max()))
+    if not mixed.any():
+        return mixed, always, None
+    found = Band(-low if least < low else None, high if greatest > high else None, "top_left")
+    wanted = found if band is None else band
+    shift = wanted.shift(*seqlens)
+    first, last = (limit + shift for limit in wanted._limits)
+    for is_mixed, seen, distance, exists, some in looks():
+        wrong = (((first <= distance) & (distance <= last)) & exists) != seen
+        wrong &= is_mixed[:, None, None]
+        if wrong.any():
+            n, i, j = (int(x[0]) for x in np.nonzero(wrong))
+            _, _, row, col = (int(x) for x in blocks[:, some][:, n])
+            at = f"query {row * block_size[0] + i}, key {col * block_size[1] + j}"
+            sees = "shows" if seen[n, i, j] else "hides"
+            if band is not None:
+                raise InvalidArgument(f"band: {band}; what mask_mod shows: it {sees} {at}")
+            allowed = "one that is a band inside of each partial block; a bias for the others"
+            raise Unsupported(f"mask_mod: it {sees} {at}, which no band does; {allowed}")
+    return mixed, always, wanted
 
 
 Mask: TypeAlias = Dense | Band | BlockMask

@@ -4,10 +4,12 @@ import copy
 import dataclasses
 import functools
 import pickle
+import re
 import sys
 import tracemalloc
 from types import SimpleNamespace
 
+import flashsdk as fs
 import numpy as np
 import pytest
 from flashsdk._errors import Error
@@ -333,7 +335,98 @@ def test_from_flex_per_batch_and_head():
     theirs = flex_blocks(listed_causal, 2, 3, 128, 128, 16)
     mask = BlockMask.from_flex(theirs, band=Causal("top_left"))
     assert mask == BlockMask.from_dense(blocks.numpy(), 16, band=Causal("top_left"))
+    assert BlockMask.from_flex(theirs) == mask
+    theirs.mask_mod = None
     with pytest.raises(Error, match=r"^band: None; the Band that mask_mod stands for"):
+        BlockMask.from_flex(theirs)
+
+
+def documents(*lengths):
+    """mask_mod and the element matrix of documents that lie behind one another."""
+    torch = pytest.importorskip("torch")
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return (lambda b, h, q, k: ids[q] == ids[k]), (ids[:, None] == ids).numpy()
+
+
+@pytest.mark.parametrize(
+    "band",
+    [Band(), Causal("top_left"), Band(20, 5, "top_left"), Band(None, -3), Band(-4, None)],
+    ids=str,
+)
+@pytest.mark.parametrize("lengths", [(128, 128), (100, 70), (50, 90)])
+def test_from_flex_finds_the_band(band, lengths):
+    low, high = band._limits
+    shift = band.shift(*lengths)
+
+    def mask_mod(b, h, q, k):
+        return (k - q - shift >= low) & (k - q - shift <= high)
+
+    mask = BlockMask.from_flex(flex_blocks(mask_mod, None, None, *lengths, 16))
+    assert np.array_equal(mask.to_dense()[0, 0], elements(band, *lengths))
+
+
+def test_from_flex_asks_mask_mod():
+    """What blocks and a band can say of documents is right, and what they cannot is refused."""
+    mod, want = documents(32, 64, 32)
+    mask = BlockMask.from_flex(flex_blocks(mod, None, None, 128, 128, 16))
+    assert mask.band is None and np.array_equal(mask.to_dense()[0, 0], want)
+
+    def causal(b, h, q, k):
+        return mod(b, h, q, k) & (q >= k)
+
+    mask = BlockMask.from_flex(flex_blocks(causal, None, None, 128, 128, 16))
+    assert mask.band == Causal("top_left")
+    assert np.array_equal(mask.to_dense()[0, 0], want & np.tri(128, dtype=bool))
+
+    mod, want = documents(300, 724)
+    theirs = flex_blocks(mod, None, None, 1024, 1024, 128)
+    with pytest.raises(fs.Unsupported, match=r"^mask_mod: it hides query 0, key 300, which no b"):
+        BlockMask.from_flex(theirs)
+    with pytest.raises(fs.InvalidArgument, match=r"^band: Band\(.*; what mask_mod shows: it ") as e:
+        BlockMask.from_flex(theirs, band=Causal())
+    query, key = map(int, re.findall(r"query (\d+), key (\d+)", str(e.value))[0])
+    assert want[query, key] != (key <= query) and ("shows" in str(e.value)) == want[query, key]
+
+
+def test_from_flex_takes_a_wrong_band_for_no_excuse():
+    def window(b, h, q, k):
+        return (q - k <= 8) & (q >= k)
+
+    theirs = flex_blocks(window, None, None, 64, 64, 16)
+    with pytest.raises(Error, match=r"^band: .*it hides query 9, key 0$"):
+        BlockMask.from_flex(theirs, band=Causal())
+    assert BlockMask.from_flex(theirs, band=SlidingWindow(8)) == BlockMask.from_flex(
+        theirs, band=SlidingWindow(8, 0)
+    )
+
+
+def test_from_flex_in_several_looks(monkeypatch):
+    flex = pytest.importorskip("flashsdk._flex")
+    mod, want = documents(16, 48, 32)
+    theirs = flex_blocks(lambda b, h, q, k: mod(b, h, q, k) & (q >= k), 1, 1, 96, 96, 16)
+    whole = BlockMask.from_flex(theirs)
+    monkeypatch.setattr(flex, "ELEMENTS", 300)
+    assert BlockMask.from_flex(theirs) == whole
+    assert np.array_equal(whole.to_dense()[0, 0], want & np.tri(96, dtype=bool))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_from_flex_of_a_layout_for_all_that_is_not_of_all(axis):
+    torch = pytest.importorskip("torch")
+    ends = torch.tensor([24, 40])
+    what = ("batch", "head")[axis]
+    theirs = flex_blocks(lambda b, h, q, k: k < ends[(b, h)[axis]], None, None, 64, 64, 16)
+    with pytest.raises(fs.Unsupported, match=f"^mask_mod: another mask for each {what}; "):
+        BlockMask.from_flex(theirs)
+    alone = torch.tensor([32])  # of a batch of one there is no other
+    theirs = flex_blocks(lambda b, h, q, k: k < alone[(b, h)[axis]], 1, 1, 64, 64, 16)
+    assert BlockMask.from_flex(theirs).visible_share() == 0.5
+
+
+def test_from_flex_of_a_mask_mod_that_cannot_be_asked():
+    theirs = flex_blocks(lambda b, h, q, k: q >= k, None, None, 64, 64, 16)
+    theirs.mask_mod = lambda b, h, q, k: q >= k if q > 3 else q < k
+    with pytest.raises(fs.Unsupported, match=r"^mask_mod: .*; one that torch.vmap can ask$"):
         BlockMask.from_flex(theirs)
 
 
