@@ -1,6 +1,8 @@
 """flashsdk: exact attention as fast, memory-efficient kernels, on arrays of any framework.
 
     import flashsdk as fs
+    out = fs.attention(q, k, v, mask=fs.Causal())  # NumPy, CuPy, PyTorch, JAX
+
     out, lse = fs.mha_fwd(q, k, v, mask=fs.Causal())
     dq, dk, dv = fs.mha_bwd(dout, q, k, v, out, lse, mask=fs.Causal())
 
@@ -15,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import _bindings, layouts
+from ._attention import attention
 from ._bindings import __version__
 from ._errors import DeviceError, Error, InvalidArgument, Unsupported
 from .masks import Band, BlockMask, Causal, Dense, Mask, SlidingWindow
@@ -34,6 +37,7 @@ __all__ = [
     "SlidingWindow",
     "Unsupported",
     "__version__",
+    "attention",
     "build_info",
     "explain",
     "get_num_threads",

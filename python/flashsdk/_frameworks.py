@@ -324,6 +324,15 @@ def _find(array: Any) -> Framework:
     return _Unknown()
 
 
+def name(arrays: tuple[Any, ...]) -> str:
+    """ "torch" or "jax" if an adapter is for these arrays, else ""."""
+    frameworks = [of(x) for x in arrays]
+    for kind, adapter in ((_Torch, "torch"), (_Jax, "jax")):
+        if any(isinstance(framework, kind) for framework in frameworks):
+            return adapter
+    return ""
+
+
 def own(name: str, array: Any) -> Any:
     """An array of the caller's to write into; raises Error if its framework forbids that."""
     framework = of(array)

@@ -19,8 +19,8 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
 from . import _bindings, _frameworks, _torch_flops, _torch_sharding, ops
-from ._block_lists import INT32_MAX, LISTS, Csr
-from ._errors import InvalidArgument, Unsupported, integer, shown
+from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask
+from ._errors import Error, InvalidArgument, Unsupported, integer, renamed, shown
 from ._torch_checks import (
     ONCE_IN_REVERSE,
     PROBABILITY,
@@ -333,7 +333,7 @@ def attend(
     v: Tensor,
     packed: tuple[Tensor, Tensor, int, int] | None = None,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -349,6 +349,10 @@ def attend(
     ``copy`` copies q, k and v where their last dimension is not contiguous. Everything is checked
     here, or is the library's to check; what the dispatcher refuses is no ``Error``.
     """
+    boolean = isinstance(mask, Tensor)
+    if boolean:
+        check_constant("mask", tensor("mask", mask))
+        mask, bias = None, boolean_mask(mask, bias)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rows(name, x, packed=packed is not None)
     lengths: tuple[Any, ...] = ()
@@ -366,7 +370,13 @@ def attend(
     if copy:
         q, k, v = map(last_contiguous, (q, k, v))
     q, k, v = _autocast(q, k, v)
-    return (_mha if packed is None else _mha_varlen).attend(q, k, v, lengths, keywords)
+    operation = _mha if packed is None else _mha_varlen
+    if not boolean:
+        return operation.attend(q, k, v, lengths, keywords)
+    try:
+        return operation.attend(q, k, v, lengths, keywords)
+    except Error as e:
+        raise renamed(e, {"bias": "mask"}) from None
 
 
 def _checked(

@@ -25,8 +25,8 @@ import numpy as np
 
 from . import _bindings, ops
 from . import _jax_call as xla
-from ._block_lists import INT32_MAX, LISTS, Csr
-from ._errors import Error, has, integer, shown, truth, type_name
+from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask
+from ._errors import Error, has, integer, renamed, shown, truth, type_name
 from .masks import Band, BlockMask, Dense, Mask, no_mask
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ Array: TypeAlias = jax.Array
 
 
 class _Keywords(TypedDict, total=False):
-    mask: Mask | None
+    mask: Mask | Any | None
     bias: Any
     alibi_slopes: Any
     softmax_scale: float | None
@@ -66,7 +66,7 @@ def attention(
     k: Any,
     v: Any,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Any | None = None,
     bias: Any = None,
     alibi_slopes: Any = None,
     softmax_scale: float | None = None,
@@ -84,7 +84,8 @@ def attention(
         (batch, seqlen_k, num_heads_kv, head_dim_v): float32, bfloat16 or float16 on a CPU, the
         last two on a GPU. num_heads is a multiple of num_heads_kv.
     mask
-        Dense(), Causal(), SlidingWindow(), a Band or a BlockMask; None is Dense().
+        Dense(), Causal(), SlidingWindow(), a Band or a BlockMask; None is Dense(). Or a bool array,
+        True = attend, (seqlen_q, seqlen_k) or of four dimensions as a bool bias.
     bias
         Added to the scores, or bool, True = attend: (batch, num_heads, seqlen_q, seqlen_k), each
         of them or 1. To differentiate with respect to it is an Error.
@@ -167,7 +168,7 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Any | None = None,
     bias: Any = None,
     alibi_slopes: Any = None,
     softmax_scale: float | None = None,
@@ -232,7 +233,7 @@ jax.tree_util.register_static(Dense)
 def _attend(
     qkv: tuple[Any, Any, Any],
     packed: tuple[Any, ...],
-    mask: Mask | None,
+    mask: Mask | Any | None,
     bias: Any,
     alibi_slopes: Any,
     softmax_scale: float | None,
@@ -243,6 +244,15 @@ def _attend(
     backend: ops.Backend | None,
 ) -> tuple[Array, Array]:
     q, k, v = (_array(name, x) for name, x in zip("qkv", qkv))
+    boolean = boolean_mask(mask, bias)
+    if boolean is not None:
+        try:
+            return _attend(
+                (q, k, v), packed, None, boolean, alibi_slopes, softmax_scale, softcap, dropout_p,
+                dropout_key, deterministic, backend,
+            )  # fmt: skip
+        except Error as e:
+            raise renamed(e, {"bias": "mask"}) from None
     deterministic = False if deterministic is None else deterministic
     bias = None if bias is None else _array("bias", bias)
     slopes = None if alibi_slopes is None else _array("alibi_slopes", alibi_slopes)

@@ -75,7 +75,7 @@ __all__ = [
 class _Keywords(TypedDict, total=False):
     """Those of ``attention`` and ``varlen_attention`` but return_lse, for type checkers."""
 
-    mask: Mask | None
+    mask: Mask | Tensor | None
     bias: Tensor | None
     alibi_slopes: Tensor | None
     softmax_scale: float | None
@@ -108,7 +108,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -127,7 +127,8 @@ def attention(
         (batch, seqlen_k, num_heads_kv, head_dim) and (batch, seqlen_k, num_heads_kv, head_dim_v);
         num_heads_kv divides num_heads, and consecutive query heads share one.
     mask
-        Which keys a query sees: ``flashsdk.Causal()``, ``SlidingWindow``, a ``BlockMask``, None.
+        Which keys a query sees: ``flashsdk.Causal()``, ``SlidingWindow``, a ``BlockMask``, None. Or
+        a bool tensor, True = attend, (seqlen_q, seqlen_k) or of four dimensions as a bool bias.
     bias
         (batch | 1, num_heads | 1, seqlen_q | 1, seqlen_k | 1), added to the scores, or bool,
         True = attend. Must not require a gradient.
@@ -160,7 +161,9 @@ def attention(
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
-    given = (q, k, v, bias, alibi_slopes)
+    given: tuple[Any, ...] = (q, k, v, bias, alibi_slopes)
+    if isinstance(mask, Tensor):
+        given = (*given, mask)
     if has_torch_function(given):
         return overridden(  # type: ignore[no-any-return]
             *(attention, given, q, k, v),
@@ -241,7 +244,7 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -276,7 +279,9 @@ def varlen_attention(
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes)
+    given: tuple[Any, ...] = (q, k, v, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes)
+    if isinstance(mask, Tensor):
+        given = (*given, mask)
     if has_torch_function(given):
         return overridden(  # type: ignore[no-any-return]
             *(varlen_attention, given, q, k, v, cu_seqlens_q, cu_seqlens_k),
