@@ -1,4 +1,4 @@
-"""The command line: ``python -m flashsdk info | demo | verify | bench``."""
+"""The command line: ``flashsdk info | demo | verify | bench``, also ``python -m flashsdk``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Version(argparse.Action):
 
 
 def parser() -> Parser:
-    top = Parser(prog="python -m flashsdk", description="Exact attention: FlashAttention kernels.")
+    top = Parser(prog="flashsdk", description="Exact attention: FlashAttention kernels.")
     top.add_argument("--version", action=Version)
     commands = top.add_subparsers(
         dest="command", required=True, metavar="info | demo | verify | bench"
