@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import Function, forward_ad
 
-from . import _torch_sharding, ops
+from . import _log, _torch_sharding, ops
 
 Keywords = dict[str, Any]  # of the functions of flashsdk.ops, but dlse and outputs
 Tensors = tuple[Tensor, ...]
@@ -34,8 +34,8 @@ class InPython:
 
 
 def _native() -> Any:
-    """``_torch_native`` where it was built, and for this very PyTorch."""
-    if os.environ.get("FLASHSDK_TORCH_NATIVE") != "0":
+    """``_torch_native`` where it was built, and for this very PyTorch; it logs nothing."""
+    if os.environ.get("FLASHSDK_TORCH_NATIVE") != "0" and not _log.ON:
         try:
             from . import _torch_native  # type: ignore[attr-defined]
 

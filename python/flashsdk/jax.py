@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _bindings, ops
+from . import _bindings, _log, ops
 from . import _jax_call as xla
 from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask
 from ._errors import Error, has, integer, renamed, shown, truth, type_name
@@ -398,6 +398,16 @@ def _check(
         # What a GPU's kernels take is for them to say.
         None if backend in ("sm80", "sm90") else backend,
     )  # fmt: skip
+    if _log.ON:
+        place = jax.default_backend()
+        _log.call(
+            "jax.varlen_attention" if lengths else "jax.attention",
+            False,
+            (_like(q), _like(k), _like(v)),
+            packed,
+            options,
+            later="" if place == "cpu" else f"traced, {place} takes its kernel when it runs",
+        )
     _bindings.explain(False, (_like(q), _like(k), _like(v)), packed, options)
 
 

@@ -46,7 +46,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from . import _bindings, _frameworks
+from . import _bindings, _frameworks, _log
 from ._errors import Error, has, shown
 from .masks import Band, BlockMask, Dense, Mask, no_mask
 
@@ -315,6 +315,8 @@ class PlacedLayout:
 def _forward(
     q: Any, k: Any, v: Any, out: Any, lse: Any, packed: _bindings.Packed, options: _bindings.Options
 ) -> tuple[Any, Any]:
+    if _log.ON:
+        _log.call("mha_varlen_fwd" if packed else "mha_fwd", False, (q, k, v), packed, options)
     framework = _frameworks.of(q)
     new_out, new_lse = out is None, lse is None
     try:
@@ -348,6 +350,8 @@ def _backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, dq: Any, dk: Any, dv: Any,
     packed: _bindings.Packed, options: _bindings.Options,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
+    if _log.ON:
+        _log.call("mha_varlen_bwd" if packed else "mha_bwd", True, (q, k, v), packed, options)
     framework = _frameworks.of(q)
     given = dq, dk, dv
     try:

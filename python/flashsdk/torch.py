@@ -52,6 +52,7 @@ from ._flash_attn import (
 )
 from ._torch_checks import check_constant, flag, overridden, shape_of, tensor
 from ._torch_eager import last_contiguous, native
+from ._torch_explain import explain
 from ._torch_ops import attend
 from .masks import Band, Causal, Mask
 from .ops import Backend
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "attention",
+    "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
