@@ -1,6 +1,7 @@
 """The command line: what it prints, what it writes, and how it ends."""
 
 import dataclasses
+import importlib.util
 import json
 import mmap
 import re
@@ -17,6 +18,7 @@ from flashsdk import _bindings, _reference, cli
 from flashsdk._commands import (
     bench_cpu,
     bench_cpu_tables,
+    bench_shape,
     demo,
     exact,
     machine,
@@ -422,3 +424,80 @@ def test_quantities():
 def test_table_aligns_columns_under_titles():
     text = table.text_table([["", "time", ""], ["name", "a", "b"]], [["x", "1", "22"]], left=1)
     assert text.splitlines() == ["       time", "name  a   b", "────  ─  ──", "x     1  22"]
+
+
+# ---- bench --shape
+
+
+def test_bench_of_a_shape(tmp_path):
+    text = run(
+        *("bench", "--shape", "2,64,4:2,16", "--mask", "window:9", "--quick"),
+        *("--out", str(tmp_path), "--threads", "1"),
+    )
+    (path,) = tmp_path.glob("cpu_*_shape.json")
+    record = json.loads(path.read_text())
+    assert record["shape"] == dict(batch=2, seqlen=64, heads=4, heads_kv=2, head_dim=16)
+    q, k = np.zeros((2, 64, 4, 16), np.float32), np.zeros((2, 64, 2, 16), np.float32)
+    rows = {(row["name"], row["op"]): row for row in record["rows"]}
+    for op in ("fwd", "bwd"):
+        why = fs.explain(q, k, k, op=op, mask=fs.SlidingWindow(9))
+        assert record["kernel"][op] == why.kernel and f"{op}: {why.kernel}" in text
+        row = rows["flashsdk", op]
+        low, high = row["quartiles"]
+        assert 0 < low <= row["seconds"] <= high and len(row["samples"]) >= 2
+        visible = fs.SlidingWindow(9).to_dense(64, 64).sum()
+        flops = 4 * 2 * 4 * 16 * visible * (2.5 if op == "bwd" else 1)
+        assert row["gflops"] == pytest.approx(flops / row["seconds"] / 1e9)
+        assert row["of_ours"] == 1
+    assert "quartiles" in text and "goal" not in text
+
+
+def test_bench_of_a_shape_finds_the_peers():
+    found, left_out = bench_shape.runners(
+        bench_shape.make(bench_shape.Shape(1, 64, 2, 2, 16), fs.Causal(), "fp32")
+    )
+    want = {"torch": "PyTorch, flash", "jax": "JAX, XLA (backward with forward)"}
+    for package, name in want.items():
+        if importlib.util.find_spec(package) is not None:
+            assert name in found, left_out
+    for runner in found.values():
+        assert np.abs(runner.out - found["flashsdk"].out).max() < 1e-5
+        runner.forward(), runner.backward()
+
+
+def test_bench_of_a_shape_leaves_out_what_is_another_problem(monkeypatch):
+    def other(problem):
+        mine = bench_shape.ours(problem)
+        return dataclasses.replace(mine, out=mine.out + 1)
+
+    def fails(problem):
+        raise RuntimeError("takes no such\nthing")
+
+    monkeypatch.setattr(bench_shape, "_peers", lambda: iter([("other", other), ("fails", fails)]))
+    problem = bench_shape.make(bench_shape.Shape(1, 32, 2, 1, 16), fs.Dense(), "fp32")
+    found, left_out = bench_shape.runners(problem)
+    assert list(found) == ["flashsdk"]
+    assert left_out["other"].startswith("its output differs by ")
+    assert left_out["fails"] == "RuntimeError: takes no such"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--shape", "1,2,3"], "--shape: '1,2,3'; B,S,H,D or B,S,H:Hkv,D"),
+        (["--shape", "1,64,4:3,16"], "--shape: '1,64,4:3,16'; "),
+        (["--shape", "1,64,0,16"], "--shape: '1,64,0,16'; "),
+        (["--shape", "1,64,2,16", "--mask", "window:-3"], "--mask: 'window:-3'; none, causal, wi"),
+        (["--shape", "1,64,2,16", "--filter", "fwd"], "--filter: fwd; none with --shape"),
+        (["--mask", "causal"], "--mask: causal; none without --shape"),
+        (["--dtype", "bf16"], "--dtype: bf16; none without --shape"),
+        (["--shape", "1,64,2,300"], "q: head_dim 300; "),
+    ],
+)
+def test_wrong_shapes_are_one_line(args, says, capsys, tmp_path):
+    try:
+        assert cli.main(["bench", *args, "--out", str(tmp_path)]) == 2
+    except SystemExit as e:
+        assert e.code == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
