@@ -473,11 +473,16 @@ def test_bench_of_a_shape_leaves_out_what_is_another_problem(monkeypatch):
     def fails(problem):
         raise RuntimeError("takes no such\nthing")
 
-    monkeypatch.setattr(bench_shape, "_peers", lambda: iter([("other", other), ("fails", fails)]))
+    peers = [("other", True, other), ("fails", False, fails), ("large", True, fails)]
+    monkeypatch.setattr(bench_shape, "_peers", lambda: iter(peers))
     problem = bench_shape.make(bench_shape.Shape(1, 32, 2, 1, 16), fs.Dense(), "fp32")
     found, left_out = bench_shape.runners(problem)
     assert list(found) == ["flashsdk"]
     assert left_out["other"].startswith("its output differs by ")
+    assert left_out["fails"] == left_out["large"] == "RuntimeError: takes no such"
+    monkeypatch.setattr(bench_shape, "MOST_SCORES", 4 * 2 * 32 * 32 - 1)
+    _, left_out = bench_shape.runners(problem)
+    assert left_out["large"] == left_out["other"] == "its scores take 8.00 KiB; 8.00 KiB at most"
     assert left_out["fails"] == "RuntimeError: takes no such"
 
 
