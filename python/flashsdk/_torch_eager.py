@@ -34,8 +34,8 @@ class InPython:
 
 
 def _native() -> Any:
-    """``_torch_native`` where it was built, and for this very PyTorch; it logs nothing."""
-    if os.environ.get("FLASHSDK_TORCH_NATIVE") != "0" and not _log.ON:
+    """``_torch_native`` where it was built, and for this very PyTorch."""
+    if os.environ.get("FLASHSDK_TORCH_NATIVE") != "0":
         try:
             from . import _torch_native  # type: ignore[attr-defined]
 
@@ -45,7 +45,8 @@ def _native() -> Any:
     return InPython
 
 
-native = _native()
+built = _native()
+native = InPython if _log.ON else built  # which prints no line
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _LENDS_ANY = hasattr(Tensor, "__dlpack_c_exchange_api__")

@@ -100,6 +100,25 @@ def test_pytorch():
         assert line.startswith(f"flashsdk: {start}"), line
 
 
+SDPA = """
+import torch, torch.nn.functional as F
+from flashsdk.integrations import torch_sdpa
+q = torch.randn(1, 2, 40, 16, requires_grad=True)
+(want,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)
+torch_sdpa.enable()
+(got,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)
+assert torch.allclose(got, want, atol=1e-5) and torch_sdpa.enabled()
+"""
+
+
+def test_pytorch_s_own_function_goes_on():
+    pytest.importorskip("torch")
+    eager = importlib.import_module("flashsdk._torch_eager")
+    if eager.built is eager.InPython:
+        pytest.skip("flashsdk._torch_native is not built for this PyTorch")
+    lines(SDPA, FLASHSDK_LOG="1")  # which fails if the program does
+
+
 def test_jax():
     pytest.importorskip("jax")
     found = lines(JAX, FLASHSDK_LOG="1", JAX_PLATFORMS="cpu")
