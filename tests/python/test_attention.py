@@ -83,7 +83,11 @@ def test_gradients_under_a_boolean_mask(mask):
     q, k, v = (x.requires_grad_() for x in arrays_of("torch", *numpy_arrays()))
     bias = mask if mask.dim() == 4 else mask[None, None]
     want = torch.autograd.grad(adapter.attention(q, k, v, bias=bias).sum(), (q, k, v))
-    for function in (fs.attention, adapter.attention, torch.compile(fs.attention, backend="eager")):
+    for function in (
+        fs.attention,
+        adapter.attention,
+        torch.compile(fs.attention, backend="eager", fullgraph=True),
+    ):
         got = torch.autograd.grad(function(q, k, v, mask=mask).sum(), (q, k, v))
         assert all(map(torch.equal, got, want))
 
