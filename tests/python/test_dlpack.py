@@ -9,7 +9,8 @@ import pytest
 from cases import assert_same_bits, qkv
 
 CPU, CUDA, CUDA_MANAGED, FLOAT = 1, 2, 13, 2
-api = ctypes.pythonapi
+# Not ctypes.pythonapi, whose functions others declare too: torch.compile does, as it is imported.
+api = ctypes.PyDLL(None)
 api.PyCapsule_New.restype = ctypes.py_object
 api.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 api.PyCapsule_IsValid.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
