@@ -218,7 +218,7 @@ def test_verify_reports_an_exception_as_a_failure(monkeypatch, capsys):
 
     monkeypatch.setattr(verify, "check", refuse)
     assert verify.run(seconds=None, count=1, seed=None, backend="cpu", framework=None) == 1
-    assert "Error: q: no; yes" in capsys.readouterr().out
+    assert "InvalidArgument: q: no; yes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("given", [{"count": 2}, {"seed": 3}])
