@@ -8,6 +8,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -80,9 +81,11 @@ class Attention : public ::torch::autograd::Function<Attention> {
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("flashsdk::mha_bwd", "").typed<Signature>();
     const auto tensors = context->get_saved_variables();
     const at::Tensor &q = tensors[0], &k = tensors[1], &v = tensors[2], &out = tensors[3], &lse = tensors[4];
-    for (const at::Tensor& grad : grads)
-      TORCH_CHECK(!at::GradMode::is_enabled() || !grad.defined() || !grad.requires_grad(),
-                  "create_graph: True; False, as attention has no second derivative");
+    // Gradients that are recorded themselves: below the dispatcher they would be constants, in silence.
+    const auto recorded = [](const at::Tensor& t) { return t.defined() && t.requires_grad(); };
+    TORCH_CHECK(!at::GradMode::is_enabled() ||
+                    !(std::any_of(grads.begin(), grads.end(), recorded) || recorded(q) || recorded(k) || recorded(v)),
+                "create_graph: True; False, as attention has no second derivative");
     const auto given = [](const at::Tensor& t) { return t.defined() ? std::optional(t) : std::nullopt; };
     auto& saved = context->saved_data;
     const std::vector<std::int64_t> mask = saved["mask"].toIntVector();

@@ -78,10 +78,23 @@ bool check_error() {
   return false;
 }
 
+// No second derivative: an error, also where the first one is of a sum, whose gradient is a constant.
+bool check_second() {
+  Tensors x;
+  for (int i = 0; i < 3; ++i) x.push_back(at::randn({1, 8, 2, 16}).requires_grad_());
+  const at::Tensor out = std::get<0>(attention(x[0], x[1], x[2]));
+  try {
+    torch::autograd::grad({out.sum()}, x, {}, /*retain_graph=*/true, /*create_graph=*/true);
+  } catch (const std::exception& e) {
+    return std::string(e.what()).find("create_graph: True; False") != std::string::npos;
+  }
+  return false;
+}
+
 }  // namespace
 
 int main() {
-  const bool ok = check(false) & check(true) & check_dropout() & check_error();
+  const bool ok = check(false) & check(true) & check_dropout() & check_error() & check_second();
   std::printf(ok ? "ok\n" : "FAILED\n");
   return ok ? 0 : 1;
 }

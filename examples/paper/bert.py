@@ -6,7 +6,7 @@ faster than the training speed record of its day.
     python examples/paper/bert.py                              # on a GPU; --minutes N stops it
     python examples/paper/bert.py --smoke                      # a check: seconds on a CPU
 
-Needs transformers and tokenizers: pip install "flashsdk[paper]". Weights are random, the text is
+Needs transformers and tokenizers: pip install '.[paper]'. Weights are random, the text is
 that of text.py. A document is cut into sequences of at most 512 tokens, so that the last of each is
 shorter, and short documents are short: that is the distribution of the lengths.
 
@@ -38,7 +38,8 @@ MASKED = 0.15
 def register() -> None:
     """Tells transformers of the methods that it does not have.
 
-    The one place that knows how: to be replaced by flashsdk.integrations.transformers.
+    By hand, so that what surrounds attention is the same for all of them. Models elsewhere take
+    flashsdk.integrations.transformers.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask

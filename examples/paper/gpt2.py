@@ -8,7 +8,7 @@ times faster than as Hugging Face shipped it, to the same perplexity.
     python examples/paper/gpt2.py train --steps 500            # equal steps, eager and flashsdk
     python examples/paper/gpt2.py speed --smoke                # a check: seconds on a CPU
 
-Needs transformers and tokenizers: pip install "flashsdk[paper]". Weights are random, the text is
+Needs transformers and tokenizers: pip install '.[paper]'. Weights are random, the text is
 that of text.py, with a byte-level BPE of 50257 trained on it and kept in ``--out``. bf16 autocast,
 AdamW (fused on a GPU), no dropout unless ``--dropout``.
 
@@ -46,7 +46,8 @@ BATCH = {"small": 16, "medium": 8}  # sequences of 1024 a step; longer ones as m
 def register() -> None:
     """Tells transformers of the methods that it does not have.
 
-    The one place that knows how: to be replaced by flashsdk.integrations.transformers.
+    By hand, so that what surrounds attention is the same for all of them. Models elsewhere take
+    flashsdk.integrations.transformers.
     """
     from transformers import AttentionInterface
 

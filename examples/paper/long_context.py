@@ -8,7 +8,7 @@ classified 6.4 points of F1 better when more of them is read.
     python examples/paper/long_context.py documents --steps 1500 --minutes 9
     python examples/paper/long_context.py gpt2 --smoke                      # seconds on a CPU
 
-Needs transformers and tokenizers: pip install "flashsdk[paper]". The text is that of text.py.
+Needs transformers and tokenizers: pip install '.[paper]'. The text is that of text.py.
 
 ``gpt2`` trains GPT-2 small at each length with the same number of tokens a step and the same steps.
 The perplexity is that of the same held-out tokens: windows of the longest length, which models of a

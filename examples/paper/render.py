@@ -30,10 +30,11 @@ INTRODUCTION = """\
 # The paper, reproduced
 
 What FlashAttention (arXiv 2205.14135) claims, and what becomes of it with flashsdk. Each row is a
-program of `examples/paper/`, whose head says how it is used. It stops after `--minutes`, goes on
-when it is run again, and has `--smoke`, a check of seconds on a CPU. Beside PyTorch they need
-`pip install "flashsdk[paper]"`. `python examples/paper/render.py --add FOLDER/record.json` takes a
-record.
+program of `examples/paper/`, whose head says how it is used. Where no record was taken, the row
+says "not run yet". A program stops after `--minutes`, goes on when it is run again, and has
+`--smoke`, a check of seconds on a CPU. Beside PyTorch the programs need `pip install '.[paper]'`,
+in the folder of the sources. `python examples/paper/render.py --add FOLDER/record.json` takes a
+record. How the bytes of the last row are counted: [io.md](io.md).
 """
 
 

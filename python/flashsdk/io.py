@@ -16,13 +16,13 @@ keeps inside a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from ._errors import Error, integer
+from ._errors import Error, integer, shown
 from .masks import Band, BlockMask, Dense, Mask, no_mask
 
 __all__ = [
@@ -59,8 +59,9 @@ class Problem:
     element_bytes: int = 2
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_heads_kv", self.num_heads_kv or self.num_heads)
-        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        for name, default in (("num_heads_kv", self.num_heads), ("head_dim_v", self.head_dim)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         for name in self.__dataclass_fields__:
             integer(name, getattr(self, name), 1)
         if self.num_heads % self.kv:
@@ -234,6 +235,11 @@ class Cache(NamedTuple):
         return -(-tiles_a_head // self.tiles)
 
 
+def _is_cache(cache: object) -> None:
+    if not isinstance(cache, Cache):
+        raise Error(f"cache: {shown(cache)}; a Cache(size, tiles) or None")
+
+
 def tiled_forward(
     problem: Problem,
     tile: tuple[int, int],
@@ -257,6 +263,7 @@ def tiled_forward(
     row = (problem.k + problem.v) // (problem.batch * problem.kv * problem.seqlen_k)
     asked = int(streamed.sum()) * row
     if cache is not None:
+        _is_cache(cache)
         head = (problem.k + problem.v) / (problem.batch * problem.kv)
         group = problem.num_heads // problem.kv
         # Query heads that share keys walk the same rows.
@@ -292,6 +299,7 @@ def tiled_backward(
     total = problem.head_dim * _FLOAT  # a row of dQ's sum
     asked, added = streamed * row, streamed * total
     if cache is not None:
+        _is_cache(cache)
         head = (row + total) * problem.seqlen_q
         comes = cache.comes(visited.shape[3], head)
         seen = int((visited.any(3) @ queries).sum())
@@ -327,11 +335,17 @@ def paper_tile(on_chip: int, head_dim: int, element_bytes: int = 2) -> tuple[int
 _Counts = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
+def _pair(tile: object) -> tuple[int, int]:
+    if not (isinstance(tile, Sequence) and len(tile) == 2):
+        raise Error(f"tile: {shown(tile)}; (queries, keys), two integers")
+    return integer("tile", tile[0], 1), integer("tile", tile[1], 1)
+
+
 def _visited(
     problem: Problem, tile: tuple[int, int], mask: Mask | None
 ) -> tuple[_Counts, _Counts, _Counts]:
     """0 or 1 for each tile (batch, heads, rows, columns); queries of a row; keys of a column."""
-    tile_q, tile_k = (integer("tile", n, 1) for n in tile)
+    tile_q, tile_k = _pair(tile)
     lengths = (problem.seqlen_q, problem.seqlen_k)
     shape = (problem.batch, problem.num_heads)
     if isinstance(mask, BlockMask):

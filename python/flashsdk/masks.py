@@ -264,8 +264,8 @@ def lengths(seqlen_q: object, seqlen_k: object, minimum: int) -> tuple[int, int]
 def no_mask(mask: object) -> Error:
     """What is raised where a call's ``mask`` is none."""
     allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
-    if str(getattr(mask, "dtype", "")).endswith("bool"):
-        allowed += "; a bool array goes to bias="
+    if hasattr(mask, "shape"):
+        allowed += "; an array, of numbers or bool, is a bias"
     return InvalidArgument(f"mask: {shown(mask)}; {allowed}")
 
 

@@ -354,7 +354,7 @@ def scaled_dot_product_attention(
         Allow key and value to have fewer heads than query; their number divides query's.
 
     Under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) the call is torch's own, with its second
-    derivative.
+    derivative. torch.compile asks for that when it traces, and what it has traced stays so.
 
     Returns (..., num_heads, seqlen_q, head_dim_v), in memory (..., seqlen_q, num_heads,
     head_dim_v), so that the heads of a token join without a copy; torch's follows query's strides,

@@ -135,7 +135,7 @@ BATCHED = {
     "GPU backend for arrays of the CPU": ({"backend": "sm90"}, "backend", "sm90", "cpu"),
     # masks
     "a string as mask": ({"mask": "causal"}, "mask", "causal"),
-    "a boolean array as mask": ({"mask": np.ones((20, 30), bool)}, "mask", "bias="),
+    "a boolean array as mask": ({"mask": np.ones((20, 30), bool)}, "mask", "is a bias"),
     # bias and slopes
     "bias of another shape": ({"bias": f32(2, 4, 20, 29)}, "bias", "(2, 4, 20, 29)", "30"),
     "bias of rank 2": ({"bias": f32(20, 30)}, "bias", "(20, 30)"),

@@ -182,6 +182,12 @@ def test_unpadding():
     assert torch.equal(rows, x[(mask + unused).bool()]) and used.tolist() == [2, 4, 0]
     assert cu_seqlens.tolist() == [0, 2, 6, 8] and longest == 4
 
+    for wrong in (mask[:, :4], mask[:, None, None]):  # keys of attention, not a mask of tokens
+        with pytest.raises(fs.Error, match=r"^attention_mask: .*; \(batch, seqlen\) \(3, 5\)"):
+            unpad_input(x, wrong)
+        with pytest.raises(fs.Error, match=r"^unused_mask: shape "):
+            unpad_input(x, mask, wrong)
+
 
 def test_unpadding_of_several_sequences_in_a_row():
     from flash_attn.bert_padding import unpad_input_for_concatenated_sequences

@@ -224,8 +224,19 @@ def test_what_is_refused():
     assert caught.value.code == "unsupported"
     with pytest.raises(fs.Error, match="seqlen_q"):
         io.Problem(1, 0, 8, num_heads=4, head_dim=8)
+    for name in ("num_heads_kv", "head_dim_v"):
+        with pytest.raises(fs.Error, match=rf"^{name}: 0; "):
+            io.Problem(1, 8, 8, num_heads=4, head_dim=8, **{name: 0})
+    for tile in (128, (128,), (128, 128, 128), (0, 128)):
+        with pytest.raises(fs.Error, match=r"^tile: "):
+            io.tiled_forward(SMALL, tile)
     with pytest.raises(fs.Error, match="on_chip"):
         io.paper_tile(100, 64)
+    for tile in (128, (128,)):
+        with pytest.raises(fs.Error, match=r"^tile: .*; \(queries, keys\), two integers"):
+            io.tiled_forward(io.Problem(1, 8, 8, num_heads=4, head_dim=8), tile)
+    with pytest.raises(fs.Error, match=r"^cache: 1024; "):
+        io.tiled_forward(io.Problem(1, 8, 8, num_heads=4, head_dim=8), (8, 8), cache=1024)
     assert io.paper_tile(192 << 10, 64) == (64, 384)
 
 

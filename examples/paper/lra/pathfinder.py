@@ -74,7 +74,7 @@ def rotation(task: Task) -> tuple[Tensor, Tensor]:
     """cos and sin of the angles by which q and k are turned, float32 (size², HEAD_DIM / 2)."""
     index = tiled(task.size)
     place = torch.stack([index // task.size, index % task.size], -1) / task.pitch
-    # Radians a pitch. A pixel of the smallest images is a third of one: 1.5 down to 0.05 a pixel.
+    # Radians a pitch. A pixel of the smallest images is a quarter of one: 1.1 down to 0.04 a pixel.
     frequency = torch.logspace(math.log10(4.5), math.log10(0.15), HEAD_DIM // 4)
     angle = (place[:, :, None] * frequency).flatten(1)
     return angle.cos(), angle.sin()

@@ -200,7 +200,14 @@ def explain(
         bias = bias[..., :1] if bias.stride(-1) == 0 else bias
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     try:
-        answer = ops.explain(q, k, v, op=op, mask=causal, bias=bias, softmax_scale=scale)
+        answer = ops.explain(
+            *(q, k, v),
+            op=op,
+            mask=causal,
+            bias=bias,
+            softmax_scale=scale,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
     except Error as e:
         return Explanation(False, choice.name, reason=str(renamed(e, _NAMES)))
     if not answer.kernel:

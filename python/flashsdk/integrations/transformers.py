@@ -73,7 +73,7 @@ def register(name: str = NAME) -> str:
     ``set_attn_implementation``. Calling this again changes nothing.
 
     Raises ``Error`` for a name that transformers would take for something else: one with "flash",
-    "/", ":" or "|" in it, or one that another function has.
+    "/", ":", "|" or "@" in it, or one that another function has.
     """
     if not isinstance(name, str) or not name:
         raise Error(f'name: {shown(name)}; a text, such as "{NAME}"')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashsdk._errors import Error
 from flashsdk.integrations._rows import offsets, put, take
 
 __all__ = [
@@ -46,7 +47,11 @@ def unpad_input(
 
     Returns the tokens (total, ...), their int64 indices in (batch * seqlen), cu_seqlens int32
     (batch + 1,), the longest length, and the number of tokens used of each row, int32 (batch,).
+    Raises Error for a mask of another shape.
     """
+    _mask_fits("attention_mask", attention_mask, hidden_states)
+    if unused_mask is not None:
+        _mask_fits("unused_mask", unused_mask, hidden_states)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     used = attention_mask.sum(-1, dtype=torch.int32)
@@ -78,6 +83,12 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     """(batch, seqlen, ...) with the tokens of ``unpad_input`` where they were, zeros elsewhere."""
     padded = put(hidden_states, (indices,), (batch * seqlen,))
     return padded.reshape(batch, seqlen, *padded.shape[1:])
+
+
+def _mask_fits(name: str, mask: Tensor, tokens: Tensor) -> None:
+    """Another shape would take other tokens, without a word."""
+    if mask.shape != tokens.shape[:2]:
+        raise Error(f"{name}: shape {tuple(mask.shape)}; (batch, seqlen) {tuple(tokens.shape[:2])}")
 
 
 def _longest(lengths: Tensor) -> int:
