@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from flashsdk._commands import goals
+import cpu_goals
 from flashsdk._commands.table import length, markdown_table
 from gpu_tables import DIRECTIONS, READ, Record, by_name
 
@@ -180,7 +180,7 @@ def windows(record: Record) -> list[list[str]]:
     return [
         line(
             f"{name}: window of 1024 at 16K, time over the part of the blocks visited",
-            f"at most {goals.SPARSE_SLOPE}",
+            f"at most {cpu_goals.SPARSE_SLOPE}",
             [
                 (
                     r["of_dense"] / r["visited"],
@@ -189,7 +189,7 @@ def windows(record: Record) -> list[list[str]]:
                 for r in record.get("windows", [])
                 if r["name"] == name
             ],
-            lambda x: x <= goals.SPARSE_SLOPE,
+            lambda x: x <= cpu_goals.SPARSE_SLOPE,
         )
         for name in ("sm80", "sm90")
     ]
@@ -201,12 +201,12 @@ def sparse(record: Record) -> list[list[str]]:
 
     rows = [
         line(
-            f"{name}: block-sparse, time over {goals.SPARSE_SLOPE} × density + "
-            f"{100 * goals.SPARSE_OFFSET:.0f} % of dense",
+            f"{name}: block-sparse, time over {cpu_goals.SPARSE_SLOPE} × density + "
+            f"{100 * cpu_goals.SPARSE_OFFSET:.0f} % of dense",
             "at most 1",
             [
                 (
-                    r["of_dense"] / goals.sparse_limit(r["density"]),
+                    r["of_dense"] / cpu_goals.sparse_limit(r["density"]),
                     f"{DIRECTIONS[r['op']]} {r['head_dim']} {length(r['seqlen'])} at "
                     f"{r['density']:.3g}",
                 )

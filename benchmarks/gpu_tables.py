@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from flashsdk._commands import goals
+import cpu_goals
 from flashsdk._commands.table import length, markdown_table
 
 Record = dict[str, Any]
@@ -210,7 +210,7 @@ def sparse_table(rows: list[Record]) -> str:
         [
             r["name"], r["op"], str(r["head_dim"]), length(r["seqlen"]),
             f"{100 * r['density']:.1f} %", milliseconds(r, 3), f"{100 * r['of_dense']:.1f} %",
-            f"{100 * goals.sparse_limit(r['density']):.1f} %",
+            f"{100 * cpu_goals.sparse_limit(r['density']):.1f} %",
         ]
         for r in rows
     ]  # fmt: skip
@@ -298,7 +298,7 @@ def windows_table(rows: list[Record]) -> str:
             r["name"], r["op"], str(r["head_dim"]), length(r["seqlen"]),
             sides[r["sides"]].format(r["window"]), milliseconds(r, 3),
             f"{100 * r['of_dense']:.1f} %", f"{100 * r['visited']:.1f} %",
-            f"{100 * goals.SPARSE_SLOPE * r['visited']:.1f} %",
+            f"{100 * cpu_goals.SPARSE_SLOPE * r['visited']:.1f} %",
         ]
         for r in rows
     ]  # fmt: skip

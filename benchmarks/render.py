@@ -9,17 +9,19 @@ No figure in these texts is typed: to change one, measure again and put the reco
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import cpu_goals
 import gpu_figure
 import gpu_goals
 import gpu_tables
 import transformers_step
-from flashsdk._commands import bench, demo, figures
+from flashsdk._commands import bench, bench_cpu_tables, demo, figures
 from flashsdk._commands.table import markdown_table
 from gpu_tables import about
 
@@ -52,9 +54,10 @@ def image(name: str) -> str:
 def bench_section(name: str, record: Record) -> str:
     suite = bench.SUITES[record["backend"]]
     parts = [f"## {figures.where(record)}", about(record), image(name)]
-    for table in suite.tables(record):
+    for table in bench_cpu_tables.tables(record, cpu_goals):
         parts += [f"### {table.title}", markdown_table(table.header, table.rows, table.left)]
-    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in suite.notes(record))])
+    notes = (*suite.notes(record), *cpu_goals.notes(record))
+    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in notes)])
 
 
 def demo_section(name: str, record: Record) -> str:
@@ -120,7 +123,7 @@ def draw(found: dict[str, Record]) -> None:
             case "demo":
                 drawing = figures.demo
             case "bench":
-                drawing = bench.SUITES[record["backend"]].figure
+                drawing = functools.partial(figures.bench_cpu, allowed=cpu_goals.sparse_limit)
             case "gpu_bench":
                 drawing = gpu_figure.dense
             case _:

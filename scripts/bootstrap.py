@@ -151,13 +151,13 @@ def packages(group: str) -> list[str]:
     with open(ROOT / "pyproject.toml", "rb") as file:
         settings = tomllib.load(file)
     project, tools = settings["project"], settings["build-system"]["requires"]
-    extras = project["optional-dependencies"]
+    extras, groups = project["optional-dependencies"], settings["dependency-groups"]
     return {
-        "build": [*tools, *extras["build"], *project["dependencies"]],
+        "build": [*tools, *groups["build"], *project["dependencies"]],
         "demo": extras["plot"],
-        "test": extras["test"],
-        "lint": extras["lint"],
-        "jax": [*([JAX_SPEC] if JAX_SPEC else extras["jax"]), *extras["test-jax"]],
+        "test": groups["test"],
+        "lint": groups["lint"],
+        "jax": [*([JAX_SPEC] if JAX_SPEC else extras["jax"]), *groups["test-jax"]],
         "transformers": extras["transformers"],
     }[group]
 

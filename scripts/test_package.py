@@ -101,6 +101,7 @@ def main() -> None:
             print(title, flush=True)
             run(python, "-m", "pip", "install", *OFFLINE, *arguments)
             run(python, "-c", CALL, cwd=folder)
+            run(python.with_name("flashsdk"), "--version", cwd=folder)
             run(python, "-m", "pip", "uninstall", "-y", "-q", "flashsdk")
 
 

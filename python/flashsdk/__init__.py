@@ -1,6 +1,8 @@
 """flashsdk: exact attention as fast, memory-efficient kernels, on arrays of any framework.
 
     import flashsdk as fs
+    out = fs.attention(q, k, v, mask=fs.Causal())  # NumPy, CuPy, PyTorch, JAX
+
     out, lse = fs.mha_fwd(q, k, v, mask=fs.Causal())
     dq, dk, dv = fs.mha_bwd(dout, q, k, v, out, lse, mask=fs.Causal())
 
@@ -15,21 +17,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import _bindings, layouts
+from ._attention import attention
 from ._bindings import __version__
-from ._errors import Error
+from ._errors import DeviceError, Error, InvalidArgument, Unsupported
 from .masks import Band, BlockMask, Causal, Dense, Mask, SlidingWindow
-from .ops import Explanation, explain, mha_bwd, mha_fwd, mha_varlen_bwd, mha_varlen_fwd
+from .ops import Backend, Explanation, explain, mha_bwd, mha_fwd, mha_varlen_bwd, mha_varlen_fwd
 
 __all__ = [
+    "Backend",
     "Band",
     "BlockMask",
     "Causal",
     "Dense",
+    "DeviceError",
     "Error",
     "Explanation",
+    "InvalidArgument",
     "Mask",
     "SlidingWindow",
+    "Unsupported",
     "__version__",
+    "attention",
     "build_info",
     "explain",
     "get_num_threads",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._errors import Error, integer, shown
+from ._errors import Error, InvalidArgument, integer, shown
 
 BlockSize: TypeAlias = int | tuple[int, int]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -215,6 +215,25 @@ def from_flex(block_mask: Any, kind: str, cols: int) -> Bools:
     if np.count_nonzero(blocks) < listed.size:
         raise Error(f"{kind}_indices: a block is listed twice; each block once")
     return blocks
+
+
+def boolean_mask(mask: Any, bias: object) -> Any:
+    """A call's ``mask`` as the boolean bias that it is, of rank 4; None if it is no array.
+
+    Of any framework: everybody passes what hides elements as ``mask``.
+    """
+    dtype = str(getattr(mask, "dtype", "")).rpartition(".")[2]  # torch.bool
+    if not dtype:
+        return None
+    allowed = "bool, (seqlen_q, seqlen_k) or (batch, num_heads, seqlen_q, seqlen_k)"
+    if dtype != "bool":
+        raise InvalidArgument(f"mask: an array of {dtype}; {allowed}, or it is a bias")
+    if bias is not None:
+        raise InvalidArgument("bias: given beside a boolean mask; one of the two")
+    rank = len(mask.shape)
+    if rank not in (2, 4):
+        raise InvalidArgument(f"mask: shape {tuple(mask.shape)}; {allowed}")
+    return mask if rank == 4 else mask[None, None]
 
 
 def flex_field(block_mask: Any, name: str) -> Any:

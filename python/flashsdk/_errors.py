@@ -1,8 +1,10 @@
-"""The one exception of the package, and the checks of numbers that most of it shares."""
+"""The exceptions of the package, and the checks of numbers that most of it shares."""
 
 from __future__ import annotations
 
 import operator
+import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -14,15 +16,75 @@ REAL = "a number that float32 can hold"
 class Error(ValueError):
     """A call that was refused before anything ran: one line, "<argument>: <given>; <allowed>".
 
-    ``code`` is "invalid_argument" (the value is wrong), "unsupported" (it is right, but nothing
-    here can do it) or "runtime" (the machine failed).
+    Every one is an ``InvalidArgument``, an ``Unsupported`` or a ``DeviceError``, and ``code`` says
+    the same: "invalid_argument", "unsupported" or "runtime". All three are ValueErrors until 0.3.
     """
 
-    code: Code
+    code: Code = "invalid_argument"
 
-    def __init__(self, message: str, code: Code = "invalid_argument") -> None:
+    def __init__(self, message: str, code: Code | None = None) -> None:
         self.args = (message,)  # as ValueError does, whose __init__ torch.compile cannot trace
-        self.code = code
+        # Of this class itself a message and a code make the one that the code says, for callers in
+        # C++. Not by __new__, which torch.compile cannot trace either.
+        if type(self) is Error:
+            self.__class__ = _CLASSES[code or "invalid_argument"]
+
+    @property
+    def argument(self) -> str:
+        """Name of the argument, or of the environment variable, that the call was refused for."""
+        return str(self).partition(": ")[0]
+
+    @property
+    def given(self) -> str:
+        """What was given, in words or as its repr."""
+        return self._parts()[0]
+
+    @property
+    def allowed(self) -> str:
+        """What is allowed, in words."""
+        return self._parts()[1]
+
+    def _parts(self) -> tuple[str, str]:
+        rest = str(self).partition(": ")[2]
+        if found := _GIVEN.match(rest):  # a text that was given may hold "; " itself
+            return found[0], rest[found.end() + 2 :]
+        given, _, allowed = rest.partition("; ")
+        return given, allowed
+
+
+# Up to the first "; " outside of quotes, which no word ends with: "query's 8" has none.
+_QUOTED = r"""(?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_GIVEN = re.compile(rf"""(?:{_QUOTED}|(?<=\w)['"]|[^;'"]|;(?! ))*(?=; )""")
+
+
+class InvalidArgument(Error):
+    """The call can never work: a wrong shape, stride, dtype, device or value."""
+
+
+class Unsupported(Error, NotImplementedError):
+    """The call is right, but no kernel of this build, or nothing here, can do it."""
+
+    code = "unsupported"
+
+
+class DeviceError(Error, RuntimeError):
+    """The machine failed: out of memory, or an error of CUDA. Outputs may hold anything."""
+
+    code = "runtime"
+
+
+_CLASSES: dict[Code, type[Error]] = {
+    "invalid_argument": InvalidArgument,
+    "unsupported": Unsupported,
+    "runtime": DeviceError,
+}
+
+
+def renamed(error: Error, names: Mapping[str, str]) -> Error:
+    """``error`` with the names that the arguments have for the caller."""
+    argument, _, rest = str(error).partition(": ")
+    rest = re.sub(r"\bq\b", names.get("q", "q"), rest)  # "the dtype of q"
+    return type(error)(f"{names.get(argument, argument)}: {rest}")
 
 
 def shown(value: object) -> str:
@@ -87,7 +149,7 @@ def integer(
         least, most = (number if limit is None else limit for limit in (minimum, maximum))
         if least <= number <= most:
             return number
-    raise Error(f"{name}: {shown(value)}; {allowed}")
+    raise InvalidArgument(f"{name}: {shown(value)}; {allowed}")
 
 
 def real(name: str, value: Any, *, allowed: str = REAL) -> float:
@@ -103,7 +165,7 @@ def real(name: str, value: Any, *, allowed: str = REAL) -> float:
             return float(plain)
     except Exception:
         pass
-    raise Error(f"{name}: {shown(value)}; {allowed}")
+    raise InvalidArgument(f"{name}: {shown(value)}; {allowed}")
 
 
 def _no_number(value: object) -> bool:
@@ -122,4 +184,4 @@ def truth(name: str, value: object, *, allowed: str = "True or False") -> bool:
         return value
     if isinstance(value, np.bool_):
         return bool(value)
-    raise Error(f"{name}: {shown(value)}; {allowed}")
+    raise InvalidArgument(f"{name}: {shown(value)}; {allowed}")

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Literal, TypeAlias, overload
 
+import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ._errors import Error, integer, shown
-from ._torch_checks import PROBABILITY, number, overridable, renamed, shape_of, switch, tensor
+from ._errors import Error, InvalidArgument, Unsupported, integer, renamed, shown
+from ._torch_checks import PROBABILITY, number, overridable, shape_of, switch, tensor
 from ._torch_eager import native
 from ._torch_ops import attend
 from .masks import Band, Causal
@@ -32,7 +33,7 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -42,7 +43,7 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     *, return_attn_probs: Literal[True],
 ) -> WithProbs: ...  # fmt: skip
 
@@ -52,7 +53,7 @@ def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: bool = ...,
 ) -> Outputs: ...  # fmt: skip
 
@@ -68,7 +69,7 @@ def flash_attn_func(
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
 ) -> Outputs:
     """flash-attn's function of this name: names, order, defaults and semantics of 2.8.
@@ -91,7 +92,8 @@ def flash_attn_func(
     alibi_slopes
         float32 (num_heads,) or (batch, num_heads).
     deterministic
-        Bit-identical gradients from run to run, or an Error.
+        Bit-identical gradients from run to run, or an Error. None, where flash-attn has False, does
+        what torch.use_deterministic_algorithms says.
     return_attn_probs
         Return (out, softmax_lse, S_dmask) with softmax_lse float32 (batch, num_heads, seqlen_q).
         flash-attn fills S_dmask with P under dropout only, where this raises an Error, as P
@@ -123,7 +125,7 @@ def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -133,7 +135,7 @@ def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     *, return_attn_probs: Literal[True],
 ) -> WithProbs: ...  # fmt: skip
 
@@ -143,7 +145,7 @@ def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: bool = ...,
 ) -> Outputs: ...  # fmt: skip
 
@@ -157,7 +159,7 @@ def flash_attn_qkvpacked_func(
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
 ) -> Outputs:
     """``flash_attn_func`` on one tensor qkv (batch, seqlen, 3, num_heads, head_dim).
@@ -184,7 +186,7 @@ def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -194,7 +196,7 @@ def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     *, return_attn_probs: Literal[True],
 ) -> WithProbs: ...  # fmt: skip
 
@@ -204,7 +206,7 @@ def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: bool = ...,
 ) -> Outputs: ...  # fmt: skip
 
@@ -219,7 +221,7 @@ def flash_attn_kvpacked_func(
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
 ) -> Outputs:
     """``flash_attn_func`` on q and one tensor kv (batch, seqlen_k, 2, num_heads_kv, head_dim).
@@ -247,7 +249,7 @@ def flash_attn_varlen_func(
     max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: Literal[False] = ..., block_table: Tensor | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -258,7 +260,7 @@ def flash_attn_varlen_func(
     max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     *, return_attn_probs: Literal[True], block_table: Tensor | None = ...,
 ) -> WithProbs: ...  # fmt: skip
 
@@ -269,7 +271,7 @@ def flash_attn_varlen_func(
     max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: bool = ..., block_table: Tensor | None = ...,
 ) -> Outputs: ...  # fmt: skip
 
@@ -289,7 +291,7 @@ def flash_attn_varlen_func(
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Outputs:
@@ -309,7 +311,7 @@ def flash_attn_varlen_func(
     """
     if block_table is not None:
         allowed = "None, as paged K and V are not supported"
-        raise Error(f"block_table: {shown(block_table)}; {allowed}", "unsupported")
+        raise Unsupported(f"block_table: {shown(block_table)}; {allowed}")
     return _flash_attn(
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
@@ -329,7 +331,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -339,7 +341,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     *, return_attn_probs: Literal[True],
 ) -> WithProbs: ...  # fmt: skip
 
@@ -349,7 +351,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: bool = ...,
 ) -> Outputs: ...  # fmt: skip
 
@@ -365,7 +367,7 @@ def flash_attn_varlen_qkvpacked_func(
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
 ) -> Outputs:
     """``flash_attn_varlen_func`` on one tensor qkv (total, 3, num_heads, head_dim).
@@ -393,7 +395,7 @@ def flash_attn_varlen_kvpacked_func(
     max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -404,7 +406,7 @@ def flash_attn_varlen_kvpacked_func(
     max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     *, return_attn_probs: Literal[True],
 ) -> WithProbs: ...  # fmt: skip
 
@@ -415,7 +417,7 @@ def flash_attn_varlen_kvpacked_func(
     max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = ..., softmax_scale: float | None = ..., causal: bool = ...,
     window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    deterministic: bool = ...,
+    deterministic: bool | None = ...,
     return_attn_probs: bool = ...,
 ) -> Outputs: ...  # fmt: skip
 
@@ -434,7 +436,7 @@ def flash_attn_varlen_kvpacked_func(
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     return_attn_probs: bool = False,
 ) -> Outputs:
     """``flash_attn_varlen_func`` on q and one tensor kv (total_k, 2, num_heads_kv, head_dim).
@@ -460,7 +462,7 @@ def _unpacked(name: str, packed: Tensor, count: int, rank: int) -> tuple[Tensor,
     """The ``count`` tensors along the last dimension but two; their gradients are stacked once."""
     if tensor(name, packed).dim() != rank or packed.shape[-3] != count:
         shape = ("batch, " if rank == 5 else "") + f"seqlen, {count}, num_heads, head_dim"
-        raise Error(f"{name}: {shape_of(packed)}; ({shape})")
+        raise InvalidArgument(f"{name}: {shape_of(packed)}; ({shape})")
     return packed.unbind(-3)
 
 
@@ -473,22 +475,24 @@ def _flash_attn(
     window_size: Sequence[int],
     softcap: float,
     alibi_slopes: Tensor | None,
-    deterministic: bool,
+    deterministic: bool | None,
     return_attn_probs: bool,
     names: Mapping[str, str] = _OWN,
 ) -> Outputs:
-    if not is_dynamo_compiling():
+    # To the short way False means what PyTorch's switch says.
+    if not is_dynamo_compiling() and not (
+        deterministic is False and torch.are_deterministic_algorithms_enabled()
+    ):
         done = native.flash_attn(
             *(*qkv, packed, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes),
-            *(deterministic, return_attn_probs),
+            *(False if deterministic is None else deterministic, return_attn_probs),
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
     dropout_p = number("dropout_p", dropout_p, allowed=PROBABILITY)
     if switch("return_attn_probs", return_attn_probs) and dropout_p > 0:
-        raise Error(
+        raise Unsupported(
             f"return_attn_probs: True with dropout_p = {dropout_p}; False, as P is never stored",
-            "unsupported",
         )
     left, right = _window(window_size)
     mask = None if left is None and right is None else Band(left, right)
@@ -506,7 +510,9 @@ def _flash_attn(
             softmax_scale=softmax_scale,
             softcap=max(number("softcap", softcap), 0.0),
             dropout_p=dropout_p,
-            deterministic=switch("deterministic", deterministic) or None,
+            deterministic=(
+                None if deterministic is None else switch("deterministic", deterministic)
+            ),
             copy=True,
         )
     except Error as e:
@@ -523,5 +529,5 @@ def _window(window_size: Sequence[int]) -> tuple[int | None, int | None]:
         left, right = (n if type(n) is int else integer("", n) for n in window_size)
     except (TypeError, ValueError):
         allowed = "(left, right), two integers"
-        raise Error(f"window_size: {shown(window_size)}; {allowed}") from None
+        raise InvalidArgument(f"window_size: {shown(window_size)}; {allowed}") from None
     return None if left < 0 else left, None if right < 0 else right

@@ -52,6 +52,9 @@ class Framework(Protocol):
     def stream(self, like: Any) -> int:
         """Address of the current CUDA stream on the GPU of ``like``."""
 
+    def deterministic(self) -> bool:
+        """Whether the framework is told to give the same bits from run to run."""
+
     def scratch(self, like: Any, size: int, stream: int | None) -> Any:
         """At least ``size`` bytes beside ``like``, reused only after what runs on ``stream``, or
         on the current one."""
@@ -94,6 +97,9 @@ class _NumPy:
     def stream(self, like: Any) -> int:
         return 0  # the default one
 
+    def deterministic(self) -> bool:
+        return False
+
     def scratch(self, like: Any, size: int, stream: int | None) -> Any:
         return self.empty_float32(like, (-(-size // 4),))
 
@@ -108,6 +114,7 @@ class _Torch(_NumPy):
         self.new_like, self.row_major = torch.empty_like, torch.contiguous_format
         self.tensor, self.is_grad_enabled = torch.Tensor, torch.is_grad_enabled
         self.increment_version = torch.autograd.graph.increment_version
+        self.is_deterministic = torch.are_deterministic_algorithms_enabled
         self.is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
     def empty(self, like: Any, shape: Shape) -> Any:
@@ -148,6 +155,9 @@ class _Torch(_NumPy):
 
     def stream(self, like: Any) -> int:
         return int(self.cuda.current_stream(like.device).cuda_stream)
+
+    def deterministic(self) -> bool:
+        return bool(self.is_deterministic())
 
     def scratch(self, like: Any, size: int, stream: int | None) -> Any:
         if stream is None or stream == self.stream(like):
@@ -312,6 +322,15 @@ def _find(array: Any) -> Framework:
     if has(array, "__array_namespace__"):
         return _ArrayApi()
     return _Unknown()
+
+
+def name(arrays: tuple[Any, ...]) -> str:
+    """ "torch" or "jax" if an adapter is for these arrays, else ""."""
+    frameworks = [of(x) for x in arrays]
+    for kind, adapter in ((_Torch, "torch"), (_Jax, "jax")):
+        if any(isinstance(framework, kind) for framework in frameworks):
+            return adapter
+    return ""
 
 
 def own(name: str, array: Any) -> Any:

@@ -7,8 +7,7 @@ what it takes it may read without its gradient. Tensors themselves are the libra
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ._block_lists import MOST_ROWS
-from ._errors import REAL, Error, has, integer, real, shown, truth, type_name
+from ._errors import REAL, InvalidArgument, Unsupported, has, integer, real, shown, truth, type_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 flag = truth
@@ -51,22 +50,15 @@ def switch(name: str, value: object) -> bool:
     return truth(name, value, allowed="True, False, 0 or 1")
 
 
-def renamed(error: Error, names: Mapping[str, str]) -> Error:
-    """``error`` with the names that the arguments have for the caller."""
-    argument, _, rest = str(error).partition(": ")
-    rest = re.sub(r"\bq\b", names.get("q", "q"), rest)  # "the dtype of q"
-    return Error(f"{names.get(argument, argument)}: {rest}", error.code)
-
-
 def tensor(name: str, x: object) -> Tensor:
     """``x`` if it is a tensor with strides."""
     if not isinstance(x, Tensor):
         given = f"a {type_name(x)}" if has(x, "shape") else shown(x)  # another's repr is data
-        raise Error(f"{name}: {given}; a tensor")
+        raise InvalidArgument(f"{name}: {given}; a tensor")
     if x.is_nested:
-        raise Error(f"{name}: a nested tensor; a dense one, or varlen_attention", "unsupported")
+        raise Unsupported(f"{name}: a nested tensor; a dense one, or varlen_attention")
     if x.layout is not torch.strided:
-        raise Error(f"{name}: a tensor of layout {x.layout}; a dense one", "unsupported")
+        raise Unsupported(f"{name}: a tensor of layout {x.layout}; a dense one")
     return x
 
 
@@ -81,7 +73,7 @@ def check_rows(name: str, x: object, *, packed: bool) -> None:
     """Refuses what is not q, k or v: a tensor of the right rank."""
     if tensor(name, x).dim() != (3 if packed else 4):
         shape = ("total_" if packed else "batch, seqlen_") + ", ".join(_DIMS[name])
-        raise Error(f"{name}: {shape_of(x)}; ({shape})")
+        raise InvalidArgument(f"{name}: {shape_of(x)}; ({shape})")
 
 
 def shape_of(x: Any) -> str:
@@ -110,7 +102,7 @@ def check_constant(name: str, x: Tensor) -> None:
     """Refuses a tensor whose gradient would be lost."""
     if x.requires_grad and torch.is_grad_enabled():
         allowed = "one without, as attention has no gradient with respect to it"
-        raise Error(f"{name}: a tensor that requires a gradient; {allowed}", "unsupported")
+        raise Unsupported(f"{name}: a tensor that requires a gradient; {allowed}")
     if not torch.compiler.is_compiling():
         no_tangent(name, x)
 
@@ -125,4 +117,4 @@ def no_tangent(name: str, x: object) -> None:
     dual = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
     if dual.tangent is not None:
         allowed = f"one without, {ONCE_IN_REVERSE}"
-        raise Error(f"{name}: a tensor with a tangent; {allowed}", "unsupported")
+        raise Unsupported(f"{name}: a tensor with a tangent; {allowed}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import Function, forward_ad
 
-from . import _torch_sharding, ops
+from . import _log, _torch_sharding, ops
 
 Keywords = dict[str, Any]  # of the functions of flashsdk.ops, but dlse and outputs
 Tensors = tuple[Tensor, ...]
@@ -45,7 +45,8 @@ def _native() -> Any:
     return InPython
 
 
-native = _native()
+built = _native()
+native = InPython if _log.ON else built  # which prints no line
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _LENDS_ANY = hasattr(Tensor, "__dlpack_c_exchange_api__")

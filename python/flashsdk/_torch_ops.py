@@ -19,8 +19,8 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
 from . import _bindings, _frameworks, _torch_flops, _torch_sharding, ops
-from ._block_lists import INT32_MAX, LISTS, Csr
-from ._errors import Error, integer, shown
+from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask
+from ._errors import Error, InvalidArgument, Unsupported, integer, renamed, shown
 from ._torch_checks import (
     ONCE_IN_REVERSE,
     PROBABILITY,
@@ -141,11 +141,11 @@ def _encode_band(band: Band) -> list[int]:
 def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask | ops.PlacedLayout:
     """The mask of ``encode_mask``; its arrays are views of ``blocks``, and are not read."""
     if len(code) not in (0, _BAND, _LAYOUT):
-        raise Error(f"mask: {len(code)} integers; those of encode_mask")
+        raise InvalidArgument(f"mask: {len(code)} integers; those of encode_mask")
     if blocks is not None and len(code) != _LAYOUT:
-        raise Error("blocks: given; none, as mask is no layout")
+        raise InvalidArgument("blocks: given; none, as mask is no layout")
     if blocks is None and len(code) == _LAYOUT:
-        raise Error("blocks: not given; the lists of the layout that mask is")
+        raise InvalidArgument("blocks: not given; the lists of the layout that mask is")
     if not code:
         return Dense()
     left, right, top_left, *rest = code
@@ -237,7 +237,7 @@ def _define(
         pass
 
     def refuse(ctx: Any, *grads: Tensor) -> None:
-        raise Error(f"create_graph: True; False, {ONCE_IN_REVERSE}", "unsupported")
+        raise Unsupported(f"create_graph: True; False, {ONCE_IN_REVERSE}")
 
     gradients = _operator(f"{name}_bwd", backward, fake_backward, save_nothing, refuse)
     differentiable = _operator(f"{name}_fwd", forward, fake_forward, save, gradient)
@@ -249,7 +249,7 @@ def _check_devices(q: Tensor, **others: Tensor | None) -> None:
     """As the library does, which is not asked where one tensor of many is on meta."""
     for name, x in others.items():
         if x is not None and x.device != q.device:
-            raise Error(f"{name}: on {x.device}; {q.device}, where q is")
+            raise InvalidArgument(f"{name}: on {x.device}; {q.device}, where q is")
 
 
 def _operator(
@@ -333,7 +333,7 @@ def attend(
     v: Tensor,
     packed: tuple[Tensor, Tensor, int, int] | None = None,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -341,7 +341,7 @@ def attend(
     dropout_p: float = 0.0,
     seed: int | None = None,
     deterministic: bool | None = None,
-    backend: str | None = None,
+    backend: ops.Backend | None = None,
     copy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out, lse of ``flashsdk.torch.attention``, or of ``varlen_attention`` if ``packed``.
@@ -349,6 +349,10 @@ def attend(
     ``copy`` copies q, k and v where their last dimension is not contiguous. Everything is checked
     here, or is the library's to check; what the dispatcher refuses is no ``Error``.
     """
+    boolean = isinstance(mask, Tensor)
+    if boolean:
+        check_constant("mask", tensor("mask", mask))
+        mask, bias = None, boolean_mask(mask, bias)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rows(name, x, packed=packed is not None)
     lengths: tuple[Any, ...] = ()
@@ -366,7 +370,13 @@ def attend(
     if copy:
         q, k, v = map(last_contiguous, (q, k, v))
     q, k, v = _autocast(q, k, v)
-    return (_mha if packed is None else _mha_varlen).attend(q, k, v, lengths, keywords)
+    operation = _mha if packed is None else _mha_varlen
+    if not boolean:
+        return operation.attend(q, k, v, lengths, keywords)
+    try:
+        return operation.attend(q, k, v, lengths, keywords)
+    except Error as e:
+        raise renamed(e, {"bias": "mask"}) from None
 
 
 def _checked(
@@ -378,7 +388,7 @@ def _checked(
     dropout_p: float,
     seed: int | None,
     deterministic: bool | None,
-    backend: str | None,
+    backend: ops.Backend | None,
 ) -> Keywords:
     """The keywords of a call as ``flashsdk.ops`` takes them, or an Error."""
     if not (mask is None or isinstance(mask, (Dense, Band, BlockMask))):
@@ -391,8 +401,8 @@ def _checked(
         seed = integer("seed", seed, 0, _UINT64 - 1, allowed="an integer from 0 to 2^64 - 1")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if backend is not None and (not isinstance(backend, str) or backend == ""):
-        raise Error(f'backend: {shown(backend)}; "cpu", "sm80", "sm90" or None')
+    if backend is not None and (not isinstance(backend, str) or not backend):
+        raise InvalidArgument(f'backend: {shown(backend)}; "cpu", "sm80", "sm90" or None')
     return {
         "mask": mask,
         "bias": bias,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ._errors import Error
+from ._errors import Unsupported
 
 Placements = list[Any]  # one for each tensor of the results, or one for each argument
 # Where batch and heads are in q, and in lse.
@@ -31,9 +31,9 @@ def prepare(q: Any, dropout_p: float, blocks: bool) -> None:
         return
     if dropout_p != 0:
         allowed = "0, as a DTensor's dropout would be another on each device"
-        raise Error(f"dropout_p: {dropout_p}; {allowed}", "unsupported")
+        raise Unsupported(f"dropout_p: {dropout_p}; {allowed}")
     if blocks:
-        raise Error("mask: a BlockMask, of DTensors; a band or None", "unsupported")
+        raise Unsupported("mask: a BlockMask, of DTensors; a band or None")
     register()
 
 

@@ -1,10 +1,11 @@
-"""The command line: ``python -m flashsdk info | demo | verify | bench``."""
+"""The command line: ``flashsdk info | demo | verify | bench``, also ``python -m flashsdk``."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
@@ -38,7 +39,7 @@ class Version(argparse.Action):
 
 
 def parser() -> Parser:
-    top = Parser(prog="python -m flashsdk", description="Exact attention: FlashAttention kernels.")
+    top = Parser(prog="flashsdk", description="Exact attention: FlashAttention kernels.")
     top.add_argument("--version", action=Version)
     commands = top.add_subparsers(
         dest="command", required=True, metavar="info | demo | verify | bench"
@@ -77,6 +78,22 @@ def parser() -> Parser:
         "--out", default="flashsdk-bench", metavar="DIR", help="(default %(default)s)"
     )
     bench.add_argument("--backend", choices=("cpu",), default="cpu")
+    bench.add_argument(
+        "--shape",
+        type=shape,
+        metavar="B,S,H[:Hkv],D",
+        help="one problem of yours instead: batch, seqlen, heads (of queries:of keys), head_dim; "
+        "beside what of PyTorch and JAX is installed",
+    )
+    bench.add_argument(
+        "--mask",
+        type=mask,
+        metavar="MASK",
+        help="of --shape: none, causal, window:L or window:L,R (default none)",
+    )
+    bench.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="of --shape (default fp32)"
+    )
 
     for command in (info, demo, verify, bench):
         command.add_argument(
@@ -112,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     import flashsdk as fs
-    from flashsdk._commands import bench, demo, info, verify
+    from flashsdk._commands import bench, bench_shape, demo, info, verify
 
     if args.threads is not None:
         fs.set_num_threads(args.threads)
@@ -130,7 +147,20 @@ def run(args: argparse.Namespace) -> int:
                 backend=args.backend,
                 framework=args.framework,
             )
+        case _ if args.shape is not None:
+            if args.filter:
+                raise Error(f"--filter: {' '.join(args.filter)}; none with --shape")
+            return bench_shape.run(
+                args.shape,
+                args.mask or "none",
+                args.dtype or "fp32",
+                quick=args.quick,
+                out=args.out,
+            )
         case _:
+            for name in ("mask", "dtype"):
+                if getattr(args, name) is not None:
+                    raise Error(f"--{name}: {getattr(args, name)}; none without --shape")
             return bench.run(
                 backend=args.backend, quick=args.quick, words=args.filter, out=args.out
             )
@@ -162,6 +192,26 @@ def threads(text: str) -> int:
 def isa(text: str) -> str:
     if not text:  # the library takes an empty variable for none; which others there are, it tells
         raise argparse.ArgumentTypeError("''; a name that info lists")
+    return text
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """batch, seqlen, heads, heads_kv, head_dim."""
+    try:
+        batch, seqlen, heads, head_dim = text.split(",")
+        of_q, _, of_kv = heads.partition(":")
+        sizes = tuple(int(x) for x in (batch, seqlen, of_q, of_kv or of_q, head_dim))
+    except ValueError:
+        sizes = (0,)
+    if min(sizes) < 1 or sizes[2] % sizes[3]:
+        allowed = "B,S,H,D or B,S,H:Hkv,D, as 2,4096,32:8,128; H a multiple of Hkv"
+        raise argparse.ArgumentTypeError(f"{text!r}; {allowed}")
+    return sizes
+
+
+def mask(text: str) -> str:
+    if not re.fullmatch(r"none|causal|window:[0-9]+(,[0-9]+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r}; none, causal, window:L or window:L,R")
     return text
 
 

@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _bindings, ops
+from . import _bindings, _log, ops
 from . import _jax_call as xla
-from ._block_lists import INT32_MAX, LISTS, Csr
-from ._errors import Error, has, integer, shown, truth, type_name
+from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask
+from ._errors import Error, has, integer, renamed, shown, truth, type_name
 from .masks import Band, BlockMask, Dense, Mask, no_mask
 
 if TYPE_CHECKING:
@@ -38,15 +38,15 @@ Array: TypeAlias = jax.Array
 
 
 class _Keywords(TypedDict, total=False):
-    mask: Mask | None
+    mask: Mask | Any | None
     bias: Any
     alibi_slopes: Any
     softmax_scale: float | None
     softcap: float
     dropout_p: float
     dropout_key: Any
-    deterministic: bool
-    backend: str | None
+    deterministic: bool | None
+    backend: ops.Backend | None
 
 
 @overload
@@ -66,7 +66,7 @@ def attention(
     k: Any,
     v: Any,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Any | None = None,
     bias: Any = None,
     alibi_slopes: Any = None,
     softmax_scale: float | None = None,
@@ -74,8 +74,8 @@ def attention(
     dropout_p: float = 0.0,
     dropout_key: Any = None,
     return_lse: bool = False,
-    deterministic: bool = False,
-    backend: str | None = None,
+    deterministic: bool | None = None,
+    backend: ops.Backend | None = None,
 ) -> Array | tuple[Array, Array]:
     """Attention of q over k and v, with gradients.
 
@@ -84,7 +84,8 @@ def attention(
         (batch, seqlen_k, num_heads_kv, head_dim_v): float32, bfloat16 or float16 on a CPU, the
         last two on a GPU. num_heads is a multiple of num_heads_kv.
     mask
-        Dense(), Causal(), SlidingWindow(), a Band or a BlockMask; None is Dense().
+        Dense(), Causal(), SlidingWindow(), a Band or a BlockMask; None is Dense(). Or a bool array,
+        True = attend, (seqlen_q, seqlen_k) or of four dimensions as a bool bias.
     bias
         Added to the scores, or bool, True = attend: (batch, num_heads, seqlen_q, seqlen_k), each
         of them or 1. To differentiate with respect to it is an Error.
@@ -103,7 +104,8 @@ def attention(
     return_lse
         Return (out, lse), lse float32 (batch, num_heads, seqlen_q); it has a gradient.
     deterministic
-        The same bits from run to run, or an Error; on a CPU always.
+        True: the same bits from run to run, or an Error; on a CPU always. None is False, as JAX
+        has no switch for all.
     backend
         "cpu", "sm80" or "sm90"; None is the fastest that fits.
 
@@ -166,7 +168,7 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Any | None = None,
     bias: Any = None,
     alibi_slopes: Any = None,
     softmax_scale: float | None = None,
@@ -174,8 +176,8 @@ def varlen_attention(
     dropout_p: float = 0.0,
     dropout_key: Any = None,
     return_lse: bool = False,
-    deterministic: bool = False,
-    backend: str | None = None,
+    deterministic: bool | None = None,
+    backend: ops.Backend | None = None,
 ) -> Array | tuple[Array, Array]:
     """``attention`` over sequences that lie packed behind one another, each on its own.
 
@@ -231,17 +233,27 @@ jax.tree_util.register_static(Dense)
 def _attend(
     qkv: tuple[Any, Any, Any],
     packed: tuple[Any, ...],
-    mask: Mask | None,
+    mask: Mask | Any | None,
     bias: Any,
     alibi_slopes: Any,
     softmax_scale: float | None,
     softcap: float,
     dropout_p: float,
     dropout_key: Any,
-    deterministic: bool,
-    backend: str | None,
+    deterministic: bool | None,
+    backend: ops.Backend | None,
 ) -> tuple[Array, Array]:
     q, k, v = (_array(name, x) for name, x in zip("qkv", qkv))
+    boolean = boolean_mask(mask, bias)
+    if boolean is not None:
+        try:
+            return _attend(
+                (q, k, v), packed, None, boolean, alibi_slopes, softmax_scale, softcap, dropout_p,
+                dropout_key, deterministic, backend,
+            )  # fmt: skip
+        except Error as e:
+            raise renamed(e, {"bias": "mask"}) from None
+    deterministic = False if deterministic is None else deterministic
     bias = None if bias is None else _array("bias", bias)
     slopes = None if alibi_slopes is None else _array("alibi_slopes", alibi_slopes)
     numbers = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
@@ -367,7 +379,7 @@ def _check(
     slopes: Any,
     numbers: dict[str, Any],
     deterministic: bool,
-    backend: str | None,
+    backend: ops.Backend | None,
 ) -> None:
     if backend is not None and backend not in ("cpu", "sm80", "sm90"):
         raise Error(f'backend: {shown(backend)}; "cpu", "sm80", "sm90" or None')
@@ -386,6 +398,16 @@ def _check(
         # What a GPU's kernels take is for them to say.
         None if backend in ("sm80", "sm90") else backend,
     )  # fmt: skip
+    if _log.ON:
+        place = jax.default_backend()
+        _log.call(
+            "jax.varlen_attention" if lengths else "jax.attention",
+            False,
+            (_like(q), _like(k), _like(v)),
+            packed,
+            options,
+            later="" if place == "cpu" else f"traced, {place} takes its kernel when it runs",
+        )
     _bindings.explain(False, (_like(q), _like(k), _like(v)), packed, options)
 
 

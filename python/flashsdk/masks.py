@@ -10,6 +10,8 @@ that are not listed are skipped, so time and traffic fall with ``density``.
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -19,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from . import _block_lists as lists
 from ._block_lists import INT32_MAX, LISTS, BlockSize, Bools, Csr, Int32s
-from ._errors import Error, integer, shown, truth
+from ._errors import Error, InvalidArgument, Unsupported, integer, shown, truth
 from ._untraced import untraced
 
 if TYPE_CHECKING:
@@ -41,9 +43,14 @@ class Dense:
         """The element matrix, bool (seqlen_q, seqlen_k), all True."""
         return Band().to_dense(seqlen_q, seqlen_k)
 
-    def density(self, seqlen_q: int, seqlen_k: int) -> float:
+    def visible_share(self, seqlen_q: int, seqlen_k: int) -> float:
         """Visible elements / all elements: 1.0, or 0.0 where there are none."""
-        return Band().density(seqlen_q, seqlen_k)
+        return Band().visible_share(seqlen_q, seqlen_k)
+
+    def density(self, seqlen_q: int, seqlen_k: int) -> float:
+        """The old name of ``visible_share``, until 0.3."""
+        _density_warning()
+        return self.visible_share(seqlen_q, seqlen_k)
 
     def plot(
         self,
@@ -86,7 +93,9 @@ class Band:
             "bottom_right",
             "top_left",
         ):
-            raise Error(f'alignment: {shown(self.alignment)}; "bottom_right" or "top_left"')
+            raise InvalidArgument(
+                f'alignment: {shown(self.alignment)}; "bottom_right" or "top_left"'
+            )
 
     def shift(self, seqlen_q: int, seqlen_k: int) -> int:
         """The key at which query 0 stands. Lengths may be the compiler's: they are not checked."""
@@ -106,7 +115,7 @@ class Band:
         return visible
 
     @untraced
-    def density(self, seqlen_q: int, seqlen_k: int) -> float:
+    def visible_share(self, seqlen_q: int, seqlen_k: int) -> float:
         """Visible elements / all elements; 0.0 where there are none. Costs O(seqlen_q)."""
         seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 0)
         low, high = self._limits
@@ -114,6 +123,11 @@ class Band:
         begin = np.clip(at + low, 0, seqlen_k)
         end = np.clip(at + high + 1, 0, seqlen_k)
         return float(np.maximum(end - begin, 0).sum()) / max(seqlen_q * seqlen_k, 1)
+
+    def density(self, seqlen_q: int, seqlen_k: int) -> float:
+        """The old name of ``visible_share``, until 0.3."""
+        _density_warning()
+        return self.visible_share(seqlen_q, seqlen_k)
 
     @untraced
     def blocks(
@@ -164,25 +178,73 @@ class Band:
         return low, INT32_MAX if self.right is None else self.right
 
 
-def Causal(alignment: Alignment = "bottom_right") -> Band:
+class _Kind(type):
+    """Of a class whose instances are the bands of one kind, whoever made them.
+
+    They are plain ``Band``s, so that equal masks are one to every kernel, cache and pickle.
+    """
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, Band) and cls._has(value)  # type: ignore[attr-defined]
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return cls is other
+
+
+class Causal(Band, metaclass=_Kind):
     """Query i sees the keys up to its own place: ``Band(None, 0, alignment)``.
 
     FlexAttention's ``q_idx >= kv_idx`` and torch's ``is_causal`` are ``Causal("top_left")``.
+    ``isinstance(mask, Causal)`` is whether a mask is a band of these limits.
     """
-    # Most calls ask for it anew, and to make and check one costs a tenth of a small call.
-    if isinstance(alignment, str) and alignment == "bottom_right":
-        return _CAUSAL
-    return Band(None, 0, alignment)
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        def __init__(self, alignment: Alignment = "bottom_right") -> None: ...
+
+    def __new__(cls, alignment: Alignment = "bottom_right") -> Any:
+        # Most calls ask for it anew, and to make and check one costs a tenth of a small call.
+        if isinstance(alignment, str) and alignment == "bottom_right":
+            return _CAUSAL
+        return Band(None, 0, alignment)
+
+    @staticmethod
+    def _has(band: Band) -> bool:
+        return band.left is None and band.right == 0
 
 
 _CAUSAL = Band(None, 0)
 
 
-def SlidingWindow(
-    left: int | None, right: int | None, alignment: Alignment = "bottom_right"
-) -> Band:
-    """Query i sees ``left`` keys before its place, its own, and ``right`` after: a ``Band``."""
-    return Band(left, right, alignment)
+class SlidingWindow(Band, metaclass=_Kind):
+    """Query i sees ``left`` keys before its place, its own, and ``right`` after: a ``Band``.
+
+    ``isinstance(mask, SlidingWindow)`` is whether a mask is a band with a limit on both sides.
+    """
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, left: int | None, right: int | None = 0, alignment: Alignment = "bottom_right"
+        ) -> None: ...
+
+    def __new__(
+        cls, left: int | None, right: int | None = 0, alignment: Alignment = "bottom_right"
+    ) -> Any:
+        return Band(left, right, alignment)
+
+    @staticmethod
+    def _has(band: Band) -> bool:
+        return band.left is not None and band.right is not None
+
+
+def _density_warning() -> None:
+    old, new = "density of a mask without blocks", "visible_share"
+    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)
 
 
 def band_or_all(band: Band | None) -> Band:
@@ -191,7 +253,7 @@ def band_or_all(band: Band | None) -> Band:
         return band
     if band is None:
         return Band()
-    raise Error(f"band: {shown(band)}; a Band, Causal(), SlidingWindow() or None")
+    raise InvalidArgument(f"band: {shown(band)}; a Band, Causal(), SlidingWindow() or None")
 
 
 def lengths(seqlen_q: object, seqlen_k: object, minimum: int) -> tuple[int, int]:
@@ -204,7 +266,7 @@ def no_mask(mask: object) -> Error:
     allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
     if hasattr(mask, "shape"):
         allowed += "; an array, of numbers or bool, is a bias"
-    return Error(f"mask: {shown(mask)}; {allowed}")
+    return InvalidArgument(f"mask: {shown(mask)}; {allowed}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -295,7 +357,7 @@ class BlockMask:
         always = _NONE if full is None else lists.as_blocks("full", full)
         rows, cols = listed.shape[2:]
         if full is not None and not lists.fits(always.shape, listed.shape):
-            raise Error(
+            raise InvalidArgument(
                 f"full: shape {np.shape(full)}; that of blocks, {np.shape(blocks)}, "
                 "up to a batch or num_heads of 1"
             )
@@ -348,37 +410,53 @@ class BlockMask:
         """From ``torch.nn.attention.flex_attention.BlockMask``, or what has the same fields.
 
         Reads BLOCK_SIZE, seq_lengths, kv_num_blocks, kv_indices and, where they are not None,
-        full_kv_num_blocks and full_kv_indices. Full blocks stay full. Partial blocks are visible
-        where ``mask_mod`` allows, which is a program and not data: say the same as ``band``
-        (``Causal("top_left")`` for ``q_idx >= kv_idx``; ``Band()`` if blocks are partial only
-        because the sequence ends inside them). It is up to the caller that the two agree.
+        full_kv_num_blocks and full_kv_indices. Full blocks stay full. Of partial blocks
+        ``mask_mod`` is asked for every element: those that it shows as a whole become full, those
+        that it hides are dropped, and what the others show must be one band, which is found.
+        Costs time in proportion to the elements of partial blocks, and no matrix of all.
 
-        Raises Error if there are partial blocks and no band, or if a field does not fit.
+        band
+            What mask_mod stands for, where you know it: an Error if it shows anything else.
+            Where block_mask has no mask_mod, as its like may not, this is what partial blocks show.
+
+        Raises Unsupported if no band shows what mask_mod does, and Error if there are partial
+        blocks with neither a band nor a mask_mod, or if a field does not fit.
         """
         block_q, block_k = lists.check_block_size(lists.flex_field(block_mask, "BLOCK_SIZE"))
         lengths = lists.flex_field(block_mask, "seq_lengths")
         try:
             seqlen_q, seqlen_k = lengths
         except (TypeError, ValueError):
-            raise Error(f"seq_lengths: {shown(lengths)}; (seqlen_q, seqlen_k)") from None
+            raise InvalidArgument(f"seq_lengths: {shown(lengths)}; (seqlen_q, seqlen_k)") from None
         seqlen_q, seqlen_k = (lists.length("seq_lengths", n) for n in (seqlen_q, seqlen_k))
         cols = -(-seqlen_k // block_k)
         partial = lists.from_flex(block_mask, "kv", cols)
         has_full = lists.flex_field(block_mask, "full_kv_num_blocks") is not None
         full = lists.from_flex(block_mask, "full_kv", cols) if has_full else _NONE
         if has_full and not lists.fits(full.shape, partial.shape):
-            raise Error(
+            raise InvalidArgument(
                 f"full_kv_num_blocks: shape {full.shape[:3]}; that of kv_num_blocks, "
                 f"{partial.shape[:3]}, up to a batch or num_heads of 1"
             )
         if (partial & full).any():
-            raise Error("full_kv_indices: a block that kv_indices lists as well; each block once")
-        if band is None and partial.any():
-            raise Error(
+            raise InvalidArgument(
+                "full_kv_indices: a block that kv_indices lists as well; each block once"
+            )
+        seqlen_q = lists.check_length("seq_lengths[0]", seqlen_q, partial.shape[2], block_q)
+        mask_mod = getattr(block_mask, "mask_mod", None)
+        if mask_mod is not None:
+            band_or_all(band)
+            device = getattr(block_mask.kv_indices, "device", "cpu")
+            asked = mask_mod, device
+            partial, always, band = _asked(
+                *(asked, partial, (block_q, block_k), (seqlen_q, seqlen_k), band)
+            )
+            full = full | always
+        elif band is None and partial.any():
+            raise InvalidArgument(
                 f"band: None; the Band that mask_mod stands for, as "
                 f"{np.count_nonzero(partial)} blocks of block_mask are partial"
             )
-        seqlen_q = lists.check_length("seq_lengths[0]", seqlen_q, partial.shape[2], block_q)
         return cls._build(partial, full, (block_q, block_k), seqlen_q, seqlen_k, band)
 
     @classmethod
@@ -419,13 +497,42 @@ class BlockMask:
 
     @cached_property
     def density(self) -> float:
-        """Visited blocks / all blocks, the mean over batch and heads.
+        """Visited blocks / all blocks, the mean over batch and heads: what time falls with.
 
-        A number, where that of a ``Band`` is a function of the lengths.
+        Of elements ``visible_share`` tells, as of every mask.
         """
         rows, cols = self.row_full.offsets.shape[2] - 1, self.col_full.offsets.shape[2] - 1
         visited = self.row_full.indices.size + self.row_partial.indices.size
         return float(visited / (self.batch * self.num_heads * rows * cols))
+
+    @untraced
+    def visible_share(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> float:
+        """Visible elements / all elements, the mean over batch and heads. Makes no element matrix.
+
+        The lengths are those of the mask; they may be given, as to masks without any.
+        """
+        self._check_lengths(seqlen_q, seqlen_k)
+        partial, full = self.block_matrices()
+        seqlens = (self.seqlen_q, self.seqlen_k)
+        (first_q, last_q), (first_k, last_k) = (
+            lists.block_bounds(n, size) for n, size in zip(seqlens, self.block_size)
+        )
+        queries, keys = last_q - first_q + 1, last_k - first_k + 1
+        visible = int((full * (queries[:, None] * keys)).sum())
+        # A band shows the same of all blocks of one size that lie alike to its diagonal.
+        _, _, row, col = np.nonzero(partial)
+        at = first_k[col] - first_q[row]
+        alike, times = np.unique(
+            np.stack([at, queries[row], keys[col]]), axis=1, return_counts=True
+        )
+        low, high = band_or_all(self.band)._limits
+        shift = band_or_all(self.band).shift(*seqlens)
+        for (distance, rows, cols), count in zip(alike.T, times):
+            # Key 0 of the block for each of its queries, from the diagonal.
+            begin = distance - shift - np.arange(rows)
+            shown = np.minimum(high - begin + 1, cols) - np.maximum(low - begin, 0)
+            visible += int(np.maximum(shown, 0).sum()) * int(count)
+        return visible / (self.batch * self.num_heads * self.seqlen_q * self.seqlen_k)
 
     @untraced
     def to_dense(
@@ -477,9 +584,9 @@ class BlockMask:
 
         self._check_lengths(seqlen_q, seqlen_k)
         if not 0 <= integer("batch", batch) < self.batch:
-            raise Error(f"batch: {shown(batch)}; 0 to {self.batch - 1}")
+            raise InvalidArgument(f"batch: {shown(batch)}; 0 to {self.batch - 1}")
         if head is not None and not 0 <= integer("head", head) < self.num_heads:
-            raise Error(f"head: {shown(head)}; 0 to {self.num_heads - 1}")
+            raise InvalidArgument(f"head: {shown(head)}; 0 to {self.num_heads - 1}")
         partial, full = self.block_matrices()
         if head is None:
             heads = range(1 if ax is not None else min(self.num_heads, 16))
@@ -495,7 +602,9 @@ class BlockMask:
             ("seqlen_k", seqlen_k, self.seqlen_k),
         ):
             if given is not None and integer(name, given) != own:
-                raise Error(f"{name}: {shown(given)}; {own}, which the mask was made for, or None")
+                raise InvalidArgument(
+                    f"{name}: {shown(given)}; {own}, which the mask was made for, or None"
+                )
 
     # ---- identity
 
@@ -537,6 +646,57 @@ class BlockMask:
             f"block_size={self.block_size}, batch={self.batch}, num_heads={self.num_heads}, "
             f"density={self.density:.4g}, band={self.band})"
         )
+
+
+def _asked(
+    asked: tuple[Any, Any],  # FlexAttention's mask_mod, and the device to ask it on
+    partial: Bools,  # (batch | 1, num_heads | 1, rows, cols)
+    block_size: tuple[int, int],
+    seqlens: tuple[int, int],
+    band: Band | None,
+) -> tuple[Bools, Bools, Band | None]:
+    """(partial, full, band): what mask_mod shows of partial blocks, as blocks and a band."""
+    from . import _flex
+
+    blocks = np.array(np.nonzero(partial))
+    shared = [axis for axis in (0, 1) if partial.shape[axis] == 1]
+    mixed, always = np.zeros_like(partial), np.zeros_like(partial)
+
+    def looks() -> Iterator[tuple[Any, Bools, Any, Bools, Any]]:
+        found = _flex.visible(*asked, blocks, block_size, seqlens, shared)
+        for some, seen, exists, distance in found:
+            some_seen, all_seen = seen.any((1, 2)), (seen | ~exists).all((1, 2))
+            is_mixed = some_seen & ~all_seen
+            mixed[tuple(blocks[:, some])], always[tuple(blocks[:, some])] = is_mixed, all_seen
+            yield is_mixed, seen, distance, exists, some
+
+    # If any band shows this, so does the one from the least to the greatest visible distance.
+    low, high, least, greatest = INT32_MAX, -INT32_MAX, INT32_MAX, -INT32_MAX
+    for is_mixed, seen, distance, exists, _ in looks():
+        if not is_mixed.any():
+            continue
+        shown, there = distance[is_mixed][seen[is_mixed]], distance[is_mixed][exists[is_mixed]]
+        low, high = min(low, int(shown.min())), max(high, int(shown.max()))
+        least, greatest = min(least, int(there.min())), max(greatest, int(there.max()))
+    if not mixed.any():
+        return mixed, always, None
+    found = Band(-low if least < low else None, high if greatest > high else None, "top_left")
+    wanted = found if band is None else band
+    shift = wanted.shift(*seqlens)
+    first, last = (limit + shift for limit in wanted._limits)
+    for is_mixed, seen, distance, exists, some in looks():
+        wrong = (((first <= distance) & (distance <= last)) & exists) != seen
+        wrong &= is_mixed[:, None, None]
+        if wrong.any():
+            n, i, j = (int(x[0]) for x in np.nonzero(wrong))
+            _, _, row, col = (int(x) for x in blocks[:, some][:, n])
+            at = f"query {row * block_size[0] + i}, key {col * block_size[1] + j}"
+            sees = "shows" if seen[n, i, j] else "hides"
+            if band is not None:
+                raise InvalidArgument(f"band: {band}; what mask_mod shows: it {sees} {at}")
+            allowed = "one that is a band inside of each partial block; a bias for the others"
+            raise Unsupported(f"mask_mod: it {sees} {at}, which no band does; {allowed}")
+    return mixed, always, wanted
 
 
 Mask: TypeAlias = Dense | Band | BlockMask

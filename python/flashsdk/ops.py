@@ -30,7 +30,8 @@ Keywords of all four functions::
     dropout_p      probability to drop an element of softmax's result, 0 <= dropout_p < 1, rounded
                    to the nearest 1/256, at most 255/256
     seed, offset   what the dropout pattern is a function of; 0 to 2^64 - 1
-    deterministic  the same bits from run to run, or an Error; CPU kernels always are
+    deterministic  True: the same bits from run to run, or an Error; CPU kernels always are. None
+                   does what torch.use_deterministic_algorithms says of PyTorch's tensors
     stream         address of a CUDA stream; None is the current one. None on a CPU
     backend        "cpu", "sm80" or "sm90"; None is the fastest that fits
 
@@ -43,13 +44,14 @@ written. They release the GIL and may be called from several threads at once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
-from . import _bindings, _frameworks
+from . import _bindings, _frameworks, _log
 from ._errors import Error, has, shown
 from .masks import Band, BlockMask, Dense, Mask, no_mask
 
 __all__ = [
+    "Backend",
     "Explanation",
     "explain",
     "mha_bwd",
@@ -58,6 +60,7 @@ __all__ = [
     "mha_varlen_fwd",
 ]
 
+Backend: TypeAlias = Literal["cpu", "sm80", "sm90"]
 Array = TypeVar("Array")  # of any framework; results are of q's
 
 
@@ -74,11 +77,11 @@ def mha_fwd(
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     out: Array | None = None,
     lse: Array | None = None,
     stream: int | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Array, Array]:
     """Attention: (out, lse), new arrays of q's framework unless given.
 
@@ -93,7 +96,7 @@ def mha_fwd(
     arXiv 2205.14135, algorithm 1.
     """
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, deterministic, stream, backend)  # fmt: skip
+               seed, offset, _deterministic(deterministic, q), stream, backend)  # fmt: skip
     return _forward(q, k, v, out, lse, (), options)
 
 
@@ -114,11 +117,11 @@ def mha_varlen_fwd(
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     out: Array | None = None,
     lse: Array | None = None,
     stream: int | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Array, Array]:
     """Attention on sequences of different lengths, packed one behind the other: (out, lse).
 
@@ -140,7 +143,7 @@ def mha_varlen_fwd(
     """
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, deterministic, stream, backend)  # fmt: skip
+               seed, offset, _deterministic(deterministic, q), stream, backend)  # fmt: skip
     return _forward(q, k, v, out, lse, packed, options)
 
 
@@ -161,12 +164,12 @@ def mha_bwd(
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
     stream: int | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of mha_fwd: (dq, dk, dv), new arrays of q's framework unless given.
 
@@ -183,7 +186,7 @@ def mha_bwd(
     arXiv 2205.14135, algorithm 4.
     """
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, deterministic, stream, backend)  # fmt: skip
+               seed, offset, _deterministic(deterministic, q), stream, backend)  # fmt: skip
     return _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, (), options)
 
 
@@ -208,12 +211,12 @@ def mha_varlen_bwd(
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
     stream: int | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of mha_varlen_fwd: (dq, dk, dv), new arrays of q's framework unless given.
 
@@ -231,7 +234,7 @@ def mha_varlen_bwd(
     """
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, deterministic, stream, backend)  # fmt: skip
+               seed, offset, _deterministic(deterministic, q), stream, backend)  # fmt: skip
     return _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, packed, options)
 
 
@@ -277,8 +280,8 @@ def explain(
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
-    deterministic: bool = False,
-    backend: str | None = None,
+    deterministic: bool | None = None,
+    backend: Backend | None = None,
 ) -> Explanation:
     """The kernel that mha_fwd (mha_varlen_fwd with cu_seqlens) or, for "bwd", its gradient takes.
 
@@ -291,7 +294,7 @@ def explain(
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     packed: Any = () if all(x is None for x in lengths) else lengths  # as a whole or not at all
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, deterministic, None, backend)  # fmt: skip
+               seed, offset, _deterministic(deterministic, q), None, backend)  # fmt: skip
     return Explanation(*_bindings.explain(op == "bwd", (q, k, v), packed, options))
 
 
@@ -312,6 +315,8 @@ class PlacedLayout:
 def _forward(
     q: Any, k: Any, v: Any, out: Any, lse: Any, packed: _bindings.Packed, options: _bindings.Options
 ) -> tuple[Any, Any]:
+    if _log.ON:
+        _log.call("mha_varlen_fwd" if packed else "mha_fwd", False, (q, k, v), packed, options)
     framework = _frameworks.of(q)
     new_out, new_lse = out is None, lse is None
     try:
@@ -345,6 +350,8 @@ def _backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, dq: Any, dk: Any, dv: Any,
     packed: _bindings.Packed, options: _bindings.Options,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
+    if _log.ON:
+        _log.call("mha_varlen_bwd" if packed else "mha_bwd", True, (q, k, v), packed, options)
     framework = _frameworks.of(q)
     given = dq, dk, dv
     try:
@@ -363,6 +370,10 @@ def _backward(
     )
     dq, dk, dv = results
     return dq, dk, dv
+
+
+def _deterministic(given: bool | None, q: Any) -> bool:
+    return _frameworks.of(q).deterministic() if given is None else given
 
 
 def _mask(mask: object, q: Any) -> _bindings.Mask:

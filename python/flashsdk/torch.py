@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import has_torch_function
 
-from ._errors import Error, has
+from ._errors import Error, InvalidArgument, has, renamed
 from ._flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -50,16 +50,19 @@ from ._flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from ._torch_checks import check_constant, flag, overridden, renamed, shape_of, tensor
+from ._torch_checks import check_constant, flag, overridden, shape_of, tensor
 from ._torch_eager import last_contiguous, native
+from ._torch_explain import explain
 from ._torch_ops import attend
 from .masks import Band, Causal, Mask
+from .ops import Backend
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
     "attention",
+    "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -74,7 +77,7 @@ __all__ = [
 class _Keywords(TypedDict, total=False):
     """Those of ``attention`` and ``varlen_attention`` but return_lse, for type checkers."""
 
-    mask: Mask | None
+    mask: Mask | Tensor | None
     bias: Tensor | None
     alibi_slopes: Tensor | None
     softmax_scale: float | None
@@ -82,7 +85,7 @@ class _Keywords(TypedDict, total=False):
     dropout_p: float
     seed: int | None
     deterministic: bool | None
-    backend: str | None
+    backend: Backend | None
 
 
 @overload
@@ -107,7 +110,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -116,7 +119,7 @@ def attention(
     seed: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, differentiable in q, k and v (FlashAttention, arXiv 2205.14135).
 
@@ -126,7 +129,8 @@ def attention(
         (batch, seqlen_k, num_heads_kv, head_dim) and (batch, seqlen_k, num_heads_kv, head_dim_v);
         num_heads_kv divides num_heads, and consecutive query heads share one.
     mask
-        Which keys a query sees: ``flashsdk.Causal()``, ``SlidingWindow``, a ``BlockMask``, None.
+        Which keys a query sees: ``flashsdk.Causal()``, ``SlidingWindow``, a ``BlockMask``, None. Or
+        a bool tensor, True = attend, (seqlen_q, seqlen_k) or of four dimensions as a bool bias.
     bias
         (batch | 1, num_heads | 1, seqlen_q | 1, seqlen_k | 1), added to the scores, or bool,
         True = attend. Must not require a gradient.
@@ -159,7 +163,9 @@ def attention(
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
-    given = (q, k, v, bias, alibi_slopes)
+    given: tuple[Any, ...] = (q, k, v, bias, alibi_slopes)
+    if isinstance(mask, Tensor):
+        given = (*given, mask)
     if has_torch_function(given):
         return overridden(  # type: ignore[no-any-return]
             *(attention, given, q, k, v),
@@ -240,7 +246,7 @@ def varlen_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -249,7 +255,7 @@ def varlen_attention(
     seed: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention`` over sequences that lie packed behind one another, each on its own.
 
@@ -275,7 +281,9 @@ def varlen_attention(
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes)
+    given: tuple[Any, ...] = (q, k, v, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes)
+    if isinstance(mask, Tensor):
+        given = (*given, mask)
     if has_torch_function(given):
         return overridden(  # type: ignore[no-any-return]
             *(varlen_attention, given, q, k, v, cu_seqlens_q, cu_seqlens_k),
@@ -376,7 +384,7 @@ def scaled_dot_product_attention(
     mask, bias = None, None
     if attn_mask is not None:
         if flag("is_causal", is_causal):
-            raise Error("is_causal: True with an attn_mask; False, or no attn_mask")
+            raise InvalidArgument("is_causal: True with an attn_mask; False, or no attn_mask")
         # CausalBias of torch.nn.attention.bias, by its fields: to import it takes seconds.
         if has(attn_mask, "variant"):
             mask = _causal_bias(attn_mask, scores)
@@ -423,25 +431,27 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, *, gqa: bool) -> tuple[int
     """How many heads each is to have; raises Error for shapes that do not belong together."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if tensor(name, x).dim() < 2:
-            raise Error(f"{name}: {shape_of(x)}; (..., num_heads, seqlen, head_dim)")
+            raise InvalidArgument(f"{name}: {shape_of(x)}; (..., num_heads, seqlen, head_dim)")
     if key.shape[-1] != query.shape[-1]:
-        raise Error(f"key: {shape_of(key)}; (..., head_dim {query.shape[-1]}), as query has")
+        raise InvalidArgument(
+            f"key: {shape_of(key)}; (..., head_dim {query.shape[-1]}), as query has"
+        )
     if value.shape[-2] != key.shape[-2]:
         allowed = f"(..., seqlen_k {key.shape[-2]}, head_dim_v), as key has"
-        raise Error(f"value: {shape_of(value)}; {allowed}")
+        raise InvalidArgument(f"value: {shape_of(value)}; {allowed}")
     of_query, of_key, of_value = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
     of_kv = max(of_key, of_value) if 0 not in (of_key, of_value) else 0
     for name, n in (("key", of_key), ("value", of_value)):
         if not _broadcasts(n, of_kv):
-            raise Error(f"{name}: {n} heads; {of_kv}, or 1")
+            raise InvalidArgument(f"{name}: {n} heads; {of_kv}, or 1")
     if of_query == of_kv or of_kv == 1:
         return of_query, of_kv, of_kv
     if of_query == 1:
         return of_kv, of_kv, of_kv
     if not gqa:
-        raise Error(f"key: {of_kv} heads; query's {of_query}, or enable_gqa=True")
+        raise InvalidArgument(f"key: {of_kv} heads; query's {of_query}, or enable_gqa=True")
     if of_kv == 0 or of_query % of_kv != 0:
-        raise Error(f"key: {of_kv} heads; a divisor of query's {of_query}")
+        raise InvalidArgument(f"key: {of_kv} heads; a divisor of query's {of_query}")
     return of_query, of_kv, of_kv
 
 
@@ -456,7 +466,7 @@ def _batch(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
         one, other = ((1,) * (rank - len(sizes)) + tuple(sizes) for sizes in (batch, given))
         if not all(_broadcasts(m, n) or n == 1 for m, n in zip(one, other, strict=True)):
             allowed = f"leading dimensions that broadcast with {tuple(batch)}"
-            raise Error(f"{name}: {shape_of(x)}; {allowed}")
+            raise InvalidArgument(f"{name}: {shape_of(x)}; {allowed}")
         batch = torch.Size(n if m == 1 else m for m, n in zip(one, other, strict=True))
     return batch
 
@@ -486,7 +496,7 @@ def _bias(attn_mask: Tensor, batch: torch.Size, scores: tuple[int, int, int]) ->
     shape = (1,) * (rank - attn_mask.dim()) + tuple(attn_mask.shape)
     allowed = (*batch, *scores)
     if len(shape) != rank or not all(map(_broadcasts, shape, allowed)):
-        raise Error(f"attn_mask: {shape_of(attn_mask)}; one that broadcasts to {allowed}")
+        raise InvalidArgument(f"attn_mask: {shape_of(attn_mask)}; one that broadcasts to {allowed}")
     bias = attn_mask
     while bias.dim() < rank:
         bias = bias.unsqueeze(0)
@@ -553,5 +563,5 @@ def _causal_bias(attn_mask: Any, scores: tuple[int, int, int]) -> Band:
     if attn_mask.variant.name == "UPPER_LEFT":
         return Causal("top_left")
     if shape != scores[1:]:
-        raise Error(f"attn_mask: shape {shape}; {scores[1:]}")
+        raise InvalidArgument(f"attn_mask: shape {shape}; {scores[1:]}")
     return Causal("bottom_right")

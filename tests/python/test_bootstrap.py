@@ -63,3 +63,17 @@ def test_a_gpu_is_known_by_the_files_that_cmake_looks_for(bootstrap, tmp_path, m
     assert bootstrap.gpu_present()
     text = SCRIPT.parents[1].joinpath("cmake", "Cuda.cmake").read_text()
     assert "set(FLASHSDK_GPU_FILES /dev/" in text
+
+
+def test_packages_come_from_pyproject(bootstrap, monkeypatch):
+    """Those of users from the extras, those of developers from groups that no index shows."""
+    monkeypatch.setattr(bootstrap, "ROOT", SCRIPT.parents[1])
+    for group, package in (
+        ("build", "ninja"), ("demo", "matplotlib"), ("test", "pytest"), ("lint", "ruff"),
+        ("jax", "flax"), ("transformers", "transformers"),
+    ):  # fmt: skip
+        assert any(x.startswith(package) for x in bootstrap.packages(group)), group
+    tomllib = pytest.importorskip("tomllib")
+    settings = tomllib.loads((SCRIPT.parents[1] / "pyproject.toml").read_text("utf-8"))
+    users = set(settings["project"]["optional-dependencies"])
+    assert not {"build", "lint", "test", "test-jax"} & users

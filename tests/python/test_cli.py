@@ -1,12 +1,15 @@
 """The command line: what it prints, what it writes, and how it ends."""
 
 import dataclasses
+import importlib.util
 import json
 import mmap
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import flashsdk as fs
 import numpy as np
@@ -15,9 +18,9 @@ from flashsdk import _bindings, _reference, cli
 from flashsdk._commands import (
     bench_cpu,
     bench_cpu_tables,
+    bench_shape,
     demo,
     exact,
-    goals,
     machine,
     memory,
     standard,
@@ -58,6 +61,22 @@ def run(*args: str, code: int = 0, **kwargs) -> str:
 
 
 # ---- all
+
+
+def test_the_console_script():
+    """An installed flashsdk is this module."""
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    if not pyproject.exists():
+        pytest.skip("not a checkout")
+    (entry,) = re.findall(r'^flashsdk = "(.*)"$', pyproject.read_text("utf-8"), re.MULTILINE)
+    module, _, function = entry.partition(":")
+    code = f"import sys; from {module} import {function}; sys.exit({function}())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("flashsdk ")
+    usage = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert usage.returncode == 2 and usage.stderr.startswith("flashsdk: ")
 
 
 def test_version():
@@ -199,7 +218,7 @@ def test_verify_reports_an_exception_as_a_failure(monkeypatch, capsys):
 
     monkeypatch.setattr(verify, "check", refuse)
     assert verify.run(seconds=None, count=1, seed=None, backend="cpu", framework=None) == 1
-    assert "Error: q: no; yes" in capsys.readouterr().out
+    assert "InvalidArgument: q: no; yes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("given", [{"count": 2}, {"seed": 3}])
@@ -346,20 +365,13 @@ def test_bench_counts_flops_as_stated():
     assert dataclasses.replace(case, op="bwd").flops == case.flops * 2.5
 
 
-def test_bench_has_every_row_of_the_goals():
-    rows = [dataclasses.asdict(c) | {"share": 0.9} for c in bench_cpu.cases(quick=False)]
-    record = {"rows": rows, "quick": False, "isa": "avx512_bf16", "cpu": "AMD EPYC"}
-    found = [goals.goal(row, record) for row in rows if row["kind"] == "dense"]
-    shares = len(goals.SHARE_4096) + len(goals.SHARE_1024)
-    assert sum(g.share is not None for g in found) >= shares
-    # Six at each of two head dimensions, and causal forward at 1K in three dtypes.
-    ratios = 2 * len(goals.RATIO_4096) + 3
-    assert sum(g.ratio is not None for g in found) == ratios
-    measured = {**record, "rows": [row | {"ratio": 1.0} for row in rows if row["kind"] == "dense"]}
-    assert bench_cpu_tables.left_out(measured) == 0
-    elsewhere = {**measured, "cpu": "Intel Xeon", "isa": "avx512"}
-    assert bench_cpu_tables.left_out(elsewhere) == ratios
-    assert bench_cpu_tables.left_out({**elsewhere, "quick": True}) == 0
+def test_bench_knows_no_goals():
+    rows = [
+        {"kind": "sparse", "dtype": "fp32", "op": "fwd", "heads": 4, "head_dim": 64, "seqlen": 8192}
+        | {"density": 0.5, "seconds": 1.0, "dense_seconds": 2.0, "of_dense": 0.9, "limit": 0.6}
+    ]
+    (sparse,) = bench_cpu_tables.tables({"rows": rows, "quick": False})
+    assert sparse.rows[0][-1] == "90.0 %"
 
 
 def test_interleaved_times_in_turns():
@@ -412,3 +424,85 @@ def test_quantities():
 def test_table_aligns_columns_under_titles():
     text = table.text_table([["", "time", ""], ["name", "a", "b"]], [["x", "1", "22"]], left=1)
     assert text.splitlines() == ["       time", "name  a   b", "────  ─  ──", "x     1  22"]
+
+
+# ---- bench --shape
+
+
+def test_bench_of_a_shape(tmp_path):
+    text = run(
+        *("bench", "--shape", "2,64,4:2,16", "--mask", "window:9", "--quick"),
+        *("--out", str(tmp_path), "--threads", "1"),
+    )
+    (path,) = tmp_path.glob("cpu_*_shape.json")
+    record = json.loads(path.read_text())
+    assert record["shape"] == dict(batch=2, seqlen=64, heads=4, heads_kv=2, head_dim=16)
+    q, k = np.zeros((2, 64, 4, 16), np.float32), np.zeros((2, 64, 2, 16), np.float32)
+    rows = {(row["name"], row["op"]): row for row in record["rows"]}
+    for op in ("fwd", "bwd"):
+        why = fs.explain(q, k, k, op=op, mask=fs.SlidingWindow(9))
+        assert record["kernel"][op] == why.kernel and f"{op}: {why.kernel}" in text
+        row = rows["flashsdk", op]
+        low, high = row["quartiles"]
+        assert 0 < low <= row["seconds"] <= high and len(row["samples"]) >= 2
+        visible = fs.SlidingWindow(9).to_dense(64, 64).sum()
+        flops = 4 * 2 * 4 * 16 * visible * (2.5 if op == "bwd" else 1)
+        assert row["gflops"] == pytest.approx(flops / row["seconds"] / 1e9)
+        assert row["of_ours"] == 1
+    assert "quartiles" in text and "goal" not in text
+
+
+def test_bench_of_a_shape_finds_the_peers():
+    found, left_out = bench_shape.runners(
+        bench_shape.make(bench_shape.Shape(1, 64, 2, 2, 16), fs.Causal(), "fp32")
+    )
+    want = {"torch": "PyTorch, flash", "jax": "JAX, XLA (backward with forward)"}
+    for package, name in want.items():
+        if importlib.util.find_spec(package) is not None:
+            assert name in found, left_out
+    for runner in found.values():
+        assert np.abs(runner.out - found["flashsdk"].out).max() < 1e-5
+        runner.forward(), runner.backward()
+
+
+def test_bench_of_a_shape_leaves_out_what_is_another_problem(monkeypatch):
+    def other(problem):
+        mine = bench_shape.ours(problem)
+        return dataclasses.replace(mine, out=mine.out + 1)
+
+    def fails(problem):
+        raise RuntimeError("takes no such\nthing")
+
+    peers = [("other", True, other), ("fails", False, fails), ("large", True, fails)]
+    monkeypatch.setattr(bench_shape, "_peers", lambda: iter(peers))
+    problem = bench_shape.make(bench_shape.Shape(1, 32, 2, 1, 16), fs.Dense(), "fp32")
+    found, left_out = bench_shape.runners(problem)
+    assert list(found) == ["flashsdk"]
+    assert left_out["other"].startswith("its output differs by ")
+    assert left_out["fails"] == left_out["large"] == "RuntimeError: takes no such"
+    monkeypatch.setattr(bench_shape, "MOST_SCORES", 4 * 2 * 32 * 32 - 1)
+    _, left_out = bench_shape.runners(problem)
+    assert left_out["large"] == left_out["other"] == "its scores take 8.00 KiB; 8.00 KiB at most"
+    assert left_out["fails"] == "RuntimeError: takes no such"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--shape", "1,2,3"], "--shape: '1,2,3'; B,S,H,D or B,S,H:Hkv,D"),
+        (["--shape", "1,64,4:3,16"], "--shape: '1,64,4:3,16'; "),
+        (["--shape", "1,64,0,16"], "--shape: '1,64,0,16'; "),
+        (["--shape", "1,64,2,16", "--mask", "window:-3"], "--mask: 'window:-3'; none, causal, wi"),
+        (["--shape", "1,64,2,16", "--filter", "fwd"], "--filter: fwd; none with --shape"),
+        (["--mask", "causal"], "--mask: causal; none without --shape"),
+        (["--dtype", "bf16"], "--dtype: bf16; none without --shape"),
+        (["--shape", "1,64,2,300"], "q: head_dim 300; "),
+    ],
+)
+def test_wrong_shapes_are_one_line(args, says, capsys, tmp_path):
+    try:
+        assert cli.main(["bench", *args, "--out", str(tmp_path)]) == 2
+    except SystemExit as e:
+        assert e.code == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1

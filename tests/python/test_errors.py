@@ -1,5 +1,8 @@
 """Bad input: one line that names the argument, what was given and what is allowed; nothing runs."""
 
+import copy
+import pickle
+
 import flashsdk as fs
 import numpy as np
 import pytest
@@ -412,7 +415,7 @@ MATRIX = np.zeros((40, 40))  # whose repr has many lines
     [
         {"softmax_scale": MATRIX}, {"softmax_scale": 10**400}, {"softcap": "a"}, {"softcap": None},
         {"dropout_p": MATRIX}, {"seed": MATRIX}, {"offset": None}, {"deterministic": "no"},
-        {"deterministic": MATRIX}, {"deterministic": None}, {"stream": MATRIX},
+        {"deterministic": MATRIX}, {"stream": MATRIX},
         {"backend": "x\ny"}, {"backend": "x" * 200}, {"backend": MATRIX}, {"backend": "\ud800"},
         {"backend": ""}, {"mask": MATRIX}, {"mask": "causal\n"},
     ],
@@ -518,3 +521,44 @@ def test_explain_takes_the_calls_of_dropout():
     assert "features" in fs.explain(q, q, q, **call).kernel
     with pytest.raises(fs.Error, match=r"^seed: -1; "):
         fs.explain(q, q, q, seed=-1)
+
+
+CLASSES = {
+    "invalid_argument": (fs.InvalidArgument, ValueError),
+    "unsupported": (fs.Unsupported, NotImplementedError),
+    "runtime": (fs.DeviceError, RuntimeError),
+}
+
+
+@pytest.mark.parametrize("code", CLASSES)
+def test_each_code_is_a_class(code):
+    kind, python_kind = CLASSES[code]
+    # The extension, and the library of PyTorch's operators, have a message and a code.
+    for error in (fs.Error("k: 3; 4 or 5", code), kind("k: 3; 4 or 5")):
+        for one in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
+            assert type(one) is kind and isinstance(one, (python_kind,))
+            assert isinstance(one, ValueError)  # for one minor version
+            assert (one.code, str(one)) == (code, "k: 3; 4 or 5")
+            assert (one.argument, one.given, one.allowed) == ("k", "3", "4 or 5")
+
+
+def test_the_library_raises_the_class():
+    q = f32(1, 2, 1, 300)
+    with pytest.raises(NotImplementedError) as caught:
+        fs.mha_fwd(q, q, q)
+    assert type(caught.value) is fs.Unsupported
+    assert caught.value.argument == "q"
+    assert caught.value.given == "head_dim 300" and "256" in caught.value.allowed
+    with pytest.raises(fs.InvalidArgument) as wrong:
+        fs.mha_fwd(q.astype(np.float64), q, q)
+    assert not isinstance(wrong.value, (NotImplementedError, RuntimeError))
+
+
+def test_fields_of_a_text_that_holds_the_separator():
+    with pytest.raises(fs.InvalidArgument) as caught:
+        fs.Causal("a; b: 'c")
+    e = caught.value
+    assert (e.argument, e.given) == ("alignment", '"a; b: \'c"')
+    assert e.allowed == '"bottom_right" or "top_left"'
+    e = fs.Error("key: query's; 8, as query's; no more")  # a quote that nobody closes
+    assert (e.argument, e.given, e.allowed) == ("key", "query's", "8, as query's; no more")

@@ -4,10 +4,12 @@ import copy
 import dataclasses
 import functools
 import pickle
+import re
 import sys
 import tracemalloc
 from types import SimpleNamespace
 
+import flashsdk as fs
 import numpy as np
 import pytest
 from flashsdk._errors import Error
@@ -88,7 +90,7 @@ def random_mask(seed):
 def test_band_is_its_definition(band, lengths):
     want = elements(band, *lengths)
     assert np.array_equal(band.to_dense(*lengths), want)
-    assert band.density(*lengths) == pytest.approx(want.mean(), abs=1e-12)
+    assert band.visible_share(*lengths) == pytest.approx(want.mean(), abs=1e-12)
 
 
 @pytest.mark.parametrize("size", [(16, 16), (16, 48), (32, 16), (1, 1), (7, 3)])
@@ -106,7 +108,7 @@ def test_band_blocks_are_classified_exactly(band, lengths, size):
 
 def test_dense_sees_all():
     assert Dense().to_dense(3, 5).all() and Dense().to_dense(3, 5).shape == (3, 5)
-    assert Dense().density(3, 5) == 1
+    assert Dense().visible_share(3, 5) == 1
     assert Dense() == Dense() and hash(Dense()) == hash(Dense())
 
 
@@ -114,7 +116,7 @@ def test_empty_sequences_have_empty_matrices():
     for mask in (Dense(), Causal()):
         assert mask.to_dense(0, 7).shape == (0, 7)
         assert mask.to_dense(7, 0).shape == (7, 0)
-        assert mask.density(0, 7) == mask.density(7, 0) == 0
+        assert mask.visible_share(0, 7) == mask.visible_share(7, 0) == 0
 
 
 def test_causal_and_sliding_window_are_bands():
@@ -333,7 +335,98 @@ def test_from_flex_per_batch_and_head():
     theirs = flex_blocks(listed_causal, 2, 3, 128, 128, 16)
     mask = BlockMask.from_flex(theirs, band=Causal("top_left"))
     assert mask == BlockMask.from_dense(blocks.numpy(), 16, band=Causal("top_left"))
+    assert BlockMask.from_flex(theirs) == mask
+    theirs.mask_mod = None
     with pytest.raises(Error, match=r"^band: None; the Band that mask_mod stands for"):
+        BlockMask.from_flex(theirs)
+
+
+def documents(*lengths):
+    """mask_mod and the element matrix of documents that lie behind one another."""
+    torch = pytest.importorskip("torch")
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return (lambda b, h, q, k: ids[q] == ids[k]), (ids[:, None] == ids).numpy()
+
+
+@pytest.mark.parametrize(
+    "band",
+    [Band(), Causal("top_left"), Band(20, 5, "top_left"), Band(None, -3), Band(-4, None)],
+    ids=str,
+)
+@pytest.mark.parametrize("lengths", [(128, 128), (100, 70), (50, 90)])
+def test_from_flex_finds_the_band(band, lengths):
+    low, high = band._limits
+    shift = band.shift(*lengths)
+
+    def mask_mod(b, h, q, k):
+        return (k - q - shift >= low) & (k - q - shift <= high)
+
+    mask = BlockMask.from_flex(flex_blocks(mask_mod, None, None, *lengths, 16))
+    assert np.array_equal(mask.to_dense()[0, 0], elements(band, *lengths))
+
+
+def test_from_flex_asks_mask_mod():
+    """What blocks and a band can say of documents is right, and what they cannot is refused."""
+    mod, want = documents(32, 64, 32)
+    mask = BlockMask.from_flex(flex_blocks(mod, None, None, 128, 128, 16))
+    assert mask.band is None and np.array_equal(mask.to_dense()[0, 0], want)
+
+    def causal(b, h, q, k):
+        return mod(b, h, q, k) & (q >= k)
+
+    mask = BlockMask.from_flex(flex_blocks(causal, None, None, 128, 128, 16))
+    assert mask.band == Causal("top_left")
+    assert np.array_equal(mask.to_dense()[0, 0], want & np.tri(128, dtype=bool))
+
+    mod, want = documents(300, 724)
+    theirs = flex_blocks(mod, None, None, 1024, 1024, 128)
+    with pytest.raises(fs.Unsupported, match=r"^mask_mod: it hides query 0, key 300, which no b"):
+        BlockMask.from_flex(theirs)
+    with pytest.raises(fs.InvalidArgument, match=r"^band: Band\(.*; what mask_mod shows: it ") as e:
+        BlockMask.from_flex(theirs, band=Causal())
+    query, key = map(int, re.findall(r"query (\d+), key (\d+)", str(e.value))[0])
+    assert want[query, key] != (key <= query) and ("shows" in str(e.value)) == want[query, key]
+
+
+def test_from_flex_takes_a_wrong_band_for_no_excuse():
+    def window(b, h, q, k):
+        return (q - k <= 8) & (q >= k)
+
+    theirs = flex_blocks(window, None, None, 64, 64, 16)
+    with pytest.raises(Error, match=r"^band: .*it hides query 9, key 0$"):
+        BlockMask.from_flex(theirs, band=Causal())
+    assert BlockMask.from_flex(theirs, band=SlidingWindow(8)) == BlockMask.from_flex(
+        theirs, band=SlidingWindow(8, 0)
+    )
+
+
+def test_from_flex_in_several_looks(monkeypatch):
+    flex = pytest.importorskip("flashsdk._flex")
+    mod, want = documents(16, 48, 32)
+    theirs = flex_blocks(lambda b, h, q, k: mod(b, h, q, k) & (q >= k), 1, 1, 96, 96, 16)
+    whole = BlockMask.from_flex(theirs)
+    monkeypatch.setattr(flex, "ELEMENTS", 300)
+    assert BlockMask.from_flex(theirs) == whole
+    assert np.array_equal(whole.to_dense()[0, 0], want & np.tri(96, dtype=bool))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_from_flex_of_a_layout_for_all_that_is_not_of_all(axis):
+    torch = pytest.importorskip("torch")
+    ends = torch.tensor([24, 40])
+    what = ("batch", "head")[axis]
+    theirs = flex_blocks(lambda b, h, q, k: k < ends[(b, h)[axis]], None, None, 64, 64, 16)
+    with pytest.raises(fs.Unsupported, match=f"^mask_mod: another mask for each {what}; "):
+        BlockMask.from_flex(theirs)
+    alone = torch.tensor([32])  # of a batch of one there is no other
+    theirs = flex_blocks(lambda b, h, q, k: k < alone[(b, h)[axis]], 1, 1, 64, 64, 16)
+    assert BlockMask.from_flex(theirs).visible_share() == 0.5
+
+
+def test_from_flex_of_a_mask_mod_that_cannot_be_asked():
+    theirs = flex_blocks(lambda b, h, q, k: q >= k, None, None, 64, 64, 16)
+    theirs.mask_mod = lambda b, h, q, k: q >= k if q > 3 else q < k
+    with pytest.raises(fs.Unsupported, match=r"^mask_mod: .*; one that torch.vmap can ask$"):
         BlockMask.from_flex(theirs)
 
 
@@ -398,7 +491,7 @@ def test_lengths_may_be_tensors():
     n = pytest.importorskip("torch").tensor
     for band in BANDS:
         assert np.array_equal(band.to_dense(n(33), n(97)), elements(band, 33, 97))
-        assert band.density(n(33), n(97)) == band.density(33, 97)
+        assert band.visible_share(n(33), n(97)) == band.visible_share(33, 97)
 
 
 # ---- errors
@@ -444,7 +537,7 @@ def with_row_full(lists):
         (lambda: Band(True), "left: True; None or an integer"),
         (lambda: Causal("centre"), """alignment: 'centre'; "bottom_right" or "top_left\""""),
         (lambda: Causal().to_dense(-1, 2), "seqlen_q: -1; an integer >= 0"),
-        (lambda: Causal().density(1, 2.0), "seqlen_k: 2.0; an integer >= 0"),
+        (lambda: Causal().visible_share(1, 2.0), "seqlen_k: 2.0; an integer >= 0"),
         (lambda: Causal().blocks(-5, 40, (16, 16)), "seqlen_q: -5; an integer >= 0"),
         (
             lambda: Causal().blocks(40, 40, (7, -3)),
@@ -508,7 +601,10 @@ def with_row_full(lists):
         (lambda: from_dense(size=2**32), "block_size: 4294967296; one or two positive multiples"),
         (lambda: from_csr([0, 1], [0], seqlen_k=2**64), "seqlen_k: 18446744073709551616; an int"),
         (lambda: Causal().to_dense(2**64, 2), "seqlen_q: 18446744073709551616; an integer >= 0,"),
-        (lambda: Causal().density(2, 2**64), "seqlen_k: 18446744073709551616; an integer >= 0,"),
+        (
+            lambda: Causal().visible_share(2, 2**64),
+            "seqlen_k: 18446744073709551616; an integer >= 0,",
+        ),
     ],
 )
 def test_bad_input_is_one_line(call, line):
@@ -583,3 +679,47 @@ def test_causal_is_made_once():
     assert Causal() is Causal("bottom_right")
     assert Causal() == Band(None, 0)
     assert Causal("top_left") == Band(None, 0, "top_left")
+
+
+@pytest.mark.parametrize("mask", [Causal(), Causal("top_left"), Band(None, 0), Band(right=0)])
+def test_causal_is_a_type(mask):
+    assert isinstance(mask, Causal) and isinstance(mask, Band)
+    assert not isinstance(mask, SlidingWindow)
+    assert mask == Band(None, 0, mask.alignment) and type(mask) is Band
+    assert pickle.loads(pickle.dumps(mask)) == mask
+
+
+def test_a_sliding_window_is_a_type():
+    assert SlidingWindow(128) == Band(128, 0)
+    for mask in (SlidingWindow(128), SlidingWindow(3, 4, "top_left"), Band(0, -1)):
+        assert isinstance(mask, SlidingWindow) and not isinstance(mask, Causal)
+        match mask:
+            case Causal():
+                raise AssertionError
+            case SlidingWindow(left=left):
+                assert left == mask.left
+    blocks = BlockMask.from_dense([[True]], 16, band=Causal())
+    for mask in (Band(), Band(None, 1), Band(2, None), Dense(), None, blocks, Band):
+        assert not isinstance(mask, (Causal, SlidingWindow))
+    assert issubclass(Causal, Band) and not issubclass(Band, Causal)
+    assert not issubclass(Causal, SlidingWindow)
+
+
+@pytest.mark.parametrize("lengths", [(100, 130), (130, 100), (96, 96), (1, 77)])
+@pytest.mark.parametrize("band", [Causal(), Band(20, 3), Band(-5, 40, "top_left"), None])
+def test_visible_share_of_blocks_is_that_of_the_elements(lengths, band):
+    rng = np.random.default_rng(0)
+    rows, cols = (-(-n // size) for n, size in zip(lengths, (32, 16)))
+    blocks = rng.random((2, 3, rows, cols)) < 0.7
+    q, k = lengths
+    mask = BlockMask.from_dense(blocks, (32, 16), seqlen_q=q, seqlen_k=k, band=band, full=~blocks)
+    assert mask.visible_share() == mask.visible_share(q, k) == pytest.approx(mask.to_dense().mean())
+    with pytest.raises(Error, match=r"^seqlen_k: 7; "):
+        mask.visible_share(q, 7)
+
+
+def test_density_of_a_mask_without_blocks_has_another_name():
+    for mask in (Causal(), Dense()):
+        with pytest.warns(DeprecationWarning, match="visible_share") as caught:
+            assert mask.density(3, 4) == mask.visible_share(3, 4)
+        assert [w.filename for w in caught] == [__file__]

@@ -1,6 +1,7 @@
 """When the record of the GPU tests speaks for the sources, and what of the tools goes into it."""
 
 import csv
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from flashsdk._commands import gpu_record
+from flashsdk._commands import bench_cpu, bench_cpu_tables, gpu_record
 
 
 @pytest.fixture
@@ -359,6 +360,24 @@ def test_the_page_counts_the_tests_of_the_record():
     step = json.loads((ROOT / gpu_record.TESTS).read_text())["steps"]["pytest"]
     page = (ROOT / "docs" / "gpu.md").read_text()
     assert f"({step['passed']} passed, {step['skipped']} skipped by name)" in page
+
+
+def test_bench_has_every_row_of_the_goals(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    goals = importlib.import_module("cpu_goals")
+    rows = [dataclasses.asdict(c) | {"share": 0.9} for c in bench_cpu.cases(quick=False)]
+    record = {"rows": rows, "quick": False, "isa": "avx512_bf16", "cpu": "AMD EPYC"}
+    found = [goals.goal(row, record) for row in rows if row["kind"] == "dense"]
+    shares = len(goals.SHARE_4096) + len(goals.SHARE_1024)
+    assert sum(g.share is not None for g in found) >= shares
+    # Six at each of two head dimensions, and causal forward at 1K in three dtypes.
+    ratios = 2 * len(goals.RATIO_4096) + 3
+    assert sum(g.ratio is not None for g in found) == ratios
+    measured = {**record, "rows": [row | {"ratio": 1.0} for row in rows if row["kind"] == "dense"]}
+    assert bench_cpu_tables.left_out(measured, goals) == 0
+    elsewhere = {**measured, "cpu": "Intel Xeon", "isa": "avx512"}
+    assert bench_cpu_tables.left_out(elsewhere, goals) == ratios
+    assert bench_cpu_tables.left_out({**elsewhere, "quick": True}, goals) == 0
 
 
 def test_goals_are_counted(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
-from flashsdk.torch import attention, varlen_attention  # noqa: E402
+from flashsdk.torch import attention, flash_attn_func, varlen_attention  # noqa: E402
 from standard_attention import check, standard  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.utils import flop_counter  # noqa: E402
@@ -485,3 +485,38 @@ def test_deterministic_follows_torch():
         for out in outs:
             torch.autograd.grad(out, inputs, torch.ones_like(out))
     assert backwards.deterministic == [True, False, False, True]
+
+
+@pytest.mark.parametrize("way", [flash_attn_func, fs.mha_fwd])
+def test_deterministic_means_the_same_everywhere(way, monkeypatch):
+    """None is PyTorch's switch, False is not."""
+    q, k, v = qkv()
+    asked = []
+
+    def explained(backward, tensors, packed, options):
+        asked.append(options[8])
+        return "", [], "", (0, 0)
+
+    if way is not fs.mha_fwd:
+        inputs = with_gradients([q, k, v])
+        with Backwards() as backwards:
+            for switch in (True, False):
+                torch.use_deterministic_algorithms(switch)
+                try:
+                    outs = [way(*inputs, deterministic=x) for x in (None, False, True)]
+                finally:
+                    torch.use_deterministic_algorithms(False)
+                for out in outs:
+                    torch.autograd.grad(out, inputs, torch.ones_like(out))
+        assert backwards.deterministic == [True, False, True, False, False, True]
+        return
+    monkeypatch.setattr(fs.ops._bindings, "explain", explained)
+    for switch in (True, False):
+        torch.use_deterministic_algorithms(switch)
+        try:
+            for x in (None, False, True):
+                fs.explain(q, k, v, deterministic=x)
+            fs.explain(q.numpy(), k.numpy(), v.numpy())
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert asked == [True, False, True, False, False, False, True, False]

@@ -12,10 +12,11 @@ from standard_attention import check  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("torch_way")
 
-# Of flash-attn 2.8.3, flash_attn/flash_attn_interface.py.
+# Of flash-attn 2.8.3, flash_attn/flash_attn_interface.py, but for deterministic: False there, which
+# here is not what torch.use_deterministic_algorithms says.
 _TAIL = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
-    "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+    "alibi_slopes=None, deterministic=None, return_attn_probs=False"
 )
 _PACKED = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 SIGNATURES = {

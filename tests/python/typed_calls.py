@@ -18,6 +18,12 @@ from typing_extensions import assert_type
 Three = tuple[Tensor, Tensor, Tensor]
 
 
+def kinds(mask: fs.Mask) -> fs.SlidingWindow | fs.Band | None:
+    if isinstance(mask, fs.Causal):
+        assert_type(mask, fs.Causal)
+    return mask if isinstance(mask, fs.SlidingWindow) else fs.SlidingWindow(128)
+
+
 def calls(q: Tensor, offsets: Tensor, wanted: bool) -> None:
     lengths = (offsets, offsets, 5, 5)
     assert_type(attention(q, q, q), Tensor)
@@ -34,4 +40,7 @@ def calls(q: Tensor, offsets: Tensor, wanted: bool) -> None:
     assert_type(flash_attn_varlen_qkvpacked_func(q, offsets, 5), Tensor)
     assert_type(flash_attn_varlen_kvpacked_func(q, q, *lengths, return_attn_probs=True), Three)
     attention(q, q, q, softcap="2")  # type: ignore[call-overload]
+    attention(q, q, q, backend="cuda")  # type: ignore[call-overload]
+    fs.mha_fwd(q, q, q, backend="cuda")  # type: ignore[arg-type]
+    fs.mha_fwd(q, q, q, backend="sm90", deterministic=None)
     assert_type(attention(q, q, q).sum() + torch.zeros(()), Tensor)

@@ -33,17 +33,8 @@ class Suite:
 
 
 def cpu_notes(record: Record) -> list[str]:
-    missed, of = bench_cpu_tables.missed(record)
-    lines = (
-        [f"peak measured between the rows: {peak}"]
-        if (peak := bench_cpu_tables.peak(record))
-        else []
-    )
-    if of:
-        lines.append(f"goals in parentheses: {of - missed} of {of} reached, ✗ marks the others")
-    if left_out := bench_cpu_tables.left_out(record):
-        lines.append(f"goals beside PyTorch, for AMD's AVX-512 alone, not applied here: {left_out}")
-    return lines
+    peak = bench_cpu_tables.peak(record)
+    return [f"peak measured between the rows: {peak}"] if peak else []
 
 
 SUITES = {

@@ -16,7 +16,6 @@ import numpy as np
 
 import flashsdk as fs
 from flashsdk import _bindings
-from flashsdk._commands import goals
 from flashsdk._commands.standard import have_torch
 from flashsdk._commands.timing import Interleaved, median
 
@@ -215,7 +214,6 @@ def _sparse(case: Case, effort: Effort) -> Iterator[dict[str, Any]]:
             "seconds": median(samples[d]),
             "dense_seconds": median(samples["dense"]),
             "of_dense": median(of_dense),
-            "limit": goals.sparse_limit(mask.density),
         }
 
 
@@ -228,8 +226,6 @@ def _latency(case: Case, effort: Effort) -> Iterator[dict[str, Any]]:
     row = {"samples": samples, "seconds": median(samples["ours"])}
     if "torch" in samples:
         row["torch_seconds"] = median(samples["torch"])
-    if case.op == "fwd":
-        row["limit"] = goals.LATENCY[case.framework]
     yield row
 
 

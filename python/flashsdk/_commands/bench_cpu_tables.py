@@ -1,11 +1,14 @@
-"""The tables of a CPU record, to be printed as text or Markdown."""
+"""The tables of a CPU record, to be printed as text or Markdown.
+
+``goals`` of a function is benchmarks/cpu_goals.py, where what the kernels must reach is to stand
+beside what they do; None for everybody else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flashsdk._commands import goals
 from flashsdk._commands.table import length, percent, seconds
 
 Rows = list[dict[str, Any]]
@@ -19,36 +22,36 @@ class Table(NamedTuple):
     left: int
 
 
-def tables(record: dict[str, Any]) -> list[Table]:
+def tables(record: dict[str, Any], goals: Any = None) -> list[Table]:
     """Only those that the record has rows for."""
-    every = [dense(record), sparse(record), latency(record)]
+    every = [kind(record, goals) for kind in (dense, sparse, latency)]
     return [table for table in every if table.rows]
 
 
-def missed(record: dict[str, Any]) -> tuple[int, int]:
+def missed(record: dict[str, Any], goals: Any) -> tuple[int, int]:
     """(goals missed, goals)."""
-    cells = [cell for table in tables(record) for row in table.rows for cell in row]
+    cells = [cell for table in tables(record, goals) for row in table.rows for cell in row]
     return sum(MISSED in c for c in cells), sum("(≥" in c or "(≤" in c for c in cells)
 
 
-def left_out(record: dict[str, Any]) -> int:
+def left_out(record: dict[str, Any], goals: Any) -> int:
     """Ratios to PyTorch that are stated for other processors, and were measured here."""
     rows = [row for row in _of(record, "dense") if "ratio" in row]
     return sum(goals.goal(row, record).left_out for row in rows)
 
 
-def dense(record: dict[str, Any]) -> Table:
+def dense(record: dict[str, Any], goals: Any = None) -> Table:
     rows = _of(record, "dense")
     keys = ("dtype", "heads", "seqlen", "head_dim", "mask")
     ops = {row["op"] for row in rows}
     lines: dict[tuple[Any, ...], dict[str, list[str]]] = {}
     for row in rows:
-        goal = goals.goal(row, record)
+        goal = goals and goals.goal(row, record)
         ratio = f"{row['ratio']:.2f}×" if "ratio" in row else "–"
         lines.setdefault(tuple(row[k] for k in keys), {})[row["op"]] = [
             f"{row['gflops']:.0f}",
-            _above(percent(row["share"]), row["share"], goal.share, percent),
-            _above(ratio, row.get("ratio", 0.0), goal.ratio, lambda x: f"{x:g}×"),
+            _above(percent(row["share"]), row["share"], goal and goal.share, percent),
+            _above(ratio, row.get("ratio", 0.0), goal and goal.ratio, lambda x: f"{x:g}×"),
         ]
     header = ["dtype", "heads × dim", "seqlen", "mask"]
     names = {"fwd": "forward", "bwd": "backward"}
@@ -68,7 +71,7 @@ def dense(record: dict[str, Any]) -> Table:
     return Table("Dense and causal, batch 1", header, cells, 4)
 
 
-def sparse(record: dict[str, Any]) -> Table:
+def sparse(record: dict[str, Any], goals: Any = None) -> Table:
     lines = [
         [
             r["dtype"],
@@ -78,7 +81,7 @@ def sparse(record: dict[str, Any]) -> Table:
             percent(r["density"]),
             seconds(r["seconds"]),
             seconds(r["dense_seconds"]),
-            _below(percent(r["of_dense"]), r["of_dense"], limit(record, r), percent),
+            _below(percent(r["of_dense"]), r["of_dense"], limit(record, r, goals), percent),
         ]
         for r in _of(record, "sparse")
     ]
@@ -86,10 +89,10 @@ def sparse(record: dict[str, Any]) -> Table:
     return Table("Block-sparse, blocks of 128 × 128", header, lines, 4)
 
 
-def latency(record: dict[str, Any]) -> Table:
+def latency(record: dict[str, Any], goals: Any = None) -> Table:
     lines = []
     for r in _of(record, "latency"):
-        ours = _below(seconds(r["seconds"]), r["seconds"], limit(record, r), seconds)
+        ours = _below(seconds(r["seconds"]), r["seconds"], limit(record, r, goals), seconds)
         peer = seconds(r["torch_seconds"]) if "torch_seconds" in r else "–"
         lines.append([r["framework"], r["op"], ours, peer])
     return Table("A small call, (1, 16, 1, 64)", ["arrays", "op", "time", "PyTorch's"], lines, 2)
@@ -120,9 +123,9 @@ def _of(record: dict[str, Any], kind: str) -> Rows:
     return [row for row in record["rows"] if row["kind"] == kind]
 
 
-def limit(record: dict[str, Any], row: dict[str, Any]) -> float | None:
+def limit(record: dict[str, Any], row: dict[str, Any], goals: Any) -> float | None:
     """Sizes of a quick run are too small for goals."""
-    return None if record["quick"] else row.get("limit")
+    return None if goals is None or record["quick"] else goals.limit(row)
 
 
 def _above(text: str, value: float, goal: float | None, show: Callable[[float], str]) -> str:

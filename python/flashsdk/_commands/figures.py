@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashsdk._commands import goals, table
+from flashsdk._commands import table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,8 +128,13 @@ def _long(axes: Axes, rows: list[Record]) -> None:
     axes.set_title(f"flashsdk at {table.length(rows[0]['seqlen'])} tokens")
 
 
-def bench_cpu(figure: Figure, record: Record) -> None:
-    """Ours and PyTorch as shares of the peak, and block-sparse time over density."""
+def bench_cpu(
+    figure: Figure, record: Record, allowed: Callable[[float], float] | None = None
+) -> None:
+    """Ours and PyTorch as shares of the peak, and block-sparse time over density.
+
+    ``allowed`` gives the most time, of dense time, for a density, to be drawn beside it.
+    """
     dense = [r for r in record["rows"] if r["kind"] == "dense"]
     sparse = [r for r in record["rows"] if r["kind"] == "sparse"]
     dtypes = list(dict.fromkeys(r["dtype"] for r in dense))
@@ -148,7 +153,7 @@ def bench_cpu(figure: Figure, record: Record) -> None:
     for dtype, axes in zip(dtypes, grid, strict=False):
         _shares(axes, dtype, [r for r in dense if r["dtype"] == dtype])
     if sparse:
-        _densities(grid[len(dtypes)], sparse)
+        _densities(grid[len(dtypes)], sparse, allowed)
     for spare in grid[panels:]:
         spare.set_axis_off()
     if dense:
@@ -188,12 +193,12 @@ def _shares(axes: Axes, dtype: str, rows: list[Record]) -> None:
     axes.set_title(dtype)
 
 
-def _densities(axes: Axes, rows: list[Record]) -> None:
+def _densities(axes: Axes, rows: list[Record], allowed: Callable[[float], float] | None) -> None:
     ends = [0.8 * min(r["density"] for r in rows), 1.25 * max(r["density"] for r in rows)]
     steps = [ends[0] * (ends[1] / ends[0]) ** (i / 40) for i in range(41)]
-    allowed = [goals.sparse_limit(x) for x in steps]
     axes.plot(steps, steps, color=STANDARD, lw=1, label="time = density × dense")
-    axes.plot(steps, allowed, color=STANDARD, lw=1, ls=":", label="allowed")
+    if allowed is not None:
+        axes.plot(steps, list(map(allowed, steps)), color=STANDARD, lw=1, ls=":", label="allowed")
     kinds = list(dict.fromkeys((r["dtype"], r["head_dim"]) for r in rows))
     colors = dict(zip(kinds, (OURS, OURS_LIGHT, SPARSE, STANDARD), strict=False))
     groups = list(dict.fromkeys((r["dtype"], r["head_dim"], r["op"]) for r in rows))

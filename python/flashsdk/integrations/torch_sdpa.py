@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from .. import Causal, build_info, ops
-from .._errors import Error
-from .._torch_checks import flag, renamed, shape_of, tensor
-from .._torch_eager import InPython, native
+from .._errors import Error, renamed
+from .._torch_checks import flag, shape_of, tensor
+from .._torch_eager import InPython, built
 
 __all__ = ["Enabled", "Explanation", "disable", "enable", "enabled", "explain"]
 
@@ -44,19 +44,19 @@ class _Overrides:
     active: _Overrides | None = None
 
     def __init__(self) -> None:
-        if native is InPython:
+        if built is InPython:
             raise Error(
                 f"torch: {torch.__version__}; the one that flashsdk._torch_native is for",
                 "unsupported",
             )
-        native.override_sdpa("for_cpu", "CPU")
+        built.override_sdpa("for_cpu", "CPU")
         if build_info()["cuda"] and torch.version.cuda is not None:
-            native.override_sdpa("flash", "CUDA")
+            built.override_sdpa("flash", "CUDA")
         _Overrides.active = self
 
     def remove(self) -> None:
         for operators in ("for_cpu", "flash"):
-            native.restore_sdpa(operators)
+            built.restore_sdpa(operators)
         _Overrides.active = None
 
 

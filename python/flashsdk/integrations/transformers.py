@@ -25,8 +25,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
 
-from .._errors import Error, has, shown
-from .._torch_checks import renamed
+from .._errors import Error, has, renamed, shown
 from .._torch_eager import last_contiguous
 from ..masks import Band
 from ..torch import attention, varlen_attention
@@ -393,7 +392,7 @@ def attend(
         "dropout_p": dropout,
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
-        "deterministic": deterministic or None,
+        "deterministic": deterministic,
     }
     if position_bias is not None and position_bias.requires_grad and torch.is_grad_enabled():
         allowed = 'one without (torch.no_grad), as it has none; attn_implementation="eager" trains'

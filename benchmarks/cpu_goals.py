@@ -7,8 +7,13 @@ a ratio of its own, as both run on the same tile registers, and so has fp16, whi
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
+
+from flashsdk._commands import bench_cpu_tables
+
+_THIS = sys.modules[__name__]
 
 CAUSAL_POINTS = 0.04  # causal may lie this far below the same without mask
 FP16_OF_FP32 = 0.85  # fp16's rate, of fp32's
@@ -75,6 +80,24 @@ def goal(row: dict[str, Any], record: dict[str, Any]) -> Goal:
         share = None  # stated for the dot-product instruction
     comparable = isa.startswith("avx512") and "AMD" in record["cpu"]
     return Goal(share, ratio if comparable else None, left_out=not comparable and ratio is not None)
+
+
+def limit(row: dict[str, Any]) -> float | None:
+    """Most that a block-sparse row may take of the dense one's time, or a small call of seconds."""
+    if row["kind"] == "sparse":
+        return sparse_limit(row["density"])
+    return LATENCY[row["framework"]] if row["op"] == "fwd" else None
+
+
+def notes(record: dict[str, Any]) -> list[str]:
+    """How many of the goals a record reaches."""
+    missed, of = bench_cpu_tables.missed(record, _THIS)
+    lines = []
+    if of:
+        lines.append(f"goals in parentheses: {of - missed} of {of} reached, ✗ marks the others")
+    if left_out := bench_cpu_tables.left_out(record, _THIS):
+        lines.append(f"goals beside PyTorch, for AMD's AVX-512 alone, not applied here: {left_out}")
+    return lines
 
 
 def sparse_limit(density: float) -> float:

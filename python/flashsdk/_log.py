@@ -1,0 +1,87 @@
+"""``FLASHSDK_LOG=1``: a line on stderr for each distinct call, with its kernel, or why it has none.
+
+Distinct are calls of other shapes, dtype, device, mask or features. Imports no framework.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any
+
+from . import _bindings, _frameworks
+from ._errors import Error, in_short
+
+ON = os.environ.get("FLASHSDK_LOG", "") not in ("", "0")
+MOST = 10_000  # lines; a decoder that grows by a token a call would go on for ever
+
+_seen: set[str] = set()
+_lock = threading.Lock()
+
+
+def call(
+    op: str,
+    backward: bool,
+    qkv: tuple[Any, Any, Any],
+    packed: _bindings.Packed,
+    options: _bindings.Options,
+    *,
+    later: str = "",
+) -> None:
+    """One line, if there was none for such a call.
+
+    ``later`` stands for the kernel where only the run can tell it.
+    """
+    try:
+        text = f"{op} {_arrays(*qkv)}{_features(packed, options)}"
+    except Exception:  # of what is no array: the call itself says so
+        text = op
+    with _lock:
+        if text in _seen or len(_seen) >= MOST:
+            return
+        _seen.add(text)
+    try:
+        kernel, refused, _, _ = _bindings.explain(backward, qkv, packed, options)
+        outcome = later or "; ".join(
+            [kernel or "no kernel", *(f"not {name}: {reason}" for name, reason in refused)]
+        )
+    except Error as e:
+        outcome = f"refused: {e}"
+    print(f"flashsdk: {text}: {outcome}", file=sys.stderr, flush=True)
+
+
+def _arrays(q: Any, k: Any, v: Any) -> str:
+    shapes = [str(tuple(x.shape)).replace(" ", "") for x in (q, k, v)]
+    parts = [f"q {shapes[0]}", f"k {shapes[1]}"] + ([f"v {shapes[2]}"] * (shapes[1] != shapes[2]))
+    device = _frameworks.of(q).device(q)
+    where = "cpu" if device is None else in_short(str(device))
+    return f"{' '.join(parts)} {_dtype(q)} on {where}"
+
+
+def _features(packed: _bindings.Packed, options: _bindings.Options) -> str:
+    _, mask, bias, slopes, softcap, dropout_p, _, _, deterministic, _, backend = options
+    found = [_mask(mask)]
+    if packed:
+        found.append(f"{packed[0].shape[0] - 1} sequences of at most {packed[2]} and {packed[3]}")
+    if bias is not None:
+        found.append(f"{_dtype(bias)} bias {tuple(bias.shape)}")
+    found += ["ALiBi"] * (slopes is not None) + [f"softcap {softcap:g}"] * bool(softcap)
+    found += [f"dropout {dropout_p:g}"] * bool(dropout_p)
+    found += ["deterministic"] * bool(deterministic) + [f"backend {backend}"] * bool(backend)
+    return "".join(f", {x}" for x in found if x)
+
+
+def _mask(mask: _bindings.Mask) -> str:
+    if mask is None:
+        return ""
+    if len(mask) != 3:
+        block_q, block_k, _, _, band, *_ = mask
+        return f"blocks of {block_q} x {block_k}" + (f", {_mask(band)} inside" if band else "")
+    left, right, top_left = mask
+    kind = "causal" if (left, right) == (None, 0) else f"band ({left}, {right})"
+    return kind + (", top-left" if top_left else "")
+
+
+def _dtype(x: Any) -> str:
+    return str(x.dtype).rpartition(".")[2]

@@ -1,0 +1,202 @@
+"""FLASHSDK_LOG=1 and flashsdk.torch.explain: which kernel runs, or why none."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import flashsdk as fs
+import numpy as np
+import pytest
+
+TWICE = """
+import numpy as np, flashsdk as fs
+q = np.zeros((1, 40, 4, 16), np.float32)
+k = np.zeros((1, 40, 2, 16), np.float32)
+for _ in range(3):
+    out, lse = fs.mha_fwd(q, k, k, mask=fs.Causal())
+    fs.mha_bwd(out, q, k, k, out, lse, mask=fs.Causal())
+fs.mha_fwd(q, k, k, mask=fs.layouts.causal(40, 40, 16), softcap=2.0)
+cu = np.array([0, 10, 40], np.int32)
+fs.mha_varlen_fwd(q[0], k[0], k[0], cu, cu, 30, 30, bias=np.zeros((1, 1, 30, 30), bool))
+for _ in range(2):
+    try:
+        fs.mha_fwd(q, k, k, softmax_scale=float("nan"))
+    except fs.Error:
+        pass
+    try:
+        fs.mha_fwd([1.0], k, k)
+    except fs.Error:
+        pass
+"""
+TORCH = """
+import torch, flashsdk as fs, flashsdk.torch as fst
+q = torch.zeros(1, 40, 4, 16, requires_grad=True)
+for _ in range(2):
+    fst.attention(q, q, q, mask=fs.SlidingWindow(8), dropout_p=0.5).sum().backward()
+    fst.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3)
+torch.compile(fst.attention, backend="aot_eager")(q[:, :20], q[:, :20], q[:, :20])
+"""
+JAX = """
+import jax, jax.numpy as jnp, flashsdk as fs, flashsdk.jax as fsj
+q = jnp.zeros((1, 40, 4, 16))
+f = jax.jit(jax.grad(lambda q: fsj.attention(q, q, q, mask=fs.Causal()).sum()))
+f(q), f(q)
+"""
+
+
+def lines(code, **environment):
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **environment},
+    )
+    return [x for x in done.stderr.splitlines() if x.startswith("flashsdk: ")]
+
+
+def kernel(shape, **options):
+    return fs.explain(*(np.zeros(x, np.float32) for x in shape), **options).kernel
+
+
+def test_a_line_for_each_distinct_call():
+    q, k = (1, 40, 4, 16), (1, 40, 2, 16)
+    found = lines(TWICE, FLASHSDK_LOG="1")
+    shapes = "q (1,40,4,16) k (1,40,2,16) float32 on cpu"
+    forward = kernel((q, k, k), mask=fs.Causal())
+    assert found[0] == f"flashsdk: mha_fwd {shapes}, causal: {forward}"
+    assert found[1].startswith(f"flashsdk: mha_bwd {shapes}, causal: cpu_")
+    assert found[2].startswith(
+        f"flashsdk: mha_fwd {shapes}, blocks of 16 x 16, causal inside, softcap 2: cpu_"
+    )
+    assert found[3].startswith(
+        "flashsdk: mha_varlen_fwd q (40,4,16) k (40,2,16) float32 on cpu, 2 sequences of at most "
+        "30 and 30, bool bias (1, 1, 30, 30): cpu_"
+    )
+    assert found[4] == f"flashsdk: mha_fwd {shapes}: refused: softmax_scale: nan; a finite number"
+    assert found[5].startswith("flashsdk: mha_fwd: refused: q: ") and len(found) == 6
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_off(value):
+    assert lines(TWICE, FLASHSDK_LOG=value) == []
+
+
+def test_pytorch():
+    pytest.importorskip("torch")
+    found = lines(TORCH, FLASHSDK_LOG="1")
+    shapes = "q (1,40,4,16) k (1,40,4,16) float32 on cpu"
+    starts = [
+        f"mha_fwd {shapes}, band (8, 0), dropout 0.5: cpu_",
+        f"mha_bwd {shapes}, band (8, 0), dropout 0.5: cpu_",
+        f"mha_fwd {shapes}: cpu_",
+        "mha_fwd q (1,20,4,16) k (1,20,4,16) float32 on cpu: cpu_",
+    ]
+    assert len(found) == len(starts), found
+    for line, start in zip(found, starts, strict=True):
+        assert line.startswith(f"flashsdk: {start}"), line
+
+
+SDPA = """
+import torch, torch.nn.functional as F
+from flashsdk.integrations import torch_sdpa
+q = torch.randn(1, 2, 40, 16, requires_grad=True)
+(want,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)
+torch_sdpa.enable()
+(got,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)
+assert torch.allclose(got, want, atol=1e-5) and torch_sdpa.enabled()
+"""
+
+
+def test_pytorch_s_own_function_goes_on():
+    pytest.importorskip("torch")
+    eager = importlib.import_module("flashsdk._torch_eager")
+    if eager.built is eager.InPython:
+        pytest.skip("flashsdk._torch_native is not built for this PyTorch")
+    lines(SDPA, FLASHSDK_LOG="1")  # which fails if the program does
+
+
+def test_jax():
+    pytest.importorskip("jax")
+    found = lines(JAX, FLASHSDK_LOG="1", JAX_PLATFORMS="cpu")
+    want = "flashsdk: jax.attention q (1,40,4,16) k (1,40,4,16) float32 on cpu, causal: cpu_"
+    assert len(found) == 1 and found[0].startswith(want), found
+
+
+# ---- explain for the functions of flashsdk.torch
+
+
+def calls(torch, fst):
+    q, k = torch.zeros(2, 40, 4, 16), torch.zeros(2, 40, 2, 16)
+    cu = torch.tensor([0, 40, 80], dtype=torch.int32)
+    flat = (q.reshape(80, 4, 16), k.reshape(80, 2, 16), k.reshape(80, 2, 16))
+    heads = [x.transpose(1, 2) for x in (q, k, k)]
+    bias = torch.ones(40, 40, dtype=torch.bool)
+    as_bias = {"bias": bias[None, None]}
+    causal = {"mask": fs.Causal()}
+    lengths = (cu, cu, 40, 40)
+    return {
+        "attention": (fst.attention, (q, k, k), causal, (q, k, k), causal),
+        "bool mask": (fst.attention, (q, k, k), {"mask": bias}, (q, k, k), as_bias),
+        "dropout": (fst.attention, (q, k, k), {"dropout_p": 0.5}, (q, k, k), {"dropout_p": 0.5}),
+        "varlen": (fst.varlen_attention, (*flat, *lengths), causal, (*flat, *lengths), causal),
+        "sdpa": (
+            fst.scaled_dot_product_attention,
+            heads,
+            {"is_causal": True, "enable_gqa": True},
+            (q, k, k),
+            {"mask": fs.Causal("top_left")},
+        ),
+        "flash_attn": (fst.flash_attn_func, (q, k, k), {"causal": True}, (q, k, k), causal),
+        "packed": (fst.flash_attn_kvpacked_func, (q, torch.stack([k, k], 2)), {}, (q, k, k), {}),
+    }
+
+
+NAMES = ["attention", "bool mask", "dropout", "varlen", "sdpa", "flash_attn", "packed"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("op", ["fwd", "bwd"])
+def test_explain_takes_the_function_s_own_arguments(name, op):
+    torch = pytest.importorskip("torch")
+    fst = importlib.import_module("flashsdk.torch")
+    function, args, keywords, same, options = calls(torch, fst)[name]
+    state = torch.get_rng_state()
+    why = fst.explain(function, *args, op=op, **keywords)
+    assert why == fs.explain(*same, op=op, **options) and why.kernel
+    assert torch.equal(torch.get_rng_state(), state)
+    inputs = [x.requires_grad_() if x.is_floating_point() else x for x in args[:2]] + list(args[2:])
+    assert fst.explain(function, *inputs, op=op, **keywords) == why
+
+
+def test_explain_of_a_module_and_of_what_is_none_of_ours():
+    torch = pytest.importorskip("torch")
+    fst = importlib.import_module("flashsdk.torch")
+
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return fst.attention(x, x, x, mask=fs.Causal()) * 2
+
+    x = torch.zeros(1, 30, 2, 8)
+    assert fst.explain(Layer(), x) == fs.explain(x, x, x, mask=fs.Causal())
+    why = fst.explain(torch.add, x, x)
+    assert (why.kernel, why.refused) == (
+        "",
+        [("flashsdk", "the call takes none of its operators")],
+    )
+    with pytest.raises(fs.Error, match=r"^q: head_dim 300; "):
+        fst.explain(fst.attention, *[torch.zeros(1, 3, 2, 300)] * 3)
+    with pytest.raises(fs.Error, match=r"^op: 'both'; "):
+        fst.explain(fst.attention, x, x, x, op="both")
+    with pytest.raises(fs.Error, match=r"^function: 3; a function"):
+        fst.explain(3, x)
+
+
+def test_the_variable_is_documented():
+    page = Path(__file__).parents[2] / "docs" / "options.md"
+    if not page.exists():
+        pytest.skip("not a checkout")
+    assert "| `FLASHSDK_LOG` |" in page.read_text("utf-8")
