@@ -7,7 +7,7 @@ A problem is one of `flashsdk verify`, made larger and without what the fast ker
 others; every eighth has its sequences many times over instead, so that most of these have more
 tiles than there are multiprocessors, each of which then computes several. Forward and backward run
 on the fast backend and on the slow one, out of and into memory of a GPU that holds NaN where
-nothing was written, workspaces too. What an output may be off by comes from flashsdk/_tolerance.py,
+nothing was written, workspaces too. What an output may be off by comes from `_testing.tolerance`,
 element by element: each backend may be so far from float64, and the two from each other by the sum.
 Of every 50th problem the bits are kept, and some hundred problems later all of these run once more,
 on several streams at a time and in another order.
@@ -34,9 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 import flashsdk as fs
 import numpy as np
 import torch
-from flashsdk import _dense, _frameworks
-from flashsdk._problems import BandSpec, Problem, generate, mask_of
-from flashsdk._reference import Blocks
+from flashsdk import _frameworks
+from flashsdk._testing import dense
+from flashsdk._testing.problems import BandSpec, Problem, generate, mask_of
+from flashsdk._testing.reference import Blocks
 
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 FACTORS = (1, 2, 4, 8, 16)  # by which lengths grow
@@ -321,15 +322,15 @@ class Soak:
                 raise
             self.tally.refused += 1
             return
-        exact, bound = _dense.definition(p, x)
+        exact, bound = dense.definition(p, x)
         sizes = [exact[name].numel() for name in OUTPUTS]
         exact, bound = (torch.cat([t[name].flatten() for name in OUTPUTS]) for t in (exact, bound))
         a, b = fast.flat(), slow.flat()
         shares = torch.stack(
             [
-                _dense.share(a, exact, bound),
-                _dense.share(b, exact, bound),
-                _dense.share(a, b.double(), 2 * bound),
+                dense.share(a, exact, bound),
+                dense.share(b, exact, bound),
+                dense.share(a, b.double(), 2 * bound),
             ]
         )
         largest = [part.amax(1) if part.numel() else part.sum(1) for part in shares.split(sizes, 1)]

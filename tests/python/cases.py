@@ -4,7 +4,7 @@ from typing import Any
 
 import flashsdk as fs
 import numpy as np
-from flashsdk._problems import Problem, numpy_dtype
+from flashsdk._testing.problems import Problem, numpy_dtype
 
 CPU_DTYPES = ("float32", "bfloat16", "float16")
 

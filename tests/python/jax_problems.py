@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from cases import packed, problem
-from flashsdk import _verify
-from flashsdk._problems import BandSpec, Problem, generate, inputs, mask_of
+from flashsdk._testing import verify
+from flashsdk._testing.problems import BandSpec, Problem, generate, inputs, mask_of
 from flashsdk.jax import attention, varlen_attention
 
 KEY = jax.random.key(5)
@@ -64,7 +64,7 @@ PROBLEMS = {
 }
 
 
-def results(p: Problem, backend: str | None = None) -> tuple[Problem, _verify.Results]:
+def results(p: Problem, backend: str | None = None) -> tuple[Problem, verify.Results]:
     """Outputs and gradients, under jit; the problem with the seed that the key stands for."""
     if p.dropout_p:
         low, high = (int(word) for word in jax.random.bits(KEY, (2,), jnp.uint32))
@@ -93,13 +93,13 @@ def results(p: Problem, backend: str | None = None) -> tuple[Problem, _verify.Re
 
     arrays = both(x["q"], x["k"], x["v"], x["dout"], x.get("dlse"), mask, KEY, rest)
     names = ("out", "lse", "dq", "dk", "dv")
-    return p, _verify.Results(dict(zip(names, map(np.asarray, arrays), strict=True)))
+    return p, verify.Results(dict(zip(names, map(np.asarray, arrays), strict=True)))
 
 
-def report(p: Problem, backend: str | None = None) -> _verify.Report:
+def report(p: Problem, backend: str | None = None) -> verify.Report:
     """Against the float64 reference, within the bounds of docs/numerics.md."""
     p, got = results(p, backend)
-    return _verify.compare(p, backend or "cpu", got, _verify.expected(p, inputs(p)))
+    return verify.compare(p, backend or "cpu", got, verify.expected(p, inputs(p)))
 
 
 def on_gpu(backend: str) -> dict[str, str]:

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import flashsdk as fs
 import numpy as np
 import pytest
-from flashsdk import _verify
-from flashsdk._problems import DTYPES, Problem, inputs
+from flashsdk._testing import verify
+from flashsdk._testing.problems import DTYPES, Problem, inputs
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ class Runner:
         report = self.report(problem)
         assert report.ok, report
 
-    def report(self, problem: Problem) -> _verify.Report:
+    def report(self, problem: Problem) -> verify.Report:
         if self.backend != "cpu":
-            report = _verify.check(problem, self.backend)
+            report = verify.check(problem, self.backend)
             if report.refused:
                 self.refused += 1
             else:
                 self.ran += 1
             return report
         results = self.ask(("problem", problem))
-        assert isinstance(results, _verify.Results), f"{problem}\n{results}"
-        return _verify.compare(problem, self.backend, results, _expected(pickle.dumps(problem)))
+        assert isinstance(results, verify.Results), f"{problem}\n{results}"
+        return verify.compare(problem, self.backend, results, _expected(pickle.dumps(problem)))
 
     def call(self, function: str, *args: Any, **keywords: Any) -> Any:
         """What flashsdk.<function> returns for these arrays here, as NumPy arrays."""
@@ -136,7 +136,7 @@ class Runner:
 def _on_gpu(backend: str, function: str, args: Any, keywords: Any) -> list[np.ndarray]:
     def give(x: Any) -> Any:
         given = isinstance(x, np.ndarray)
-        return _verify.to_torch(np.ascontiguousarray(x), "cuda") if given else x
+        return verify.to_torch(np.ascontiguousarray(x), "cuda") if given else x
 
     try:
         answer = getattr(fs, function)(
@@ -146,13 +146,13 @@ def _on_gpu(backend: str, function: str, args: Any, keywords: Any) -> list[np.nd
         if backend != "sm90" or e.code != "unsupported":
             raise
         pytest.skip(f"{backend}: {e}")
-    return [_verify.from_torch(x) for x in answer]
+    return [verify.from_torch(x) for x in answer]
 
 
 @functools.lru_cache(maxsize=4)
-def _expected(pickled: bytes) -> _verify.Expected:
+def _expected(pickled: bytes) -> verify.Expected:
     problem = pickle.loads(pickled)
-    return _verify.expected(problem, inputs(problem))
+    return verify.expected(problem, inputs(problem))
 
 
 def answers(questions: Iterator[Any]) -> Iterator[Any]:
@@ -165,7 +165,7 @@ def answers(questions: Iterator[Any]) -> Iterator[Any]:
                 case ("call", function, args, keywords):
                     yield getattr(fs, function)(*args, **keywords)
                 case ("problem", problem):
-                    yield _verify.run(problem, inputs(problem), "cpu")
+                    yield verify.run(problem, inputs(problem), "cpu")
         except Exception as e:  # the test that asked shows it
             yield f"{type(e).__name__}: {e}"
         faulthandler.cancel_dump_traceback_later()

@@ -9,9 +9,9 @@ import time
 import flashsdk as fs
 import numpy as np
 import pytest
-import reference
 from cases import CPU_DTYPES, assert_same_bits, both, normal, qkv
 from flashsdk import _frameworks, ops
+from flashsdk._testing import reference
 
 
 def address(x) -> int:

@@ -10,7 +10,7 @@ import flashsdk as fs
 import numpy as np
 import pytest
 from cases import normal
-from flashsdk import _reference as reference
+from flashsdk._testing import reference
 
 LENGTHS = 20, 30
 MASKS = {

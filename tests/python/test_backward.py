@@ -3,9 +3,9 @@
 import flashsdk as fs
 import numpy as np
 import pytest
-import reference
 from cases import CPU_DTYPES, assert_same_bits, packed, problem, qkv
-from flashsdk._problems import BandSpec
+from flashsdk._testing import reference
+from flashsdk._testing.problems import BandSpec
 
 CAUSAL = BandSpec(None, 0, "bottom_right")
 

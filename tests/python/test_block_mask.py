@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import flashsdk as fs
 import numpy as np
 import pytest
-import reference
 from cases import packed, problem, qkv
-from flashsdk._problems import BandSpec, Blocks
+from flashsdk._testing import reference
+from flashsdk._testing.problems import BandSpec, Blocks
 
 CAUSAL = BandSpec(None, 0, "bottom_right")
 

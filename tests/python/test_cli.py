@@ -14,7 +14,7 @@ from pathlib import Path
 import flashsdk as fs
 import numpy as np
 import pytest
-from flashsdk import _bindings, _reference, cli
+from flashsdk import _bindings, cli
 from flashsdk._commands import (
     bench_cpu,
     bench_cpu_tables,
@@ -28,8 +28,9 @@ from flashsdk._commands import (
     verify,
 )
 from flashsdk._commands.timing import Interleaved
-from flashsdk._problems import generate
-from flashsdk._verify import Report
+from flashsdk._testing import reference
+from flashsdk._testing.problems import generate
+from flashsdk._testing.verify import Report
 
 # Of JAX, which other tests have imported: the child starts another program at once.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called")
@@ -301,8 +302,8 @@ def test_exact_attention_is_the_definition(mask, monkeypatch):
     q, k, v, dout = random_inputs(96, 3, 1)
     seen = exact.Visibility.of(mask)
     got = exact.attention(q[0], k[0, :, 0], v[0, :, 0], dout[0], seen, np.float64)
-    out, _ = _reference.forward(q, k, v, mask=mask)
-    dq, dk, dv = _reference.backward(dout, q, k, v, mask=mask)
+    out, _ = reference.forward(q, k, v, mask=mask)
+    dq, dk, dv = reference.backward(dout, q, k, v, mask=mask)
     pairs = ((got.out, out[0]), (got.dq, dq[0]), (got.dk, dk[0, :, 0]), (got.dv, dv[0, :, 0]))
     for ours, want in pairs:
         np.testing.assert_allclose(ours, want, rtol=0, atol=1e-12 * np.abs(want).max())
@@ -333,8 +334,8 @@ def test_standard_attention_is_the_definition(kind, mask):
     attention = getattr(standard, kind)(q, k, v, dout, hidden, 2)
     out, grads = attention.forward(), attention.backward()
     want = (
-        _reference.forward(q, k, v, mask=mask)[0],
-        *_reference.backward(dout, q, k, v, mask=mask),
+        reference.forward(q, k, v, mask=mask)[0],
+        *reference.backward(dout, q, k, v, mask=mask),
     )
     for ours, exactly in zip((out, *grads), want, strict=True):
         ours = np.asarray(ours.detach() if hasattr(ours, "detach") else ours)

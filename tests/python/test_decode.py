@@ -3,9 +3,9 @@
 import flashsdk as fs
 import numpy as np
 import pytest
-import reference
 from cases import CPU_DTYPES, assert_same_bits, packed, problem, qkv
-from flashsdk._problems import BandSpec, Blocks
+from flashsdk._testing import reference
+from flashsdk._testing.problems import BandSpec, Blocks
 
 PACKED = "query heads packed: 4 rows a head of keys"
 GROUPS = [(2, 1), (8, 2), (16, 2), (32, 1)]

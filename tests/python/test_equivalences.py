@@ -4,7 +4,7 @@ import flashsdk as fs
 import numpy as np
 import pytest
 from cases import CPU_DTYPES, assert_same_bits, both, problem, qkv
-from flashsdk._problems import BandSpec, generate, inputs
+from flashsdk._testing.problems import BandSpec, generate, inputs
 
 
 def assert_close(a, b, dtype) -> None:
@@ -101,7 +101,7 @@ def test_batches_and_heads_are_independent(dtype):
 def test_threads_do_not_change_a_bit(seed):
     """Nor does another run: the same bits from 1, 2, 3 and 8 threads."""
     p = generate(seed)
-    from flashsdk._verify import run
+    from flashsdk._testing.verify import run
 
     results = []
     for threads in (1, 2, 3, 8, 2):

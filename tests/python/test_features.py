@@ -5,9 +5,9 @@ import itertools
 import flashsdk as fs
 import numpy as np
 import pytest
-import reference
 from cases import assert_same_bits, both, packed, problem, qkv
-from flashsdk._problems import BandSpec, numpy_dtype
+from flashsdk._testing import reference
+from flashsdk._testing.problems import BandSpec, numpy_dtype
 
 CAUSAL = BandSpec(None, 0, "bottom_right")
 

@@ -3,9 +3,9 @@
 import flashsdk as fs
 import numpy as np
 import pytest
-import reference
 from cases import CPU_DTYPES, problem, qkv
-from flashsdk._problems import BandSpec, numpy_dtype
+from flashsdk._testing import reference
+from flashsdk._testing.problems import BandSpec, numpy_dtype
 
 # Around the tile sizes that kernels like, and below one vector.
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 129, 191, 193, 257, 385)

@@ -7,9 +7,9 @@ import flashsdk as fs
 import numpy as np
 import pytest
 from cases import packed, problem
-from flashsdk import _dense
-from flashsdk._problems import BandSpec, mask_of
-from flashsdk._reference import Blocks
+from flashsdk._testing import dense
+from flashsdk._testing.problems import BandSpec, mask_of
+from flashsdk._testing.reference import Blocks
 from gpu_cases import BF16, assert_same, both, qkv
 
 torch = pytest.importorskip("torch")
@@ -173,10 +173,10 @@ def forward_and_backward(p, x, backward=True, **options):
 
 
 def assert_within_bounds(p, x, got, backward=True):
-    exact, bound = _dense.definition(p, x)
+    exact, bound = dense.definition(p, x)
     names = ("out", "lse", "dq", "dk", "dv")[: 5 if backward else 2]
     for name, a in zip(names, got, strict=True):
-        share = _dense.share(a.double(), exact[name], bound[name])
+        share = dense.share(a.double(), exact[name], bound[name])
         assert (share <= 1).all(), f"{name} of {p.max_seqlen} under {p.mask}: {share.max()}"
 
 

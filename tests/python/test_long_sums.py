@@ -6,7 +6,7 @@ import flashsdk as fs
 import numpy as np
 import pytest
 from cases import CPU_DTYPES, assert_same_bits, both, packed, problem, qkv
-from flashsdk._problems import BandSpec, Blocks
+from flashsdk._testing.problems import BandSpec, Blocks
 
 CAUSAL = BandSpec(None, 0, "bottom_right")
 # Keys in parts, queries in parts, or queries of a whole group of heads.

@@ -12,7 +12,7 @@ PROGRAM = """
 import json, sys
 import numpy as np
 import flashsdk as fs
-from flashsdk._problems import numpy_dtype
+from flashsdk._testing.problems import numpy_dtype
 
 dtype, seqlen, kind, threads = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 

@@ -5,11 +5,10 @@ from dataclasses import replace
 import flashsdk as fs
 import numpy as np
 import pytest
-import reference
 from cases import CPU_DTYPES, assert_same_bits, packed, problem, qkv
-from flashsdk import _naive, _verify
-from flashsdk._problems import BandSpec, inputs, numpy_dtype
-from flashsdk._tolerance import TRUSTED_LSE
+from flashsdk._testing import naive, reference, verify
+from flashsdk._testing.problems import BandSpec, inputs, numpy_dtype
+from flashsdk._testing.tolerance import TRUSTED_LSE
 
 # Of the yardstick: standard attention overflows where ours must not.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
@@ -129,13 +128,11 @@ def test_a_key_that_is_no_number_far_behind_the_first(runner, head_dim, bad):
 
 @pytest.mark.parametrize("magnitude", [1, 30, 100, 1000, 3e4, 1e5, 1e9])
 def test_errors_are_at_most_twice_those_of_standard_attention(cpu, magnitude):
-    """Without _verify.py's allowances. Where one key takes all of P, not even delta's."""
-    yardsticks = [_naive.standard] + [_naive.flash_backward] * (magnitude <= 100)
+    """Without verify.py's allowances. Where one key takes all of P, not even delta's."""
+    yardsticks = [naive.standard] + [naive.flash_backward] * (magnitude <= 100)
     p = problem((150, 300), 2, 64, magnitude=magnitude)
     x = {name: placed.view for name, placed in inputs(p).items()}
-    exact = dict(
-        zip(_verify.OUTPUTS, reference.forward_backward(x["dout"], x["q"], x["k"], x["v"]))
-    )
+    exact = dict(zip(verify.OUTPUTS, reference.forward_backward(x["dout"], x["q"], x["k"], x["v"])))
     worst = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
     for order in range(3):  # of summation
         dims = np.random.default_rng(order).permutation(64)

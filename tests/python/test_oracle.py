@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-import reference
 from cases import packed, problem, qkv
-from flashsdk import _naive, _verify
-from flashsdk._problems import BandSpec, Blocks, generate, inputs, numpy_dtype, place
+from flashsdk._testing import naive, reference, verify
+from flashsdk._testing.problems import BandSpec, Blocks, generate, inputs, numpy_dtype, place
 
 
 @pytest.mark.parametrize(
@@ -101,8 +100,8 @@ def _by_heads(p, placed, method):
 def test_standard_attention_in_float64_agrees(seed):
     p = generate(seed)
     placed = inputs(p)
-    exact = _verify.expected(p, placed).exact
-    got = _by_heads(p, placed, lambda head: _naive.standard(head, np.float64))
+    exact = verify.expected(p, placed).exact
+    got = _by_heads(p, placed, lambda head: naive.standard(head, np.float64))
     for name in ("out", "dq", "dk", "dv"):
         scale = 1 + np.abs(exact[name]).max(initial=0)
         assert np.abs(got[name] - exact[name]).max(initial=0) <= 1e-11 * scale
@@ -142,17 +141,17 @@ def test_masks_row_by_row():
 def _exact(p):
     """The results of a kernel that is exact up to the rounding of its outputs."""
     placed = inputs(p)
-    want = _verify.expected(p, placed)
+    want = verify.expected(p, placed)
     dtypes = {"lse": np.dtype(np.float32)}
     arrays = {n: x.astype(dtypes.get(n, numpy_dtype(p.dtype))) for n, x in want.exact.items()}
-    return _verify.Results(arrays), want
+    return verify.Results(arrays), want
 
 
 MUTATED = problem((20, 30), dtype="bfloat16", mask=BandSpec(4, 0, "bottom_right"))
 
 
 def test_exact_results_pass():
-    report = _verify.compare(MUTATED, "cpu", *_exact(MUTATED))
+    report = verify.compare(MUTATED, "cpu", *_exact(MUTATED))
     assert report.ok, report
 
 
@@ -171,7 +170,7 @@ def test_exact_results_pass():
 def test_one_wrong_element_is_found(name, index, change, complaint):
     results, want = _exact(MUTATED)
     results.arrays[name][index] = change(results.arrays[name][index])
-    report = _verify.compare(MUTATED, "cpu", results, want)
+    report = verify.compare(MUTATED, "cpu", results, want)
     assert complaint in str(report)
 
 
@@ -191,7 +190,7 @@ def test_a_forgotten_feature_is_found(p):
     other = problem((20, 30), heads=(p.num_heads, p.num_heads_kv), packed=p.packed)
     if p.packed:
         other = packed(((9, 9), (11, 21)))
-    report = _verify.compare(other, "cpu", results, _verify.expected(other, inputs(other)))
+    report = verify.compare(other, "cpu", results, verify.expected(other, inputs(other)))
     wrong = {"out", "dq", "dk", "dv"} | (set() if p.dropout_p else {"lse"})
     assert {line.split(":")[0] for line in report.failures} == wrong
 
@@ -200,18 +199,18 @@ def test_a_wrong_p_is_found_where_all_else_cancels():
     """With one key P is 1 whatever the score is: its roundings excuse nothing."""
     p = problem((150, 1), head_dim=192, heads=1, dropout_p=0.9)
     results, want = _exact(p)
-    assert _verify.compare(p, "cpu", results, want).ok
+    assert verify.compare(p, "cpu", results, want).ok
     results.arrays["dv"] *= 1 + 3e-5
-    report = _verify.compare(p, "cpu", results, want)
+    report = verify.compare(p, "cpu", results, want)
     assert "dv: error above its bound" in str(report)
 
 
 def _rounded_like_flash_attention(p, placed, lag=0.0):
     """In NumPy, P and dS rounded for the products: {gradient: (its errors, what is allowed)}."""
-    want, of = _verify.expected(p, placed), numpy_dtype(p.dtype)
-    got = _by_heads(p, placed, lambda head: _naive.flash_backward(head, of, lag=lag))
+    want, of = verify.expected(p, placed), numpy_dtype(p.dtype)
+    got = _by_heads(p, placed, lambda head: naive.flash_backward(head, of, lag=lag))
     return {
-        name: (np.abs(_naive.rounding(of)(got[name]) - want.exact[name]), want.bound[name])
+        name: (np.abs(naive.rounding(of)(got[name]) - want.exact[name]), want.bound[name])
         for name in ("dq", "dk", "dv")
     }
 
@@ -260,7 +259,7 @@ def test_tensor_cores_cut_off_what_they_add(dtype, head_dim):
         unit = np.exp2(np.floor(np.log2(np.abs(total))) - 23)
         total = np.trunc(total / unit) * unit
     exact = q @ k.T
-    want = _verify.expected(p, placed)
+    want = verify.expected(p, placed)
     score = total / np.sqrt(head_dim)
     lse = np.logaddexp.reduce(score, axis=1)
     share = np.abs(lse - want.exact["lse"][0, 0]) / want.bound["lse"][0, 0]

@@ -1,8 +1,8 @@
 """Random problems over the product of all features: flashsdk._problems says which."""
 
 import pytest
-from flashsdk._problems import generate
-from flashsdk._verify import check
+from flashsdk._testing.problems import generate
+from flashsdk._testing.verify import check
 
 SEEDS = 240
 # One key, in whose dS all cancels: what is left is rounding, and which is a matter of luck.

@@ -9,13 +9,13 @@ from pathlib import Path
 import flashsdk as fs
 import numpy as np
 import pytest
-from flashsdk import _reference, _verify
-from flashsdk._problems import Blocks, generate, inputs, mask_of
+from flashsdk._testing import reference, verify
+from flashsdk._testing.problems import Blocks, generate, inputs, mask_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("ml_dtypes")
 
-from flashsdk import _dense  # noqa: E402
+from flashsdk._testing import dense  # noqa: E402
 
 DTYPES = ["bfloat16", "float16"]
 SCRIPT = Path(__file__).parents[2] / "scripts" / "soak.py"
@@ -84,9 +84,9 @@ def test_problems_are_larger_and_valid(script):
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 17, 33), (1, 2, 40, 70)], ids=str)
 def test_random_bytes(shape):
     seed, offset = 2**63 + 12345, 2**40 + 7
-    got = _dense.random_bytes(seed, offset, torch.zeros(shape)).numpy()
+    got = dense.random_bytes(seed, offset, torch.zeros(shape)).numpy()
     for b, h, i in np.ndindex(shape[:3]):
-        want = _reference.random_bytes(seed, offset, b * shape[1] + h, i, shape[3])
+        want = reference.random_bytes(seed, offset, b * shape[1] + h, i, shape[3])
         assert np.array_equal(got[b, h, i], want)
 
 
@@ -96,9 +96,9 @@ def test_definition_and_bounds(seed):
     p = replace(generate(seed, "gpu"), negative_strides=False)
     (p,) = not_empty([p]) or [replace(p, lengths_q=(3,), lengths_k=(4,), mask=None, packed=False)]
     placed = inputs(p)
-    want = _verify.expected(p, placed)
-    x = {name: _verify.to_torch(np.ascontiguousarray(a.view), "cpu") for name, a in placed.items()}
-    exact, bound = _dense.definition(p, x)
+    want = verify.expected(p, placed)
+    x = {name: verify.to_torch(np.ascontiguousarray(a.view), "cpu") for name, a in placed.items()}
+    exact, bound = dense.definition(p, x)
     for name in exact:
         got = exact[name].numpy()
         np.testing.assert_allclose(got, want.exact[name], rtol=1e-9, atol=1e-12)

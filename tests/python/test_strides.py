@@ -4,7 +4,7 @@ import flashsdk as fs
 import numpy as np
 import pytest
 from cases import CPU_DTYPES, assert_same_bits, bits, qkv
-from flashsdk._problems import place
+from flashsdk._testing.problems import place
 
 NAMES = ("q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv", "dlse")
 

@@ -4,7 +4,7 @@ import flashsdk as fs
 import numpy as np
 import pytest
 from cases import CPU_DTYPES, assert_same_bits, normal, packed, problem
-from flashsdk._problems import BandSpec
+from flashsdk._testing.problems import BandSpec
 
 LENGTHS = {
     "ragged": ((17, 30), (65, 65), (1, 100), (40, 3)),

@@ -1,8 +1,8 @@
 """Attention at full model sizes in a precision of NumPy: float64 as the truth, float32 to compare.
 
-One key head and the query heads that share it, by the formulas of ``_naive``, a block of rows at a
-time so that the scores of a long sequence fit. Keys that no row of a block sees are left out of the
-products, which changes no result. The tests hold it against ``_reference``.
+One key head and the query heads that share it, by the formulas of ``_testing.naive``, a block of
+rows at a time so that the scores of a long sequence fit. Keys that no row of a block sees are left
+out of the products, which changes no result. The tests hold it against ``_testing.reference``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashsdk import _naive
-from flashsdk._reference import Features
+from flashsdk._testing import naive
+from flashsdk._testing.reference import Features
 from flashsdk.masks import Band, BlockMask, Causal, Dense
 
 Array = NDArray[Any]
@@ -100,24 +100,24 @@ def attention(
         into = keys[chosen]
         kb, vb = k[keys], v[keys]
         for h in range(heads):
-            head = _naive.Heads(Features(), q[rows, h], kb, vb, dout[rows, h], 0.0, head_dim**-0.5)
-            m = _naive.from_products(head, head.q @ kb.T, None, visible, None)
+            head = naive.Heads(Features(), q[rows, h], kb, vb, dout[rows, h], 0.0, head_dim**-0.5)
+            m = naive.from_products(head, head.q @ kb.T, None, visible, None)
             out = g.out[rows, h] = m.p @ vb
             if start // ROWS % every == 0:
-                of = _naive.gradients(head, m, out)
+                of = naive.gradients(head, m, out)
                 g.dq[rows, h] = of["dq"]
                 g.dk[into] += of["dk"][chosen]
                 g.dv[into] += of["dv"][chosen]
             else:  # most of the work saved
-                of = _naive.gradients(*_of_keys(head, m, chosen), out)
+                of = naive.gradients(*_of_keys(head, m, chosen), out)
                 g.dk[into] += of["dk"]
                 g.dv[into] += of["dv"]
     return g
 
 
 def _of_keys(
-    head: _naive.Heads, m: _naive.Matrices, keys: NDArray[np.bool_]
-) -> tuple[_naive.Heads, _naive.Matrices]:
+    head: naive.Heads, m: naive.Matrices, keys: NDArray[np.bool_]
+) -> tuple[naive.Heads, naive.Matrices]:
     """What the gradients of some keys alone are made of."""
     p, drop, slope = (x[:, keys] for x in (m.p, m.drop, m.slope))
     return replace(head, k=head.k[keys], v=head.v[keys]), replace(m, p=p, drop=drop, slope=slope)

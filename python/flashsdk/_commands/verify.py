@@ -12,8 +12,8 @@ import flashsdk as fs
 from flashsdk._commands import INTERRUPTED
 from flashsdk._commands.progress import Progress
 from flashsdk._errors import Error
-from flashsdk._problems import generate
-from flashsdk._verify import Report, check
+from flashsdk._testing.problems import generate
+from flashsdk._testing.verify import Report, check
 
 DEFAULT_SECONDS = 30.0
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from . import _naive, _reference, _tolerance
-from ._problems import Placed, Problem, generate, inputs, mask_of, numpy_dtype, place
-from ._reference import Array
+from . import naive, reference, tolerance
+from .problems import Placed, Problem, generate, inputs, mask_of, numpy_dtype, place
+from .reference import Array
 
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 FEW = 512  # elements whose bound is the largest, or more with less
@@ -53,7 +53,7 @@ class Expected:
         does. What their float32 sums err by in any other order is allowed as well.
         """
         rounding = self.unit_roundoff * _largest(self.exact[name])
-        sums = _tolerance.U32 * self.size[name]
+        sums = tolerance.U32 * self.size[name]
         limit = 2 * max(self.plain_error[name], rounding, sums) + 1e-5
         # The largest of a few errors is a matter of luck: there each element's bound stands alone.
         # Few as well where few elements can err as the worst does: among huge logits those of the
@@ -252,22 +252,22 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
     q, k, v, dout, dlse = x["q"], x["k"], x["v"], x["dout"], x.get("dlse")
     cu_seqlens = (x["cu_seqlens_q"], x["cu_seqlens_k"]) if problem.packed else None
     keywords = {"dlse": dlse, "cu_seqlens": cu_seqlens, **features}
-    exact = dict(zip(OUTPUTS, _reference.forward_backward(dout, q, k, v, **keywords), strict=True))
+    exact = dict(zip(OUTPUTS, reference.forward_backward(dout, q, k, v, **keywords), strict=True))
 
-    f = _reference.Features(**features)
+    f = reference.Features(**features)
     arrays = q, k, v, dout, dlse
     plain = [_plain_errors(f, arrays, cu_seqlens, exact, order) for order in range(ORDERS)]
     bound = {name: np.zeros(e.shape) for name, e in exact.items()}
     size = {name: np.zeros(e.shape) for name, e in exact.items() if name != "lse"}
-    for head in _reference.heads(f, *arrays, cu_seqlens):
-        m = _naive.matrices(head, np.asarray)
-        for name, part in _tolerance.bounds(head, m, problem.dtype).items():
+    for head in reference.heads(f, *arrays, cu_seqlens):
+        m = naive.matrices(head, np.asarray)
+        for name, part in tolerance.bounds(head, m, problem.dtype).items():
             bound[name][_where(head, name)] += part
-        for name, part in _tolerance.sizes(head, m).items():
+        for name, part in tolerance.sizes(head, m).items():
             size[name][_where(head, name)] += part
-    unit = _tolerance.UNIT_ROUNDOFF[problem.dtype]
+    unit = tolerance.UNIT_ROUNDOFF[problem.dtype]
     for name in ("dk", "dv"):
-        bound[name] += unit * np.abs(exact[name]) + _tolerance.UNDERFLOW[problem.dtype]
+        bound[name] += unit * np.abs(exact[name]) + tolerance.UNDERFLOW[problem.dtype]
     for each in bound.values():
         each *= 1 + 4 * unit  # roundings of what is rounded already
     return Expected(
@@ -279,13 +279,13 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
     )
 
 
-def _where(head: _reference.Head, name: str) -> Any:
+def _where(head: reference.Head, name: str) -> Any:
     """The head's place in an output; heads that share k and v add up there."""
     return {"lse": head.at_lse, "out": head.at_q, "dq": head.at_q}.get(name, head.at_k)
 
 
 def _plain_errors(
-    f: _reference.Features,
+    f: reference.Features,
     arrays: tuple[Array, Array, Array, Array, Array | None],
     cu_seqlens: tuple[Array, Array] | None,
     exact: dict[str, Array],
@@ -303,15 +303,15 @@ def _plain_errors(
     dims = {"out": vo, "dq": qk, "dk": qk, "dv": vo}
     runs: list[dict[str, Array]] = [{}, {}]
     shuffled = q[..., qk], k[..., qk], v[..., vo], dout[..., vo], dlse
-    for head in _reference.heads(f, *shuffled, cu_seqlens):
-        results = _naive.standard(head, q.dtype), _naive.flash_backward(head, q.dtype, lag)
+    for head in reference.heads(f, *shuffled, cu_seqlens):
+        results = naive.standard(head, q.dtype), naive.flash_backward(head, q.dtype, lag)
         for run, result in zip(runs, results, strict=True):
             for name, part in result.items():
                 run.setdefault(name, np.zeros(exact[name].shape))[_where(head, name)] += part
     errors = dict.fromkeys(dims, 0.0)
     for run in runs:
         for name, total in run.items():
-            error = _largest(_naive.rounding(q.dtype)(total) - exact[name][..., dims[name]])
+            error = _largest(naive.rounding(q.dtype)(total) - exact[name][..., dims[name]])
             errors[name] = max(errors[name], error)
     return errors
 
@@ -339,7 +339,7 @@ def compare(problem: Problem, backend: str, results: Results, want: Expected) ->
             faults["-inf on one side only"] = np.isneginf(ours) != np.isneginf(exact)
         else:
             # Rows that see no key, keys that no row sees.
-            unseen = (exact == 0) & (bound < 2 * _tolerance.UNDERFLOW[problem.dtype])
+            unseen = (exact == 0) & (bound < 2 * tolerance.UNDERFLOW[problem.dtype])
             faults["not 0"] = unseen & (ours != 0)
         for what, where in faults.items():
             if where.any():

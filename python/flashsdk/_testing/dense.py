@@ -1,8 +1,8 @@
 """The definition in float64 and its error bounds, for all heads of a problem at once in PyTorch.
 
-``_reference`` walks over queries, which takes too long for problems by the hundred thousand. Here
+``reference`` walks over queries, which takes too long for problems by the hundred thousand. Here
 S and P are whole matrices, (batch, num_heads, longest seqlen_q, longest seqlen_k), on any device,
-by the formulas of ``_naive``. The tests hold both against ``_reference``.
+by the formulas of ``naive``. The tests hold both against ``reference``.
 Packed sequences are padded, with queries that see no key and keys that no query sees.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import _naive, _tolerance
-from ._problems import BandSpec, Problem
-from ._reference import Blocks, Features
+from . import naive, tolerance
+from .problems import BandSpec, Problem
+from .reference import Blocks, Features
 
 Tensor = Any
 MASK32 = 0xFFFFFFFF
@@ -87,19 +87,19 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
     if "alibi_slopes" in x:
         slopes = x["alibi_slopes"].double().expand(p.batch, p.num_heads)[..., None, None]
         added = (0 if added is None else added) - slopes * _distance(of_q, of_k)
-    heads = _naive.Heads(f, q, k, v, dout, dlse, f.scale(p.head_dim), slopes)
+    heads = naive.Heads(f, q, k, v, dout, dlse, f.scale(p.head_dim), slopes)
     drop = None
     if threshold := f.dropout_threshold():
         kept = random_bytes(f.seed, f.offset, q.new_empty(*q.shape[:-1], of_k.longest)) >= threshold
         drop = kept.double() * (256 / (256 - threshold))
-    m: Any = _naive.from_products(heads, q @ k.mT, added, visible, drop, xp=torch)
+    m: Any = naive.from_products(heads, q @ k.mT, added, visible, drop, xp=torch)
 
     out = (m.p * m.drop) @ v
     exact: dict[str, Tensor] = {"out": out, "lse": torch.logsumexp(m.score, -1)}
-    exact |= _naive.gradients(heads, m, out)
-    bounds: Any = _tolerance.bounds
+    exact |= naive.gradients(heads, m, out)
+    bounds: Any = tolerance.bounds
     bound = bounds(heads, m, p.dtype, torch)
-    unit, underflow = _tolerance.UNIT_ROUNDOFF[p.dtype], _tolerance.UNDERFLOW[p.dtype]
+    unit, underflow = tolerance.UNIT_ROUNDOFF[p.dtype], tolerance.UNDERFLOW[p.dtype]
     for name in ("dk", "dv"):
         exact[name], bound[name] = (
             t[name].unflatten(1, (-1, group)).sum(2) for t in (exact, bound)

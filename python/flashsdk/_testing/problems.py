@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ._reference import Array, Blocks
+from .reference import Array, Blocks
 
 DTYPES = {"cpu": ("float32", "bfloat16", "float16"), "gpu": ("bfloat16", "float16")}
 # (batch, head, query) rows and the keys they visit: they bound the time that the reference takes.

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ._naive import Matrices, finite_max, transposed
-from ._reference import Float64, Head
+from .naive import Matrices, finite_max, transposed
+from .reference import Float64, Head
 
 U32 = 2.0**-24  # unit roundoff of float32
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -1,10 +1,10 @@
 """Attention of one head as whole matrices, with the rounding of a dtype: the yardstick of errors.
 
 ``standard`` rounds like a chain of framework operators, ``flash_backward`` like FlashAttention.
-With storage float64 nothing is rounded: a second opinion on _reference.py.
+With storage float64 nothing is rounded: a second opinion on reference.py.
 
 What ``xp`` is an argument of takes PyTorch's tensors too, with ``xp=torch`` and any dimensions
-before the two of a head: ``_dense`` is made of it. So is ``_commands.exact``, of some rows at once.
+before the two of a head: ``dense`` is made of it. So is ``_commands.exact``, of some rows at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ._reference import Array, Features, Head
+from .reference import Array, Features, Head
 
 Round = Callable[[Array], Array]
 
