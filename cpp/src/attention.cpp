@@ -11,6 +11,7 @@
 #include "packed_tail.h"
 #include "plan.h"
 #include "processors.h"
+#include "profiler_range.h"
 #include "thread_pool.h"
 #include "validate.h"
 
@@ -36,6 +37,14 @@ auto plan_as(Op op, const Args& args, Completeness completeness) {
   return result;
 }
 
+// As the functions of C++ and Python are called.
+constexpr const char* function_of(const BackwardParams& p) {
+  return p.cu_seqlens_q != nullptr ? "mha_varlen_bwd" : "mha_bwd";
+}
+constexpr const char* function_of(const ForwardParams& p) {
+  return p.cu_seqlens_q != nullptr ? "mha_varlen_fwd" : "mha_fwd";
+}
+
 void check_workspace(const Workspace& given, std::size_t needed) {
   if (given.size < needed)
     fail("workspace", std::to_string(given.size) + " bytes", "at least workspace_size(), " + std::to_string(needed));
@@ -58,6 +67,7 @@ void Plan<Params>::launch(const LaunchOptions& options) const {
 #if FLASHSDK_HAVE_CUDA
   if (!on_cpu) cuda::bind_context(params.device.index);
 #endif
+  const ProfilerRange range(function_of(params));
   entry->launch(params, {options.workspace.data, options.stream, parallel_runner(num_threads)});
   if (on_cpu) write_packed_tail(params);
 }

@@ -39,6 +39,7 @@ BuildInfo build_info() {
   info.cpu_isa = registry.cpu_isa();
   info.cuda = FLASHSDK_HAVE_CUDA != 0;
   info.cuda_archs = registry.cuda_archs();
+  info.nvtx = FLASHSDK_HAVE_NVTX != 0;
   return info;
 }
 

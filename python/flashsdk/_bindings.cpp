@@ -1,8 +1,11 @@
 // flashsdk._bindings: from Python's arguments to flashsdk's, and nothing else. The checks are those of the library.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "_arrays.h"
 #include "_gil.h"
@@ -15,6 +18,7 @@
 #include "peak.h"
 #include "plan.h"
 #include "processors.h"
+#include "profiler_range.h"
 #include "validate.h"
 
 namespace flashsdk::python {
@@ -268,6 +272,7 @@ nb::dict describe_build() {
   d["cpu_isa"] = info.cpu_isa;
   d["cuda"] = info.cuda;
   d["cuda_archs"] = info.cuda_archs;
+  d["nvtx"] = info.nvtx;
   d["num_threads"] = get_num_threads();
   return d;
 }
@@ -322,6 +327,18 @@ void translate(const std::exception_ptr& thrown, void*) {
   }
 }
 
+// What is named in Python, as a context manager.
+class PythonRange {
+ public:
+  explicit PythonRange(std::string name) : name_(std::move(name)) {}
+  void enter() { range_.emplace(name_.c_str()); }
+  void exit(const nb::args&) { range_.reset(); }
+
+ private:
+  std::string name_;
+  std::optional<ProfilerRange> range_;
+};
+
 }  // namespace
 }  // namespace flashsdk::python
 
@@ -343,4 +360,8 @@ NB_MODULE(_bindings, m) {
   m.attr("core_api") = nanobind::capsule(&flashsdk::core_api(), "flashsdk.core_api");
   m.def("empty", py::empty);
   m.def("gpu_view", py::gpu_view);
+  nanobind::class_<py::PythonRange>(m, "ProfilerRange")
+      .def(nanobind::init<std::string>())
+      .def("__enter__", &py::PythonRange::enter)
+      .def("__exit__", &py::PythonRange::exit);
 }

@@ -50,3 +50,10 @@ def empty(dtype: str, shape: tuple[int, ...], /) -> Any:
 
 def gpu_view(dtype: str, shape: tuple[int, ...], address: int, device: int, /) -> Any:
     """Row-major memory of a GPU that somebody else keeps, as what speaks DLPack."""
+
+class ProfilerRange:
+    """A range of NVTX on this thread, in the domain "flashsdk"; nothing without a profiler."""
+
+    def __init__(self, name: str, /) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...

@@ -47,6 +47,7 @@ struct BuildInfo {
   std::string cpu_isa;                // the one in use
   bool cuda;
   std::vector<std::string> cuda_archs;
+  bool nvtx;  // calls are ranges of NVTX, which profilers show
 };
 FLASHSDK_API BuildInfo build_info();
 

@@ -5,13 +5,21 @@ Gradients go the same ways, without sums: no row is taken twice.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .. import _bindings
+
 Places = tuple[Tensor, ...]  # int64 indices of a tensor's first one or two dimensions
+
+
+def _range(name: str) -> AbstractContextManager[None]:
+    """What a profiler shows; torch.compile would have to break its graph for it."""
+    return nullcontext() if torch.compiler.is_compiling() else _bindings.ProfilerRange(name)
 
 
 class _Take(Function):
@@ -19,7 +27,8 @@ class _Take(Function):
     def forward(ctx: Any, x: Tensor, *places: Tensor) -> Tensor:
         ctx.save_for_backward(*places)
         ctx.shape = x.shape[: len(places)]
-        return x[places]
+        with _range("pack"):
+            return x[places]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -31,9 +40,10 @@ class _Put(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, shape: tuple[int, ...], *places: Tensor) -> Tensor:
         ctx.save_for_backward(*places)
-        padded = rows.new_zeros((*shape, *rows.shape[1:]))
-        padded[places] = rows
-        return padded
+        with _range("unpack"):
+            padded = rows.new_zeros((*shape, *rows.shape[1:]))
+            padded[places] = rows
+            return padded
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
