@@ -5,7 +5,7 @@
 
 `make bench-gpu` builds first, also the library of single kernels that `features_off` launches from.
 Writes OUT.json, the record that docs/benchmarks.md is made from, and OUT.csv, its dense cells. How
-calls are made: gpu_calls.py; how they are timed: gpu_timing.py. FLOPs: forward
+calls are made: gpu_calls.py; how they are timed: `flashsdk._commands.gpu_timing`. FLOPs: forward
 4·batch·heads·seqlen²·head_dim, half of it when causal; backward 2.5 forwards. A backward's time
 holds all of its passes.
 """
@@ -27,12 +27,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "cpp" / "gpu"))
 
-import gpu_timing
 import numpy as np
 import torch
-from flashsdk._commands import gpu_record
+from flashsdk._commands import gpu_record, gpu_timing
+from flashsdk._commands.gpu_timing import Runs, timed
+from flashsdk._errors import first_line
 from gpu_calls import (
     BASELINE,
     DEVICE,
@@ -51,7 +53,6 @@ from gpu_calls import (
 )
 from gpu_card import Meter, card, libraries, summary
 from gpu_tables import OURS, PEERS, READ, WITH_BIAS
-from gpu_timing import Runs, first_line, timed
 from harness import Harness, Problem
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,10 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+
 import torch
+from flashsdk._commands.gpu_timing import WINDOWS, measured, prepared, timed
 from gpu_calls import TOKENS, WIDTH, backends, flops, fs, ours, peer, tensors
 from gpu_card import REASONS, Meter, card, summary
-from gpu_timing import WINDOWS, measured, prepared, timed
 
 STEP = 0.05  # seconds of a sample
 PER_CYCLE = 4096  # operations of a Hopper multiprocessor's tensor cores, 16-bit

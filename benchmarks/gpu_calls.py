@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 import flashsdk as fs
 import flashsdk.torch
 import torch
-from gpu_timing import Run, Runs, first_line
+from flashsdk._commands.gpu_timing import Run, Runs
+from flashsdk._errors import first_line
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PACKAGE = Path(fs.__file__).parent

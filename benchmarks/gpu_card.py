@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from gpu_timing import percentiles
+from flashsdk._commands.gpu_timing import percentiles
 
 # Bits of clocks_event_reasons.active: nvmlClocksEventReasons in NVML's reference. All but "idle".
 REASONS = {

@@ -10,11 +10,11 @@ import csv
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "python"))
 
 import numpy as np
 import torch
-from gpu_timing import timed
+from flashsdk._commands.gpu_timing import timed
 from harness import Harness, Mask, Problem
 
 

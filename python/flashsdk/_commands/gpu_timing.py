@@ -1,4 +1,4 @@
-"""How gpu_bench.py times calls: all of them alike, whoever's they are.
+"""How calls on a GPU are timed: all of them alike, whoever's they are.
 
 What is compared runs in turns, in an order drawn anew every round, and nothing waits between two of
 them. CUDA events stand around each sample, which is as many calls as last SAMPLE_MS. The host must
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+
+from flashsdk._errors import first_line
 
 Run = Callable[[], object]
 Runs = dict[Any, Run]
@@ -145,7 +147,7 @@ def measured(samples: dict[Key, Sample], rounds: int) -> dict[Key, list[float]]:
 
 def hold(seconds: float) -> None:
     """Keeps the card, not the host, at least so long."""
-    torch.cuda._sleep(int(seconds * SPIN_HZ))
+    torch.cuda._sleep(int(seconds * SPIN_HZ))  # type: ignore[no-untyped-call]
 
 
 def captured(runs: dict[Key, Run]) -> dict[Key, Run] | None:
@@ -169,10 +171,6 @@ def captured(runs: dict[Key, Run]) -> dict[Key, Run] | None:
     return graphs
 
 
-def first_line(e: BaseException) -> str:
-    return (str(e).splitlines() or [type(e).__name__])[0]
-
-
 def _repeated(run: Run, calls: int) -> Run:
     def queue() -> None:
         for _ in range(calls):
@@ -182,4 +180,5 @@ def _repeated(run: Run, calls: int) -> Run:
 
 
 def _events() -> tuple[Any, Any]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    Event: Any = torch.cuda.Event
+    return Event(enable_timing=True), Event(enable_timing=True)
