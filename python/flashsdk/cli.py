@@ -77,7 +77,9 @@ def parser() -> Parser:
     bench.add_argument(
         "--out", default="flashsdk-bench", metavar="DIR", help="(default %(default)s)"
     )
-    bench.add_argument("--backend", choices=("cpu",), default="cpu")
+    bench.add_argument(
+        "--backend", choices=("cpu", "sm80", "sm90"), default="cpu", help="of a GPU: with --shape"
+    )
     bench.add_argument(
         "--shape",
         type=shape,
@@ -92,7 +94,7 @@ def parser() -> Parser:
         help="of --shape: none, causal, window:L or window:L,R (default none)",
     )
     bench.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), help="of --shape (default fp32)"
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="of --shape (default fp32, on a GPU bf16)"
     )
 
     for command in (info, demo, verify, bench):
@@ -153,7 +155,8 @@ def run(args: argparse.Namespace) -> int:
             return bench_shape.run(
                 args.shape,
                 args.mask or "none",
-                args.dtype or "fp32",
+                args.dtype,
+                backend=args.backend,
                 quick=args.quick,
                 out=args.out,
             )
@@ -161,6 +164,8 @@ def run(args: argparse.Namespace) -> int:
             for name in ("mask", "dtype"):
                 if getattr(args, name) is not None:
                     raise Error(f"--{name}: {getattr(args, name)}; none without --shape")
+            if args.backend != "cpu":
+                raise Error(f"--backend: {args.backend}; cpu without --shape")
             return bench.run(
                 backend=args.backend, quick=args.quick, words=args.filter, out=args.out
             )

@@ -18,11 +18,12 @@ from flashsdk import _bindings, cli
 from flashsdk._commands import (
     bench_cpu,
     bench_cpu_tables,
-    bench_shape,
     demo,
     exact,
     machine,
     memory,
+    roof,
+    shape_peers,
     standard,
     table,
     verify,
@@ -449,13 +450,49 @@ def test_bench_of_a_shape(tmp_path):
         visible = fs.SlidingWindow(9).to_dense(64, 64).sum()
         flops = 4 * 2 * 4 * 16 * visible * (2.5 if op == "bwd" else 1)
         assert row["gflops"] == pytest.approx(flops / row["seconds"] / 1e9)
+        read = [q, k, k] if op == "fwd" else [q, k, k, q, q]  # a backward's out and dout, too
+        written = [q] if op == "fwd" else [q, k, k]
+        moved = sum(x.nbytes for x in read + written) + 4 * 2 * 4 * 64  # and lse
+        assert row["intensity"] == pytest.approx(flops / moved)
+        limits = record["roof"][op]
+        most = min(limits["flops"], limits["bytes"] * flops / moved)
+        assert row["of_roof"] == pytest.approx(1e9 * row["gflops"] / most)
         assert row["of_ours"] == 1
     assert "quartiles" in text and "goal" not in text
+    if machine.version("matplotlib") is not None:
+        (picture,) = tmp_path.glob("cpu_*_shape.png")
+        assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("backend", ["sm80", "sm90"])
+def test_bench_of_a_shape_on_a_gpu(backend, tmp_path):
+    args = ("bench", "--shape", "1,512,4:2,64", "--mask", "causal", "--quick")
+    args += ("--backend", backend, "--out", str(tmp_path))
+    if not any(kernel["available"] for kernel in fs.kernels() if kernel["backend"] == backend):
+        assert run(*args, code=2).startswith(f"flashsdk bench: --backend: {backend}; cpu, as ")
+        return
+    text = run(*args)
+    record = json.loads((tmp_path / f"{backend}_shape.json").read_text())
+    assert record["dtype"] == "bf16" and record["device"] in text
+    assert {(row["name"], row["op"]) for row in record["rows"]} >= {
+        (name, op) for name in ("flashsdk", "PyTorch, flash") for op in ("fwd", "bwd")
+    }
+    assert "--dtype: fp32; bf16 or fp16" in run(*args, "--dtype", "fp32", code=2)
+
+
+def test_a_roof_is_the_lower_of_its_two_sides():
+    limits = roof.Roof(flops=100.0, bytes=10.0)
+    assert [limits.limit(x) for x in (1.0, 10.0, 50.0)] == [10.0, 100.0, 100.0]
+    yardstick = roof.of_cpu("fp32")
+    for call in yardstick.calls.values():
+        call()
+    found = yardstick.roof({"product": [1.0], "copy": [0.5, 1.0, 2.0]})
+    assert found.flops > 1e8 and found.bytes == 2 * roof.COPIED
 
 
 def test_bench_of_a_shape_finds_the_peers():
-    found, left_out = bench_shape.runners(
-        bench_shape.make(bench_shape.Shape(1, 64, 2, 2, 16), fs.Causal(), "fp32")
+    found, left_out = shape_peers.runners(
+        shape_peers.make(shape_peers.Shape(1, 64, 2, 2, 16), fs.Causal(), "fp32")
     )
     want = {"torch": "PyTorch, flash", "jax": "JAX, XLA (backward with forward)"}
     for package, name in want.items():
@@ -468,21 +505,21 @@ def test_bench_of_a_shape_finds_the_peers():
 
 def test_bench_of_a_shape_leaves_out_what_is_another_problem(monkeypatch):
     def other(problem):
-        mine = bench_shape.ours(problem)
+        mine = shape_peers.ours(problem)
         return dataclasses.replace(mine, out=mine.out + 1)
 
     def fails(problem):
         raise RuntimeError("takes no such\nthing")
 
     peers = [("other", True, other), ("fails", False, fails), ("large", True, fails)]
-    monkeypatch.setattr(bench_shape, "_peers", lambda: iter(peers))
-    problem = bench_shape.make(bench_shape.Shape(1, 32, 2, 1, 16), fs.Dense(), "fp32")
-    found, left_out = bench_shape.runners(problem)
+    monkeypatch.setattr(shape_peers, "_peers", lambda problem: iter(peers))
+    problem = shape_peers.make(shape_peers.Shape(1, 32, 2, 1, 16), fs.Dense(), "fp32")
+    found, left_out = shape_peers.runners(problem)
     assert list(found) == ["flashsdk"]
     assert left_out["other"].startswith("its output differs by ")
     assert left_out["fails"] == left_out["large"] == "RuntimeError: takes no such"
-    monkeypatch.setattr(bench_shape, "MOST_SCORES", 4 * 2 * 32 * 32 - 1)
-    _, left_out = bench_shape.runners(problem)
+    monkeypatch.setattr(shape_peers, "MOST_SCORES", 4 * 2 * 32 * 32 - 1)
+    _, left_out = shape_peers.runners(problem)
     assert left_out["large"] == left_out["other"] == "its scores take 8.00 KiB; 8.00 KiB at most"
     assert left_out["fails"] == "RuntimeError: takes no such"
 
@@ -497,6 +534,7 @@ def test_bench_of_a_shape_leaves_out_what_is_another_problem(monkeypatch):
         (["--shape", "1,64,2,16", "--filter", "fwd"], "--filter: fwd; none with --shape"),
         (["--mask", "causal"], "--mask: causal; none without --shape"),
         (["--dtype", "bf16"], "--dtype: bf16; none without --shape"),
+        (["--backend", "sm90"], "--backend: sm90; cpu without --shape"),
         (["--shape", "1,64,2,300"], "q: head_dim 300; "),
     ],
 )

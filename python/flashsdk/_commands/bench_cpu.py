@@ -163,14 +163,19 @@ class Problem:
         return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
+def peak_kind(dtype: str) -> str:
+    """Of measure_peak: a dot product of pairs or tiles where kernels of this dtype compute with
+    one, else multiply-adds."""
+    return "bf16_dot" if dtype in DOT_PRODUCTS.get(fs.build_info()["cpu_isa"], ()) else "fp32"
+
+
 def _dense(case: Case, effort: Effort) -> Iterator[dict[str, Any]]:
     problem = Problem(case)
-    # Of pairs or tiles, where the kernels of the instruction set compute with one.
-    dot = case.dtype in DOT_PRODUCTS.get(fs.build_info()["cpu_isa"], ())
+    kind = peak_kind(case.dtype)
     peaks: list[float] = []
 
     def peak() -> None:
-        peaks.append(_bindings.measure_peak("bf16_dot" if dot else "fp32", PEAK_SECONDS))
+        peaks.append(_bindings.measure_peak(kind, PEAK_SECONDS))
 
     calls: dict[str, Callable[[], object]] = {
         "peak": peak,
@@ -185,7 +190,7 @@ def _dense(case: Case, effort: Effort) -> Iterator[dict[str, Any]]:
     row = {
         "samples": samples,
         "peaks": peaks,
-        "peak_kind": "bf16 dot product" if dot else "fp32 FMA",
+        "peak_kind": "bf16 dot product" if kind == "bf16_dot" else "fp32 FMA",
         "seconds": seconds["ours"],
         "gflops": rate,
         "peak": median(peaks),

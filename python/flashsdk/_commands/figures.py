@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashsdk._commands import table
+from flashsdk._commands.roof import Roof
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +44,18 @@ def save(draw: Callable[[Figure, Record], None], record: Record, path: str | Pat
 
 
 def where(record: Record) -> str:
+    if "device" in record:
+        return str(record["device"])
     return f"{record['cpu']}, {record['isa']}, {record['threads']} threads"
+
+
+def problem(record: Record) -> str:
+    """The one that ``bench --shape`` has measured."""
+    s = record["shape"]
+    return (
+        f"batch {s['batch']}, seqlen {s['seqlen']}, heads {s['heads']}:{s['heads_kv']}, head_dim "
+        f"{s['head_dim']}, {record['dtype']}, mask {record['mask']}"
+    )
 
 
 def demo(figure: Figure, record: Record) -> None:
@@ -219,3 +231,41 @@ def _densities(axes: Axes, rows: list[Record], allowed: Callable[[float], float]
     axes.set_ylabel("time / dense time")
     axes.set_title(f"Block-sparse, {table.length(rows[0]['seqlen'])} tokens")
     axes.legend(fontsize=7, frameon=False, loc="upper left")
+
+
+def roofline(figure: Figure, record: Record) -> None:
+    """Of one problem: who does how many GFLOP/s, below what the machine can do at most."""
+    figure.set_size_inches(11, 4.4)
+    figure.suptitle(
+        f"flashsdk {record['flashsdk']}: {where(record)}\n{problem(record)}",
+        fontsize=10, x=0.01, ha="left",
+    )  # fmt: skip
+    names = {"fwd": "Forward", "bwd": "Backward"}
+    for axes, op in zip(figure.subplots(1, 2, sharey=True), names, strict=True):
+        limits = Roof(**record["roof"][op])
+        rows = [r for r in record["rows"] if r["op"] == op]
+        _roof(axes, limits, rows)
+        axes.set_title(names[op])
+        axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.16))
+
+
+def _roof(axes: Axes, limits: Roof, rows: list[Record]) -> None:
+    """The roof over two decades around its edge and the problem, and a mark for each row."""
+    at, edge = rows[0]["intensity"], limits.flops / limits.bytes
+    ends = [min(at, edge) / 10, max(at, edge) * 10]
+    corners = sorted([*ends, edge])
+    axes.plot(
+        corners, [limits.limit(x) / 1e9 for x in corners], color=INK, lw=1.2,
+        label=f"roof: {limits.flops / 1e9:.0f} GFLOP/s, {limits.bytes / 1e9:.0f} GB/s",
+    )  # fmt: skip
+    colors = (OURS, STANDARD, SPARSE, STANDARD_LIGHT, OURS_LIGHT)
+    for i, row in enumerate(rows):
+        low, high = (row["gflops"] * row["seconds"] / q for q in reversed(row["quartiles"]))
+        axes.errorbar(
+            at, row["gflops"], yerr=[[row["gflops"] - low], [high - row["gflops"]]], ms=6,
+            fmt="osD^v"[i % 5], color=colors[i % 5], label=f"{row['name']}: {row['gflops']:.0f}",
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("FLOPs for each byte of inputs and outputs")
+    axes.set_ylabel("GFLOP/s, quartiles")
