@@ -1,6 +1,7 @@
-"""FLASHSDK_LOG=1 and flashsdk.torch.explain: which kernel runs, or why none."""
+"""FLASHSDK_LOG=1, flashsdk.torch.explain and docs/seeing.md: which kernel runs, or why none."""
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import flashsdk as fs
 import numpy as np
 import pytest
+from flashsdk import cli
 
 TWICE = """
 import numpy as np, flashsdk as fs
@@ -200,3 +202,18 @@ def test_the_variable_is_documented():
     if not page.exists():
         pytest.skip("not a checkout")
     assert "| `FLASHSDK_LOG` |" in page.read_text("utf-8")
+
+
+def test_the_page(capsys):
+    """docs/seeing.md: its code runs, and flashsdk knows its commands."""
+    page = Path(__file__).parents[2] / "docs" / "seeing.md"
+    if not page.exists():
+        pytest.skip("not a checkout")
+    text = page.read_text("utf-8")
+    for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(example, {})
+    assert "_fwd, tiles of " in capsys.readouterr().out
+    commands = re.findall(r"^flashsdk (bench .*)$", text, re.MULTILINE)
+    parsed = [cli.parser().parse_args(command.split()) for command in commands]
+    assert [args.backend for args in parsed] == ["cpu", "sm90"]
+    assert parsed[0].out in text  # the folder
