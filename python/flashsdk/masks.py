@@ -265,7 +265,7 @@ def no_mask(mask: object) -> Error:
     """What is raised where a call's ``mask`` is none."""
     allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
     if hasattr(mask, "shape"):
-        allowed += "; an array is a bias, or a bool mask of flashsdk.attention"
+        allowed += "; an array is a bias, or attention's bool mask"
     return InvalidArgument(f"mask: {shown(mask)}; {allowed}")
 
 

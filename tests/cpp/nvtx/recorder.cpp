@@ -8,7 +8,7 @@
 namespace {
 
 std::mutex g_mutex;
-std::string g_text;  // a line for each range that begins, and "end" for each that ends
+std::string g_text;     // a line for each range that begins, and "end" for each that ends
 char g_ours, g_others;  // whose addresses are the domains
 
 nvtxDomainHandle_t NVTX_API create(const char* name) {
