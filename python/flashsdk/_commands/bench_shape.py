@@ -42,8 +42,9 @@ def run(
     if on_gpu and dtype == "fp32":
         raise InvalidArgument("--dtype: fp32; bf16 or fp16 on a GPU")
     folder = writable_folder("--out", Path(out))
+    if have_torch():
+        _prepare(on_gpu)
     problem = make(Shape(*shape), read_mask(mask), dtype or ("bf16" if on_gpu else "fp32"), backend)
-    _prepare(on_gpu)
     found, left_out = runners(problem)
     record: Record = {
         **_header(on_gpu),
@@ -77,13 +78,13 @@ def run(
 
 
 def _prepare(on_gpu: bool) -> None:
+    """PyTorch: before it makes a tensor, as the stream is another for all that follows."""
+    import torch
+
     if on_gpu:
-        import torch
-
-        torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]  # to capture it
-    elif have_torch():
-        import torch
-
+        stream: Any = torch.cuda.Stream
+        torch.cuda.set_stream(stream())  # the default one cannot be captured
+    else:
         torch.set_num_threads(fs.get_num_threads())  # of JAX there is no such way
 
 
