@@ -17,7 +17,7 @@ nvtxDomainHandle_t domain() {
 
 }  // namespace
 
-ProfilerRange::ProfilerRange(const char* name) noexcept {
+void begin_range(const char* name) noexcept {
   if (domain() == nullptr) return;
   nvtxEventAttributes_t event{};
   event.version = NVTX_VERSION;
@@ -27,12 +27,12 @@ ProfilerRange::ProfilerRange(const char* name) noexcept {
   nvtxDomainRangePushEx(domain(), &event);
 }
 
-ProfilerRange::~ProfilerRange() {
+void end_range() noexcept {
   if (domain() != nullptr) nvtxDomainRangePop(domain());
 }
 #else
-ProfilerRange::ProfilerRange(const char*) noexcept {}
-ProfilerRange::~ProfilerRange() {}
+void begin_range(const char*) noexcept {}
+void end_range() noexcept {}
 #endif
 
 }  // namespace flashsdk

@@ -1,11 +1,8 @@
 // flashsdk._bindings: from Python's arguments to flashsdk's, and nothing else. The checks are those of the library.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <optional>
 #include <string>
-#include <utility>
 
 #include "_arrays.h"
 #include "_gil.h"
@@ -327,18 +324,6 @@ void translate(const std::exception_ptr& thrown, void*) {
   }
 }
 
-// What is named in Python, as a context manager.
-class PythonRange {
- public:
-  explicit PythonRange(std::string name) : name_(std::move(name)) {}
-  void enter() { range_.emplace(name_.c_str()); }
-  void exit(const nb::args&) { range_.reset(); }
-
- private:
-  std::string name_;
-  std::optional<ProfilerRange> range_;
-};
-
 }  // namespace
 }  // namespace flashsdk::python
 
@@ -360,8 +345,6 @@ NB_MODULE(_bindings, m) {
   m.attr("core_api") = nanobind::capsule(&flashsdk::core_api(), "flashsdk.core_api");
   m.def("empty", py::empty);
   m.def("gpu_view", py::gpu_view);
-  nanobind::class_<py::PythonRange>(m, "ProfilerRange")
-      .def(nanobind::init<std::string>())
-      .def("__enter__", &py::PythonRange::enter)
-      .def("__exit__", &py::PythonRange::exit);
+  m.def("begin_range", flashsdk::begin_range);
+  m.def("end_range", flashsdk::end_range);
 }

@@ -13,6 +13,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import flashsdk as fs  # noqa: E402
+from flashsdk._commands import bench_shape, gpu_record, gpu_timing, roof, shape_peers  # noqa: E402
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="not a checkout")
@@ -74,8 +77,9 @@ class Card:
 @pytest.fixture
 def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("timing", "calls", "card", "bench", "tables", "goals")
-    return types.SimpleNamespace(**{n: importlib.import_module(f"gpu_{n}") for n in names})
+    names = ("calls", "card", "bench", "tables", "goals")
+    found = {n: importlib.import_module(f"gpu_{n}") for n in names}
+    return types.SimpleNamespace(timing=gpu_timing, **found)
 
 
 @pytest.fixture
@@ -267,3 +271,32 @@ def test_a_second_build_stands_beside_the_first(modules, monkeypatch):
     assert modules.calls.ours(x, "cpu", package=other).keys() == {
         ("fwd", "cpu baseline"), ("bwd", "cpu baseline")
     }  # fmt: skip
+
+
+def test_a_shape_on_a_gpu(put, monkeypatch, tmp_path, capsys):
+    """``bench --shape``: the CPU's kernels for ours, and two of PyTorch's own for its fast ones."""
+    put(Card())
+    attention, explain = fs.torch.attention, fs.explain
+    on_cpu = {"backend": "cpu"}
+    monkeypatch.setattr(gpu_record, "DEVICE", "cpu")
+    monkeypatch.setattr(bench_shape, "check_backend", lambda *_: None)
+    monkeypatch.setattr(fs.torch, "attention", lambda *a, **k: attention(*a, **{**k, **on_cpu}))
+    monkeypatch.setattr(fs, "explain", lambda *a, **k: explain(*a, **{**k, **on_cpu}))
+    sdpa = {"cuDNN": "MATH", "flash": "FLASH_ATTENTION", "none": "CUDNN_ATTENTION"}
+    monkeypatch.setattr(shape_peers, "GPU_SDPA", sdpa)
+    monkeypatch.setattr(roof, "GPU_ROWS", 64)
+    monkeypatch.setattr(roof, "GPU_COPIED", 1 << 16)
+    done = bench_shape.run(
+        (1, 32, 4, 2, 16), "causal", None, backend="sm90", quick=True, out=str(tmp_path)
+    )
+    assert done == 0
+    record = json.loads((tmp_path / "sm90_shape.json").read_text())
+    assert record["device"] == "NVIDIA H100 80GB HBM3" and record["dtype"] == "bf16"
+    assert list(record["left_out"]) == ["PyTorch, none"]
+    rows = {(r["name"], r["op"]): r for r in record["rows"]}
+    names = ("flashsdk", "PyTorch, cuDNN", "PyTorch, flash")
+    assert set(rows) == {(name, op) for name in names for op in ("fwd", "bwd")}
+    # By this card's clock, which all calls share: a millisecond a call.
+    assert all(r["samples"] == [1e-3] * bench_shape.QUICK[0] for r in rows.values())
+    assert record["roof"]["fwd"] == {"flops": 2 * 64**3 / 1e-3, "bytes": 2 * (1 << 16) / 1e-3}
+    assert "NVIDIA H100" in capsys.readouterr().out

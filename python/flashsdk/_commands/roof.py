@@ -12,6 +12,7 @@ import numpy as np
 
 import flashsdk as fs
 from flashsdk import _bindings
+from flashsdk._commands import gpu_record
 from flashsdk._commands.bench_cpu import DTYPES, PEAK_SECONDS, peak_kind
 from flashsdk._commands.timing import Call
 
@@ -72,8 +73,8 @@ def of_gpu(dtype: str) -> Yardstick:
     import torch
 
     kind: Any = getattr(torch, DTYPES[dtype])
-    a, b, c = (torch.randn(GPU_ROWS, GPU_ROWS, device="cuda").to(kind) for _ in range(3))
-    source, target = (torch.ones(GPU_COPIED // 4, device="cuda") for _ in range(2))
+    a, b, c = (torch.randn(GPU_ROWS, GPU_ROWS, device=gpu_record.DEVICE).to(kind) for _ in range(3))
+    source, target = (torch.ones(GPU_COPIED // 4, device=gpu_record.DEVICE) for _ in range(2))
 
     def roof(samples: Samples) -> Roof:
         product, copy = (statistics.median(samples[name]) for name in ("product", "copy"))

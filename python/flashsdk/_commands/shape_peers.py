@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import flashsdk as fs
+from flashsdk._commands import gpu_record
 from flashsdk._commands.bench_cpu import DTYPES
 from flashsdk._commands.standard import have_torch
 from flashsdk._commands.table import size
@@ -93,7 +94,8 @@ def make(
     if have_torch():
         import torch
 
-        device, kind = "cpu" if backend == "cpu" else "cuda", getattr(torch, DTYPES[dtype])
+        device = "cpu" if backend == "cpu" else gpu_record.DEVICE
+        kind: Any = getattr(torch, DTYPES[dtype])
         arrays: list[Any] = [torch.from_numpy(x).to(device, kind) for x in values]
     elif backend != "cpu":
         raise InvalidArgument(f"--backend: {backend}; cpu, or install PyTorch with CUDA")

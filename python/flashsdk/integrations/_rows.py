@@ -5,7 +5,8 @@ Gradients go the same ways, without sums: no row is taken twice.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,16 @@ Places = tuple[Tensor, ...]  # int64 indices of a tensor's first one or two dime
 
 def _range(name: str) -> AbstractContextManager[None]:
     """What a profiler shows; torch.compile would have to break its graph for it."""
-    return nullcontext() if torch.compiler.is_compiling() else _bindings.ProfilerRange(name)
+    return nullcontext() if torch.compiler.is_compiling() else _shown(name)
+
+
+@contextmanager
+def _shown(name: str) -> Iterator[None]:
+    _bindings.begin_range(name)
+    try:
+        yield
+    finally:
+        _bindings.end_range()
 
 
 class _Take(Function):
