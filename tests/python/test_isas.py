@@ -69,7 +69,7 @@ def test_no_number_of_threads(threads):
     done = python(CALL, FLASHSDK_NUM_THREADS=threads)
     assert done.returncode == 1
     line = done.stderr.strip().splitlines()[-1]
-    assert line.startswith("flashsdk._errors.Error: FLASHSDK_NUM_THREADS: ")
+    assert line.startswith("flashsdk._errors.InvalidArgument: FLASHSDK_NUM_THREADS: ")
     assert line.endswith("; 1 to 4096")
 
 
