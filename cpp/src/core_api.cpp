@@ -10,7 +10,7 @@ template <class Args>
 bool run(const Args& args, bool packed, const GpuOptions& gpu, Failure& failure) {
   try {
     auto planned = plan(args, packed);
-    if (gpu.seed != nullptr) planned.params.score.dropout.seed = gpu.seed(gpu.owner);
+    if (gpu.seed != nullptr) planned.params.score.dropout.state = gpu.seed(gpu.owner);
     LaunchOptions options;
     if (args.q.device.type == DeviceType::kCUDA) {
       options.stream = gpu.stream;

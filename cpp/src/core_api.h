@@ -19,8 +19,9 @@ struct Failure {
 struct GpuOptions {
   void* stream = nullptr;
   void* (*workspace)(void* owner, std::size_t size) = nullptr;  // 256-byte aligned; exceptions of it do pass
-  // Of dropout, in place of the arguments'. Asked when all checks have passed: a call that is refused draws none.
-  std::uint64_t (*seed)(void* owner) = nullptr;
+  // Where q is, {seed, offset} of dropout in place of the arguments'. Asked when all checks have passed: a call that is
+  // refused draws none.
+  const std::uint64_t* (*seed)(void* owner) = nullptr;
   void* owner = nullptr;
 };
 

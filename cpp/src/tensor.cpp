@@ -29,6 +29,10 @@ const char* to_string(DType dtype) noexcept {
       return "int32";
     case DType::kBool:
       return "bool";
+    case DType::kInt64:
+      return "int64";
+    case DType::kUInt64:
+      return "uint64";
   }
   return "unknown";
 }
@@ -41,6 +45,9 @@ std::string to_string(Device device) {
 
 int size_of(DType dtype) noexcept {
   switch (dtype) {
+    case DType::kInt64:
+    case DType::kUInt64:
+      return 8;
     case DType::kFloat32:
     case DType::kInt32:
       return 4;
@@ -80,10 +87,12 @@ DType dtype_from_dlpack(int code, int bits, int lanes) {
     if (code == kFloat && bits == 16) return DType::kFloat16;
     if (code == kBfloat && bits == 16) return DType::kBFloat16;
     if (code == kInt && bits == 32) return DType::kInt32;
+    if (code == kInt && bits == 64) return DType::kInt64;
+    if (code == kUInt && bits == 64) return DType::kUInt64;
     if (code == kBoolean && bits == 8) return DType::kBool;
   }
   throw Error(ErrorCode::kInvalidArgument, "tensor: dtype " + name_of_dlpack_dtype(code, bits, lanes) +
-                                               "; float32, float16, bfloat16, int32 or bool");
+                                               "; float32, float16, bfloat16, int32, int64, uint64 or bool");
 }
 
 Device device_from_dlpack(int device_type, int device_id) {

@@ -156,6 +156,20 @@ class Tensors {
     score.alibi_slopes = static_cast<const float*>(t.data);
   }
 
+  void seeds(const TensorView& t, DropoutParam& dropout) {
+    if (t.dtype != DType::kInt64 && t.dtype != DType::kUInt64)
+      fail("seed", std::string("dtype ") + to_string(t.dtype), "int64 or uint64");
+    if (t.rank == 1) {
+      check_shape("seed", t, {{"seed and offset", 2}});
+    } else {
+      check_shape("seed", t, {{"batch", p_.batch}, {"seed and offset", 2}});
+      dropout.state_batch = stride_of(t, 0);
+      dropout.heads_each = 0;
+    }
+    finish("seed", t, kRead);
+    dropout.state = static_cast<const std::uint64_t*>(t.data);
+  }
+
   const std::int32_t* cu_seqlens(const char* name, const TensorView& t) {
     check_dtype(name, t, DType::kInt32, "");
     finish(name, t, kRead);
@@ -249,8 +263,10 @@ void validate_common(const AttentionArgs& args, bool packed, bool columns, Forwa
     p.cu_seqlens_k = tensors.cu_seqlens("cu_seqlens_k", args.cu_seqlens_k);
   }
   p.score = read_scores(args, p.head_dim);
+  p.score.dropout.heads_each = p.num_heads;
   if (args.bias.given()) p.score.bias = tensors.bias(args.bias);
   if (args.alibi_slopes.given()) tensors.alibi_slopes(args.alibi_slopes, p.score);
+  if (args.seed_tensor.given()) tensors.seeds(args.seed_tensor, p.score.dropout);
   validate_mask(args.mask, columns, p, memory);
 }
 

@@ -96,6 +96,9 @@ TensorView view_of(Role role, const Tensor& t) {
     case ScalarType::Bool:
       view.dtype = DType::kBool;
       break;
+    case ScalarType::Long:
+      view.dtype = DType::kInt64;
+      break;
     default:
       fail(std::string(role.name) + ": dtype " + name_of(dtype) + "; " + role.dtypes);
   }
@@ -231,9 +234,13 @@ void fill(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o, A
   args.bias = view_if_given(kBias, o.bias);
   args.alibi_slopes = view_if_given(kAlibiSlopes, o.alibi_slopes);
   if (o.seed) {
-    if (!o.seed->is_cpu() || o.seed->scalar_type() != ScalarType::Long || o.seed->numel() != 1)
-      fail("seed: another tensor; int64, one element, on cpu");
-    args.seed = static_cast<std::uint64_t>(*static_cast<const std::int64_t*>(o.seed->data_ptr()));
+    if (o.seed->numel() != 1) {
+      args.seed_tensor = view_of({"seed", "int64"}, *o.seed);
+    } else {
+      if (!o.seed->is_cpu() || o.seed->scalar_type() != ScalarType::Long)
+        fail("seed: one element of another kind; int64, on cpu, or seed and offset where q is");
+      args.seed = static_cast<std::uint64_t>(*static_cast<const std::int64_t*>(o.seed->data_ptr()));
+    }
   }
   args.deterministic = o.deterministic;
   args.backend = o.backend;

@@ -104,7 +104,7 @@ bool read_qkv(PyObject* const* given, int rank, std::array<at::Tensor, 3>& qkv) 
 
 bool read_seed(PyObject* given, Problem& p) {
   if (given == Py_None) return true;
-  if (!PyLong_CheckExact(given)) return false;
+  if (!PyLong_CheckExact(given)) return read_tensor(given, p.seed) && p.seed.numel() != 1;
   const std::uint64_t seed = PyLong_AsUnsignedLongLong(given);
   if (seed == static_cast<std::uint64_t>(-1) && PyErr_Occurred() != nullptr) {
     PyErr_Clear();

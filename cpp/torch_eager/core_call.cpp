@@ -33,6 +33,9 @@ bool view_of(const at::Tensor& t, bool heads_first, TensorView& view) {
     case at::kBool:
       view.dtype = DType::kBool;
       break;
+    case at::kLong:
+      view.dtype = DType::kInt64;
+      break;
     default:
       return false;
   }
@@ -79,23 +82,21 @@ bool fill(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::
   return true;
 }
 
-std::uint64_t value_of(const at::Tensor& seed) {
-  return static_cast<std::uint64_t>(*seed.const_data_ptr<std::int64_t>());
-}
-
 // Of what hooks for saved tensors may have given back.
 bool fill_seed(const Problem& p, AttentionArgs& args) {
   if (p.dropout_p == 0.) return true;
   const at::Tensor& seed = p.seed;
-  if (!seed.defined() || !seed.is_cpu() || seed.scalar_type() != at::kLong || seed.numel() != 1) return false;
-  args.seed = value_of(seed);
+  if (!seed.defined()) return false;
+  if (seed.numel() != 1) return view_of(seed, false, args.seed_tensor);
+  if (!seed.is_cpu() || seed.scalar_type() != at::kLong) return false;
+  args.seed = static_cast<std::uint64_t>(*seed.const_data_ptr<std::int64_t>());
   return true;
 }
 
-// From the CPU's generator on whatever device q is, so that nothing is waited for.
-at::Tensor drawn_seed() {
-  const auto options = at::TensorOptions().dtype(at::kLong).device(at::kCPU);
-  return at::randint(std::numeric_limits<std::int64_t>::max(), {1}, options);
+// By the generator of q's device, as PyTorch's own dropout: on a GPU nothing is waited for, and a CUDA graph that was
+// captured draws anew.
+at::Tensor drawn_seed(const at::Tensor& q) {
+  return at::randint(std::numeric_limits<std::int64_t>::max(), {2}, q.options().dtype(at::kLong));
 }
 
 bool stream_of(const at::Tensor& q, void** stream) { return !q.is_cuda() || current_stream(q.get_device(), stream); }
@@ -120,7 +121,11 @@ bool run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const
     };
   }
   if (drawn != nullptr)
-    gpu.seed = [](void* given) { return value_of(*static_cast<Owner*>(given)->drawn = drawn_seed()); };
+    gpu.seed = [](void* given) {
+      auto& o = *static_cast<Owner*>(given);
+      *o.drawn = drawn_seed(o.like);
+      return static_cast<const std::uint64_t*>(o.drawn->const_data_ptr());
+    };
   const torch_ops::TorchThreads threads(*g_core);
   Failure failure;  // its line is said by the way in Python, which fails alike
   return function(args, packed, gpu, failure);

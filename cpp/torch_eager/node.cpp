@@ -119,7 +119,7 @@ class AttentionBackward final : public Node {
     p.cu_seqlens_k = cu_seqlens_k;
     p.bias = bias;
     p.alibi_slopes = alibi_slopes;
-    p.seed = p.dropout_p != 0. ? on_cpu(seed) : seed;
+    p.seed = p.dropout_p != 0. ? where_it_is_read(seed, q) : seed;
     at::Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(out);  // zeros: only lse is used
     const at::Tensor dlse = grads.size() > 1 ? grads[1] : at::Tensor();
     bool ordinary = unwatched() && plain(dout) && plain_or_none(dlse) && !recorded(dout, dlse, q, k, v, out, lse);
@@ -130,10 +130,10 @@ class AttentionBackward final : public Node {
   }
 
   // What a hook gave back for the seed. Of one on meta the operator would make gradients without a value.
-  static at::Tensor on_cpu(const at::Tensor& seed) {
+  static at::Tensor where_it_is_read(const at::Tensor& seed, const at::Tensor& q) {
     if (!seed.defined() || seed.device().is_meta())
-      raise({"invalid_argument", "seed: another tensor; int64, one element, on cpu"});
-    return seed.device().is_cpu() ? seed : seed.to(at::kCPU);
+      raise({"invalid_argument", "seed: another tensor; that of the forward"});
+    return seed.to(seed.numel() == 1 ? at::Device(at::kCPU) : q.device());
   }
 
   Problem problem_;          // without its tensors

@@ -15,7 +15,8 @@ constexpr std::int64_t kUnlimited = std::numeric_limits<std::int32_t>::max();  /
 // A call besides q, k and v.
 struct Problem {
   at::Tensor cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes;
-  at::Tensor seed;  // of dropout, int64: the bits of an unsigned number
+  // Of dropout, int64, the bits of unsigned numbers: one element on the CPU, or AttentionArgs::seed_tensor, where q is.
+  at::Tensor seed;
 
   bool packed = false, heads_first = false;  // heads first: q is (batch, num_heads, seqlen_q, head_dim)
   std::int64_t max_seqlen_q = 0, max_seqlen_k = 0;

@@ -162,6 +162,8 @@ DType dtype_of(ArrayImporter::Role role, nb::handle array, const ArrayStruct& a)
     if (a.typekind == 'f' && a.itemsize == 4) return DType::kFloat32;
     if (a.typekind == 'f' && a.itemsize == 2) return DType::kFloat16;
     if (a.typekind == 'i' && a.itemsize == 4) return DType::kInt32;
+    if (a.typekind == 'i' && a.itemsize == 8) return DType::kInt64;
+    if (a.typekind == 'u' && a.itemsize == 8) return DType::kUInt64;
     if (a.typekind == 'b' && a.itemsize == 1) return DType::kBool;
   }
   const nb::object dtype = array.attr("dtype");

@@ -46,6 +46,7 @@ class ArrayImporter {
   static constexpr const char* kFloatsOrBool = "float32, float16, bfloat16 or bool";
   static constexpr const char* kFloat32 = "float32";
   static constexpr const char* kInt32 = "int32";
+  static constexpr const char* kInt64 = "int64 or uint64";
 
   // The CUDA stream of the call, asked for when an array on a GPU has to be handed over to it.
   std::function<void*()> gpu_stream;

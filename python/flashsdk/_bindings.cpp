@@ -63,6 +63,13 @@ T to_integer(const char* name, nb::handle value, const std::string& allowed) {
   return result;
 }
 
+// An array of one dimension or more; those of none are numbers.
+bool is_array(nb::handle value) {
+  if (PyLong_CheckExact(value.ptr())) return false;
+  const nb::object shape = nb::getattr(value, "shape", nb::none());
+  return !shape.is_none() && nb::len(shape) > 0;
+}
+
 constexpr const char* kUint64 = "an integer from 0 to 2^64 - 1";
 constexpr const char* kInteger = "an integer of 64 bits";
 const std::string kLength = "an integer from 0 to " + std::to_string(kMaxRows);
@@ -140,8 +147,13 @@ struct Call {
     args.alibi_slopes = arrays.take({"alibi_slopes", ArrayImporter::kFloat32}, o[3]);
     args.softcap = to_double("softcap", o[4]);
     args.dropout_p = to_double("dropout_p", o[5], kProbability);
-    args.seed = to_integer<std::uint64_t>("seed", o[6], kUint64);
     args.offset = to_integer<std::uint64_t>("offset", o[7], kUint64);
+    if (is_array(o[6])) {
+      args.seed_tensor = arrays.take({"seed", ArrayImporter::kInt64}, o[6]);
+      if (args.offset != 0) fail("offset", o[7], "0, as seed is an array with an offset of its own");
+    } else {
+      args.seed = to_integer<std::uint64_t>("seed", o[6], kUint64);
+    }
     args.deterministic = to_bool("deterministic", o[8]);
     if (!o[9].is_none() && args.q.device.type == DeviceType::kCPU) fail("stream", o[9], "None, as q is on cpu");
     // Not every str is UTF-8, and an empty one is no name: "" in the C++ arguments is None here.

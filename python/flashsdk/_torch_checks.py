@@ -22,6 +22,7 @@ from ._errors import REAL, InvalidArgument, Unsupported, has, integer, real, sho
 F = TypeVar("F", bound=Callable[..., Any])
 flag = truth
 PROBABILITY = "a number, 0 <= dropout_p < 1"
+SEED = "an integer from 0 to 2^64 - 1, or int64 {seed, offset} where q is, (2,) or (batch, 2)"
 ONCE_IN_REVERSE = "as attention has no second derivative, and no forward-mode one"
 
 
@@ -74,6 +75,14 @@ def check_rows(name: str, x: object, *, packed: bool) -> None:
     if tensor(name, x).dim() != (3 if packed else 4):
         shape = ("total_" if packed else "batch, seqlen_") + ", ".join(_DIMS[name])
         raise InvalidArgument(f"{name}: {shape_of(x)}; ({shape})")
+
+
+def check_seed(x: Tensor) -> None:
+    """Refuses a tensor that operators would take for a number, or not at all."""
+    if tensor("seed", x).dtype != torch.int64:
+        raise Error(f"seed: dtype {str(x.dtype).removeprefix('torch.')}; {SEED}")
+    if x.dim() not in (1, 2) or x.shape[-1] != 2:
+        raise Error(f"seed: {shape_of(x)}; {SEED}")
 
 
 def shape_of(x: Any) -> str:

@@ -71,7 +71,8 @@ class Operation:
         self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Any, ...], keywords: Keywords
     ) -> tuple[Tensor, Tensor]:
         """out, lse."""
-        tensors = (q, k, v, *lengths[:2], keywords["bias"], keywords["alibi_slopes"])
+        seed = keywords["seed"] if isinstance(keywords["seed"], Tensor) else None
+        tensors = (q, k, v, *lengths[:2], keywords["bias"], keywords["alibi_slopes"], seed)
         if not _unwatched(tensors):
             if torch.compiler.is_compiling():
                 _torch_sharding.register()
@@ -85,7 +86,7 @@ class Operation:
             # A call that is refused leaves the generator as it was.
             known = constant(keywords | {"seed": 0})
             ops.explain(detached(q), detached(k), detached(v), *lengths, **known)
-            keywords["seed"] = int(draw_seed())
+            keywords["seed"] = draw_seed(q)
         if recorded((q, k, v)):
             out, lse = _Attention.apply(q, k, v, self, lengths, keywords)  # type: ignore[no-untyped-call]
             return out, lse
@@ -121,16 +122,22 @@ class _Attention(Function):
         # What the operators save, and in their order: activation checkpointing compares the lists,
         # and a profiler may look on at one of the two forwards alone.
         ctx.save_for_backward(q, k, v, out, lse, *lengths[:2], *operation.beside(keywords, q))
-        ctx.keywords = {**keywords, "bias": None, "alibi_slopes": None}
+        seed = keywords["seed"]
+        ctx.keywords = {
+            **keywords, "bias": None, "alibi_slopes": None,
+            "seed": None if isinstance(seed, Tensor) else seed,
+        }  # fmt: skip
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *offsets, bias, alibi_slopes, _, _ = ctx.saved_tensors
+        q, k, v, out, lse, *offsets, bias, alibi_slopes, seed, _ = ctx.saved_tensors
         if dout is None:  # only lse is used
             dout = torch.zeros_like(out)
         lengths = (*offsets, *ctx.bounds)
         keywords = {**ctx.keywords, "bias": bias, "alibi_slopes": alibi_slopes}
+        if keywords["seed"] is None:
+            keywords["seed"] = seed
         gradients = ctx.operation.gradients(dout, dlse, (q, k, v, out, lse), lengths, keywords)
         return *gradients, None, None, None
 
@@ -169,9 +176,10 @@ def recorded(tensors: Iterable[Tensor]) -> bool:
     return False
 
 
-def draw_seed() -> Tensor:
-    """int64, one element, on the CPU, so that reading it waits for no device."""
-    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
+def draw_seed(like: Tensor) -> Tensor:
+    """int64 (2,), seed and offset, by the generator of ``like``'s device and there: on a GPU nothing
+    is waited for, and a CUDA graph that was captured draws anew."""
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=like.device)
 
 
 def detached(x: Tensor) -> Tensor:

@@ -24,8 +24,10 @@ from ._errors import Error, InvalidArgument, Unsupported, integer, renamed, show
 from ._torch_checks import (
     ONCE_IN_REVERSE,
     PROBABILITY,
+    SEED,
     check_constant,
     check_rows,
+    check_seed,
     flag,
     length,
     no_tangent,
@@ -55,7 +57,9 @@ class Options(NamedTuple):
 
     bias: Tensor | None
     alibi_slopes: Tensor | None
-    seed: Tensor | None  # int64, one element, on the CPU; the bits of an unsigned number
+    # int64, the bits of unsigned numbers: one element, on the CPU; or seed and offset where q is,
+    # (2,) or (batch, 2)
+    seed: Tensor | None
     blocks: Tensor | None  # int32, flat: offsets and indices of each of LISTS
     mask: Sequence[int]  # of encode_mask
     softmax_scale: float | None
@@ -73,7 +77,7 @@ class Options(NamedTuple):
             "softmax_scale": self.softmax_scale,
             "softcap": self.softcap,
             "dropout_p": self.dropout_p,
-            "seed": 0 if self.seed is None else int(self.seed) % _UINT64,
+            "seed": _seed_of(self.seed),
             "deterministic": self.deterministic,
             "backend": self.backend or None,
         }
@@ -339,7 +343,7 @@ def attend(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     backend: ops.Backend | None = None,
     copy: bool = False,
@@ -386,7 +390,7 @@ def _checked(
     softmax_scale: float | None,
     softcap: float,
     dropout_p: float,
-    seed: int | None,
+    seed: int | Tensor | None,
     deterministic: bool | None,
     backend: ops.Backend | None,
 ) -> Keywords:
@@ -397,8 +401,10 @@ def _checked(
         check_constant("bias", tensor("bias", bias))
     if alibi_slopes is not None:
         check_constant("alibi_slopes", tensor("alibi_slopes", alibi_slopes))
-    if seed is not None:
-        seed = integer("seed", seed, 0, _UINT64 - 1, allowed="an integer from 0 to 2^64 - 1")
+    if isinstance(seed, Tensor):
+        check_seed(seed)
+    elif seed is not None:
+        seed = integer("seed", seed, 0, _UINT64 - 1, allowed=SEED)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if backend is not None and (not isinstance(backend, str) or not backend):
@@ -425,15 +431,24 @@ def _encoded(keywords: Keywords, like: Tensor) -> Options:
 
 def _beside(keywords: Keywords, like: Tensor) -> tuple[Tensor | None, ...]:
     """The tensors among the Options, in their order."""
-    seed = _seed(keywords["seed"]) if keywords["dropout_p"] != 0 else None
+    seed = _seed(keywords["seed"], like) if keywords["dropout_p"] != 0 else None
     return keywords["bias"], keywords["alibi_slopes"], seed, _blocks(keywords["mask"], like)
 
 
-def _seed(seed: int | None) -> Tensor:
-    """int64, one element, on the CPU, so that reading it waits for no device."""
+def _seed(seed: int | Tensor | None, like: Tensor) -> Tensor:
+    """As ``Options`` have it."""
     if seed is None:
-        return draw_seed()
+        return draw_seed(like)
+    if isinstance(seed, Tensor):
+        return seed
     return torch.full((1,), seed - _UINT64 * (seed >= 2**63), dtype=torch.int64, device="cpu")
+
+
+def _seed_of(seed: Tensor | None) -> int | Tensor:
+    """The inverse of ``_seed``."""
+    if seed is None:
+        return 0
+    return int(seed) % _UINT64 if seed.numel() == 1 else seed
 
 
 def _autocast(*tensors: Tensor) -> Iterator[Tensor]:

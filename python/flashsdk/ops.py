@@ -29,7 +29,10 @@ Keywords of all four functions::
     softcap        > 0: scores s become softcap * tanh(s / softcap), before bias; 0 is off
     dropout_p      probability to drop an element of softmax's result, 0 <= dropout_p < 1, rounded
                    to the nearest 1/256, at most 255/256
-    seed, offset   what the dropout pattern is a function of; 0 to 2^64 - 1
+    seed, offset   what the dropout pattern is a function of; 0 to 2^64 - 1. Or seed is both, an
+                   array int64 or uint64 (2,) where q is, read by the kernel, so that a CUDA graph
+                   draws anew when it changes; (batch, 2) is one for each sequence, whose heads
+                   then count from 0
     deterministic  True: the same bits from run to run, or an Error; CPU kernels always are. None
                    does what torch.use_deterministic_algorithms says of PyTorch's tensors
     stream         address of a CUDA stream; None is the current one. None on a CPU
@@ -75,7 +78,7 @@ def mha_fwd(
     alibi_slopes: Any = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: Any = 0,
     offset: int = 0,
     deterministic: bool | None = None,
     out: Array | None = None,
@@ -115,7 +118,7 @@ def mha_varlen_fwd(
     alibi_slopes: Any = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: Any = 0,
     offset: int = 0,
     deterministic: bool | None = None,
     out: Array | None = None,
@@ -162,7 +165,7 @@ def mha_bwd(
     alibi_slopes: Any = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: Any = 0,
     offset: int = 0,
     deterministic: bool | None = None,
     dq: Array | None = None,
@@ -209,7 +212,7 @@ def mha_varlen_bwd(
     alibi_slopes: Any = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: Any = 0,
     offset: int = 0,
     deterministic: bool | None = None,
     dq: Array | None = None,
@@ -278,7 +281,7 @@ def explain(
     alibi_slopes: Any = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: Any = 0,
     offset: int = 0,
     deterministic: bool | None = None,
     backend: Backend | None = None,

@@ -14,8 +14,9 @@ What all share:
   Only where a tensor with a tangent enters a function that torch.compile's inductor compiled is
   the tangent lost, as in inductor's own kernels.
 - float32, float16 and bfloat16. Under torch.autocast q, k and v become the autocast dtype.
-- With dropout and no seed, a seed is drawn from torch's CPU generator on each call, whatever the
-  device of the tensors: torch.manual_seed repeats it, and nothing is synchronised.
+- With dropout and no seed, each call draws one by the generator of the tensors' device, as
+  PyTorch's own dropout does: torch.manual_seed repeats it, and each replay of a CUDA graph draws
+  anew. Activation checkpointing drops in the backward what the forward dropped.
 - CPU calls run on PyTorch's own threads, torch.get_num_threads() of them, unless
   ``flashsdk.set_num_threads`` or FLASHSDK_NUM_THREADS says how many: up to PyTorch's number of
   these run on its threads, more on the library's own, as all do with PyTorch before 2.10.
@@ -83,7 +84,7 @@ class _Keywords(TypedDict, total=False):
     softmax_scale: float | None
     softcap: float
     dropout_p: float
-    seed: int | None
+    seed: int | Tensor | None
     deterministic: bool | None
     backend: Backend | None
 
@@ -116,7 +117,7 @@ def attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: Backend | None = None,
@@ -144,7 +145,8 @@ def attention(
         Probability in [0, 1) to drop an element of P, rounded to the nearest 1/256, at most
         255/256.
     seed
-        Of dropout, 0 to 2^64 - 1. None draws one from torch's CPU generator.
+        Of dropout, 0 to 2^64 - 1; or int64 {seed, offset} where q is, (2,), or (batch, 2), one for
+        each sequence. None draws one from the generator of q's device.
     return_lse
         Also return the logarithm of the sum of exp(scores).
     deterministic
@@ -252,7 +254,7 @@ def varlen_attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: Backend | None = None,

@@ -74,6 +74,10 @@ inline double load(const TensorView& t, const Index& index) {
       return read_as<std::int32_t>(p);
     case DType::kBool:
       return read_as<std::uint8_t>(p) != 0 ? 1 : 0;
+    case DType::kInt64:
+      return static_cast<double>(read_as<std::int64_t>(p));
+    case DType::kUInt64:
+      return static_cast<double>(read_as<std::uint64_t>(p));
   }
   return NAN;
 }
@@ -92,6 +96,10 @@ inline void store(const TensorView& t, const Index& index, double x) {
       return put(static_cast<std::int32_t>(x));
     case DType::kBool:
       return put(static_cast<std::uint8_t>(x != 0));
+    case DType::kInt64:
+      return put(static_cast<std::int64_t>(x));
+    case DType::kUInt64:
+      return put(static_cast<std::uint64_t>(x));
   }
 }
 

@@ -55,6 +55,7 @@ struct Shape {
 class Problem {
  public:
   HostTensor q, k, v, out, lse, dout, dlse, dq, dk, dv, bias, alibi, cu_q, cu_k;
+  std::vector<std::uint64_t> seeds;  // for options.seed_tensor
   AttentionArgs options;  // everything beside the tensors
 
   explicit Problem(const Shape& shape, DType dtype = DType::kFloat32, Layout layout = Layout::kContiguous,

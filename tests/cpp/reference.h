@@ -69,6 +69,9 @@ class Reference {
     dropout_.threshold = static_cast<int>(std::nearbyint(a_.dropout_p * 256.));
     dropout_.seed = a_.seed;
     dropout_.offset = a_.offset;
+    dropout_.state = static_cast<const std::uint64_t*>(a_.seed_tensor.data);
+    dropout_.heads_each = a_.seed_tensor.rank == 2 ? 0 : static_cast<int>(heads_);
+    dropout_.state_batch = a_.seed_tensor.rank == 2 ? a_.seed_tensor.stride[0] : 0;
     const std::int64_t batch = packed_ ? a_.cu_seqlens_q.shape[0] - 1 : a_.q.shape[0];
     for (std::int64_t b = 0; b < batch; ++b) sequence(b);
   }
@@ -102,7 +105,7 @@ class Reference {
     for (const Score& x : s) sum += x.visible ? std::exp(x.value - highest) : 0;
     lse[row_at(h, i)] = highest + std::log(sum);
 
-    const flashsdk::DropoutRng rng(dropout_, static_cast<int>(b_ * heads_ + h));
+    const auto rng = flashsdk::DropoutRng(dropout_, static_cast<int>(b_)).of(static_cast<int>(h));
     std::vector<double> p(seqlen_k_, 0), factor(seqlen_k_, 0), dp(seqlen_k_, 0);
     double delta = 0;
     for (std::int64_t j = 0; j < seqlen_k_; ++j) {

@@ -432,6 +432,11 @@ void check_random_problem(unsigned seed) {
   if (chance(25)) {
     p.options.dropout_p = static_cast<float>(between(1, 90)) / 100;
     p.options.seed = (static_cast<std::uint64_t>(rng()) << 32) + rng();
+    p.seeds.resize(2 * static_cast<std::size_t>(batch));
+    for (std::uint64_t& word : p.seeds) word = (static_cast<std::uint64_t>(rng()) << 32) + rng();
+    const int kind = between(0, 2);  // in the arguments, in memory, in memory and of each sequence
+    if (kind == 1) p.options.seed_tensor = {p.seeds.data(), DType::kUInt64, {2}};
+    if (kind == 2) p.options.seed_tensor = {p.seeds.data(), DType::kInt64, {batch, 2}};
     p.options.offset = (static_cast<std::uint64_t>(rng()) << 32) + rng();
   }
   p.check("seed " + std::to_string(seed));

@@ -110,7 +110,7 @@ TEST(BatchParts, AreProblemsOfTheirOwn) {
       EXPECT_EQ(moved(static_cast<const std::uint16_t*>(part.score.bias.ptr), elements.data()),
                 next * p.score.bias.batch);
       EXPECT_EQ(moved(part.score.alibi_slopes, floats.data()), next * p.score.alibi_batch);
-      EXPECT_EQ(part.first_head, next * p.num_heads);
+      EXPECT_EQ(part.score.dropout.first_head, next * p.num_heads);
       next += part.batch;
       ++parts;
     });

@@ -70,17 +70,44 @@ __attribute__((noinline)) int reference_byte(std::uint64_t seed, std::uint64_t o
   return static_cast<int>(out[byte / 4] >> (8 * (byte % 4)) & 0xff);
 }
 
+DropoutRng rng_of(const DropoutParam& p, int batch, int head) {
+  return DropoutRng(p, batch).of(head);
+}
+
 TEST(DropoutRng, KeepsExactlyTheBytesAtOrAboveTheThreshold) {
   std::mt19937_64 rng(2);
   for (int round = 0; round < 20000; ++round) {
     DropoutParam p;
+    const std::uint64_t seed = rng(), offset = round % 2 == 0 ? rng() : rng() % 100;
+    const int batch = static_cast<int>(rng() % 70), head = static_cast<int>(rng() % 70), num_heads = 70;
+    std::vector<std::uint64_t> state(2 * 70);
+    std::uint32_t batch_head = static_cast<std::uint32_t>(batch * num_heads + head);
+    p.heads_each = num_heads;
     p.seed = rng();
-    p.offset = round % 2 == 0 ? rng() : rng() % 100;
-    const int batch_head = static_cast<int>(rng() % 5000);
+    switch (round % 4) {
+      case 0:  // in the arguments; of the second part of a batch
+        p.seed = seed;
+        p.offset = offset;
+        p.first_head = 5;
+        batch_head += 5;
+        break;
+      case 1:  // in memory, of all sequences
+        p.state = state.data();
+        state[0] = seed;
+        state[1] = offset;
+        break;
+      default:  // in memory, of each
+        p.state = state.data();
+        p.state_batch = 2;
+        p.heads_each = 0;
+        state[2 * static_cast<std::size_t>(batch)] = seed;
+        state[2 * static_cast<std::size_t>(batch) + 1] = offset;
+        batch_head = static_cast<std::uint32_t>(head);
+    }
     const int row = static_cast<int>(rng() % (round % 3 == 0 ? 2147483647u : 200u));
     const int col = static_cast<int>(rng() % (round % 5 == 0 ? 2147483647u : 200u));
-    const int byte = reference_byte(p.seed, p.offset, static_cast<std::uint32_t>(batch_head), row, col);
-    const DropoutRng dropout(p, batch_head);
+    const int byte = reference_byte(seed, offset, batch_head, row, col);
+    const DropoutRng dropout = rng_of(p, batch, head);
     ASSERT_TRUE(dropout.keep(row, col, byte)) << "row " << row << " col " << col;
     ASSERT_FALSE(dropout.keep(row, col, byte + 1)) << "row " << row << " col " << col;
     ASSERT_TRUE(dropout.keep(row, col, 0));
@@ -91,7 +118,7 @@ TEST(DropoutRng, EveryByteOfEveryCallServesExactlyOneElement) {
   // Two calls with the same four words are the same call, as far as a test can see.
   DropoutParam p;
   p.seed = 12345;
-  const DropoutRng dropout(p, 7);
+  const DropoutRng dropout = rng_of(p, 0, 7);
   constexpr int kRows = 64, kCols = 128;
   std::set<std::tuple<Words, int, int>> used;
   std::set<Words> calls;
@@ -111,7 +138,7 @@ TEST(DropoutRng, KeepsTheRightShareAndDependsOnEveryInput) {
     DropoutParam p;
     p.seed = seed;
     p.offset = offset;
-    const DropoutRng dropout(p, batch_head);
+    const DropoutRng dropout = rng_of(p, 0, batch_head);
     std::vector<bool> keep;
     for (int row = 0; row < 128; ++row) {
       for (int col = 0; col < 128; ++col) keep.push_back(dropout.keep(row, col, 64));

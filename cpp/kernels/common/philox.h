@@ -43,11 +43,25 @@ FLASHSDK_HD PhiloxBytes philox4x32_7(std::uint32_t c0, std::uint32_t c1, std::ui
 
 class DropoutRng {
  public:
-  FLASHSDK_HD DropoutRng(const DropoutParam& p, int batch_head)
-      : key0_(static_cast<std::uint32_t>(p.seed)),
-        key1_(static_cast<std::uint32_t>(p.seed >> 32) ^ static_cast<std::uint32_t>(p.offset >> 32)),
-        batch_head_(static_cast<std::uint32_t>(batch_head)),
-        offset_(static_cast<std::uint32_t>(p.offset)) {}
+  DropoutRng() = default;
+  // Of head 0 of a sequence. A seed that lies in memory is read here.
+  FLASHSDK_HD DropoutRng(const DropoutParam& p, int batch) {
+    std::uint64_t seed = p.seed, offset = p.offset;
+    if (p.state != nullptr) {
+      const std::uint64_t* state = p.state + batch * p.state_batch;
+      seed = state[0];
+      offset = state[1];
+    }
+    key0_ = static_cast<std::uint32_t>(seed);
+    key1_ = static_cast<std::uint32_t>(seed >> 32) ^ static_cast<std::uint32_t>(offset >> 32);
+    offset_ = static_cast<std::uint32_t>(offset);
+    batch_head_ = static_cast<std::uint32_t>(p.first_head + batch * p.heads_each);
+  }
+  FLASHSDK_HD DropoutRng of(int head) const {
+    DropoutRng rng = *this;
+    rng.batch_head_ += static_cast<std::uint32_t>(head);
+    return rng;
+  }
 
   // The 16 bytes of the group that holds (row, col); byte `byte_of` of word `word_of` is that element's.
   FLASHSDK_HD PhiloxBytes group(int row, int col) const {

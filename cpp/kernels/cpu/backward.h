@@ -94,7 +94,7 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
         if (of_head.begin >= of_head.end) continue;
         const int head = this->head_kv_ * group + g;
         const Policy policy(p_.mask, seqlen_, this->batch_, head);
-        const ScoreFeatures features(p_.score, seqlen_, this->batch_, head, p_.num_heads);
+        const ScoreFeatures features(p_.score, seqlen_, this->batch_, head);
         if constexpr (kFeatures) {
           const KeyRange shown = features.keys_shown(seqlen_.seqlen_k);
           if (key0_ + keys_ <= shown.begin || key0_ >= shown.end) continue;
@@ -131,7 +131,7 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
   // The row sums of one tile of queries.
   void sum_rows(int head, int m_block) {
     const Policy policy(p_.mask, seqlen_, this->batch_, head);
-    const ScoreFeatures features(p_.score, seqlen_, this->batch_, head, p_.num_heads);
+    const ScoreFeatures features(p_.score, seqlen_, this->batch_, head);
     begin_queries(m_block);
     this->load_scored_queries(head);
     this->begin_row_sums();

@@ -87,7 +87,7 @@ class ForwardTile {
         batch_(batch),
         head_(head),
         seqlen_(p, batch),
-        features_(p.score, seqlen_, batch, head, p.num_heads),
+        features_(p.score, seqlen_, batch, head),
         scale_(p.score.softmax_scale),
         w_(scratch) {
     const int head_kv = head / p.heads_per_group();

@@ -73,7 +73,7 @@ void mask_scores(float* s, int width, const KeySegment& segment, const Policy& p
 // The score features of one batch and head.
 class ScoreFeatures {
  public:
-  FLASHSDK_HD ScoreFeatures(const ScoreParam& p, const SeqlenInfo& seqlen, int batch, int head, int num_heads)
+  FLASHSDK_HD ScoreFeatures(const ScoreParam& p, const SeqlenInfo& seqlen, int batch, int head)
       // Below the normal numbers its reciprocal may be infinite; there tanh is ±1 and the score next to 0 anyway.
       : softcap_(p.softcap > 0.f && p.softcap < FLT_MIN ? FLT_MIN : p.softcap),
         slope_(alibi_slope(p, batch, head)),
@@ -82,7 +82,7 @@ class ScoreFeatures {
         bias_offset_(batch * p.bias.batch + head * p.bias.head),
         threshold_(p.dropout.threshold),
         dropout_scale_(p.dropout.scale()),
-        rng_(p.dropout, batch * num_heads + head) {}
+        rng_(DropoutRng(p.dropout, batch).of(head)) {}
 
   bool softcap() const { return softcap_ > 0.f; }
   bool dropout() const { return threshold_ > 0; }

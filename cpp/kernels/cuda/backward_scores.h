@@ -72,13 +72,13 @@ class BackwardScores {
                 : halved() ? 0.5f * p.score.softmax_scale
                            : p.score.softmax_scale) *
                kLog2e),
-        dropout_scale_(has_dropout(kFeatures) ? p.score.dropout.scale() : 1.f) {}
+        dropout_scale_(has_dropout(kFeatures) ? p.score.dropout.scale() : 1.f) {
+    if constexpr (has_dropout(kFeatures)) rng_ = DropoutRng(p.score.dropout, work.batch);
+  }
 
   __device__ int first_key() const { return n0_; }
   __device__ int batch() const { return batch_; }
-  __device__ DropoutRng rng(int head) const {
-    return DropoutRng(p_.score.dropout, p_.first_head + batch_ * p_.num_heads + head);
-  }
+  __device__ DropoutRng rng(int head) const { return rng_.of(head); }
 
   // Where ALiBi is the only feature. Slopes are divided by the softmax scale, as scores are products here: asked before
   // these are there, as the slope comes from memory.
@@ -332,6 +332,7 @@ class BackwardScores {
   bool keys_end_here_;
   bool modified_;  // scores are not in the unit of products: scaled, and more
   float scale_, dropout_scale_;
+  DropoutRng rng_;  // of head 0
 };
 
 }  // namespace flashsdk::cuda

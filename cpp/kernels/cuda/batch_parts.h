@@ -62,7 +62,9 @@ inline BackwardParams part_of(const BackwardParams& p, int first, int count) {
   BiasParam& bias = part.score.bias;
   bias.ptr = advanced(bias.ptr, bias.batch * std::int64_t{size_of(bias.dtype)});
   part.score.alibi_slopes = advanced(p.score.alibi_slopes, p.score.alibi_batch * std::int64_t{sizeof(float)});
-  part.first_head = p.first_head + first * p.num_heads;
+  DropoutParam& dropout = part.score.dropout;
+  dropout.state = advanced(dropout.state, dropout.state_batch * std::int64_t{sizeof(std::uint64_t)});
+  dropout.first_head += first * dropout.heads_each;
   return part;
 }
 

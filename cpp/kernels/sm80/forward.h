@@ -55,10 +55,11 @@ class ForwardScores {
         policy_(p.mask, seq, work.batch, work.head),
         features_(p.score, seq, work.batch, work.head),
         alibi_(p.score, seq, work.batch, work.head),
-        batch_head_(work.batch * p.num_heads + work.head),
         m0_(work.block * Traits::kBlockM),
         scale_first_(scale_first<kFeatures>(p.score)),
-        softmax_(unit() * cuda::kLog2e) {}
+        softmax_(unit() * cuda::kLog2e) {
+    if constexpr (cuda::has_dropout(kFeatures)) rng_ = DropoutRng(p.score.dropout, work.batch).of(work.head);
+  }
 
   __device__ TileWalk walk(int m_block) const {
     return policy_.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, m_block);
@@ -97,8 +98,7 @@ class ForwardScores {
     if constexpr (cuda::has_dropout(kFeatures)) {
       cuda::branch_if(p_.score.dropout.threshold > 0, [&] {
         auto coordinates = matrix_coordinates<Traits::kBlockM, Traits::kBlockN>(typename Traits::Mma{});
-        const DropoutRng rng(p_.score.dropout, batch_head_);
-        cuda::drop_elements(probabilities, coordinates, rng, p_.score.dropout.threshold, m0_,
+        cuda::drop_elements(probabilities, coordinates, rng_, p_.score.dropout.threshold, m0_,
                             tile.index * Traits::kBlockN);
       });
     }
@@ -153,7 +153,8 @@ class ForwardScores {
   Policy policy_;
   cuda::ScoreFeatures features_;
   cuda::AlibiAlone<kFeatures> alibi_;
-  int batch_head_, m0_;
+  DropoutRng rng_;
+  int m0_;
   bool scale_first_;
   cuda::OnlineSoftmax<kRows> softmax_;
 };

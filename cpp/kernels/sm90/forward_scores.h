@@ -174,13 +174,13 @@ class ForwardScores {
   // The probabilities as 16-bit operand of the second product, without what dropout drops.
   template <class Accumulator, class Probabilities>
   __device__ void keep(const Accumulator& acc, Probabilities& probabilities, const KeyTile& tile,
-                       const QueryTile& of) const {
+                       const QueryTile& of) {
     auto converted = convert<Element>(acc);
     if constexpr (cuda::has_dropout(kFeatures)) {
       cuda::branch_if(p_.score.dropout.threshold > 0, [&] {
         auto atoms = as_atoms(converted);
-        const DropoutRng rng(p_.score.dropout, of.batch * p_.num_heads + of.head);
-        cuda::drop_elements(atoms, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), rng,
+        if (tile.has(KeyTile::kFirst)) rng_ = DropoutRng(p_.score.dropout, of.batch).of(of.head);
+        cuda::drop_elements(atoms, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), rng_,
                             p_.score.dropout.threshold, m0(of), tile.n0);
       });
     }
@@ -267,6 +267,7 @@ class ForwardScores {
   bool scale_first_;
   Softmax softmax_;
   Softmax closed_;  // of the queries before, until their output is written
+  DropoutRng rng_;  // of the queries at hand
 };
 
 }  // namespace flashsdk::sm90

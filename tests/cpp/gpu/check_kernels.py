@@ -21,18 +21,19 @@ from harness import Harness, Mask, Problem
 DEVICE = "cuda"
 
 
-def philox_keep(p: Problem, batch_head, rows, cols):
+def philox_keep(p: Problem, b, h, rows, cols):
     """The keep mask (rows, cols) of common/philox.h, in integer tensors."""
     m32 = 0xFFFFFFFF
+    seed, offset, batch_head = p.dropout_of(b, h)
     i = torch.arange(rows, device=DEVICE, dtype=torch.int64)[:, None].expand(rows, cols)
     j = torch.arange(cols, device=DEVICE, dtype=torch.int64)[None].expand(rows, cols)
     c = [
         (i // 16) * 8 + i % 8,
         (j // 32) * 4 + (j % 8) // 2,
         torch.full_like(i, batch_head),
-        torch.full_like(i, p.offset & m32),
+        torch.full_like(i, offset & m32),
     ]
-    k0, k1 = p.seed & m32, (p.seed >> 32) ^ (p.offset >> 32)
+    k0, k1 = seed & m32, (seed >> 32) ^ (offset >> 32)
 
     def mul(a, x):  # (high, low) words of a 32 x 32 bit product without leaving int64
         low, high = (x & 0xFFFF) * a, (x >> 16) * a
@@ -88,7 +89,7 @@ def standard_attention(p: Problem, dtype):
             # Not exp(s - lse), which loses the number of keys where all scores are far from 0.
             prob = torch.softmax(s, -1).masked_fill(~visible, 0.0)
             if p.threshold > 0:
-                keep = philox_keep(p, b * heads + h, nq, nk)
+                keep = philox_keep(p, b, h, nq, nk)
                 prob = prob * keep * (256.0 / (256 - p.threshold))
             o.append(prob.to(dtype) @ vs[:, h // group])
             row_lse.append(lse)
@@ -248,6 +249,9 @@ def random_problem(rng: np.random.Generator, generator, head_dims, dtypes):
     if rng.random() < 0.5:
         p.threshold = int(rng.integers(1, 200))
         p.seed, p.offset = int(rng.integers(1 << 62)), int(rng.integers(1 << 40))
+        if rng.random() < 0.5:  # on the device: of all sequences, or of each
+            shape = (2,) if rng.random() < 0.5 else (batch, 2)
+            p.state = torch.from_numpy(rng.integers(1 << 62, size=shape)).to(DEVICE)
     return p
 
 

@@ -103,6 +103,9 @@ BackwardParams read_params(Words& w, double softmax_scale, double softcap) {
   p.score.dropout.threshold = w.number();
   p.score.dropout.seed = static_cast<std::uint64_t>(w.integer());
   p.score.dropout.offset = static_cast<std::uint64_t>(w.integer());
+  p.score.dropout.state = w.pointer<const std::uint64_t>();
+  p.score.dropout.state_batch = w.integer();
+  p.score.dropout.heads_each = p.score.dropout.state_batch == 0 ? p.num_heads : 0;
   p.score.softmax_scale = static_cast<float>(softmax_scale);
   p.score.softcap = static_cast<float>(softcap);
   return p;

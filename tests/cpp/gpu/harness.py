@@ -81,6 +81,8 @@ class Problem:
     threshold: int = 0
     seed: int = 0
     offset: int = 0
+    # int64 {seed, offset}, (2) of all sequences or (batch, 2) of each; in place of the two
+    state: torch.Tensor | None = None
     cu_q: torch.Tensor | None = None
     cu_k: torch.Tensor | None = None
     deterministic: bool = False
@@ -101,6 +103,15 @@ class Problem:
             or self.alibi is not None
             or self.threshold > 0
         )
+
+    def dropout_of(self, b, h):
+        """seed, offset, and the number that a head of a sequence has for dropout."""
+        heads = self.q.shape[-2]
+        if self.state is None:
+            return self.seed, self.offset, b * heads + h
+        if self.state.dim() == 1:
+            return *self.state.tolist(), b * heads + h
+        return *self.state[b].tolist(), h
 
     def sequences(self):
         """(batch index, slice of q rows, slice of k rows)"""
@@ -168,6 +179,10 @@ class Harness:
         else:
             words += [p.alibi.data_ptr(), p.alibi.stride(0) if p.alibi.dim() == 2 else 0]
         words += [p.threshold, p.seed, p.offset]
+        if p.state is None:
+            words += [0, 0]
+        else:
+            words += [p.state.data_ptr(), p.state.stride(0) if p.state.dim() == 2 else 0]
         return (ctypes.c_int64 * len(words))(*words)
 
     def pick(self, op, p: Problem, words, all_fitting=False):
