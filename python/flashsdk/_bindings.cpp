@@ -5,7 +5,7 @@
 #include <string>
 
 #include "_arrays.h"
-#include "_gil.h"
+#include "gil.h"
 #include "core_api.h"
 #include "cpu_workspace.h"
 #if FLASHSDK_HAVE_CUDA

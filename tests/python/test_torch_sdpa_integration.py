@@ -355,7 +355,7 @@ def test_between_forward_and_backward():
 
 
 def registered():
-    return "_torch_sdpa.cpp" in torch._C._dispatch_dump(f"aten::{FOR_CPU}")
+    return "torch_eager/sdpa.cpp" in torch._C._dispatch_dump(f"aten::{FOR_CPU}")
 
 
 def test_on_and_off():

@@ -1,4 +1,4 @@
-#include "_torch_sdpa.h"
+#include "sdpa.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -16,7 +16,7 @@
 #include "core_call.h"
 #include "torch_threads.h"
 
-namespace flashsdk::python {
+namespace flashsdk::torch_sdpa {
 namespace {
 
 using at::Tensor;
@@ -290,4 +290,4 @@ PyMethodDef const kRestoreSdpa{"restore_sdpa", restore_sdpa, METH_VARARGS, nullp
 
 void set_sdpa_host(const torch_ops::Host& host) { g_host = host; }
 
-}  // namespace flashsdk::python
+}  // namespace flashsdk::torch_sdpa

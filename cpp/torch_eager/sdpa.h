@@ -5,7 +5,7 @@
 
 #include "operators.h"
 
-namespace flashsdk::python {
+namespace flashsdk::torch_sdpa {
 
 // Functions of flashsdk._torch_native. override_sdpa(operators, key) puts our kernels in place of those that aten has
 // at a dispatch key, until restore_sdpa(operators). What ours do not take goes on to those. "for_cpu" are
@@ -15,4 +15,4 @@ extern PyMethodDef const kOverrideSdpa, kRestoreSdpa;
 // Before either is called.
 void set_sdpa_host(const torch_ops::Host& host);
 
-}  // namespace flashsdk::python
+}  // namespace flashsdk::torch_sdpa
