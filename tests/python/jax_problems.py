@@ -1,7 +1,7 @@
 """Problems of the kernels' own tests through flashsdk.jax, under jax.jit and jax.vjp.
 
-As a program, for a GPU, of whose memory JAX takes most: `jax_problems.py BACKEND` runs what a GPU
-takes of PROBLEMS and prints, as JSON, what is wrong with each.
+As a program, for a GPU, of whose memory JAX takes most: `jax_problems.py BACKEND` runs PROBLEMS and
+prints, as JSON, the names of those that ran, and why others were refused or are wrong.
 """
 
 import json
@@ -102,9 +102,11 @@ def report(p: Problem, backend: str | None = None) -> _verify.Report:
     return _verify.compare(p, backend or "cpu", got, _verify.expected(p, inputs(p)))
 
 
-def on_gpu(backend: str) -> dict[str, str]:
+def on_gpu(backend: str) -> dict[str, Any]:
     assert jax.default_backend() == "gpu", "JAX has no GPU"
-    wrong = {}
+    ran: list[str] = []
+    refused: dict[str, str] = {}
+    wrong: dict[str, str] = {}
     for name, p in PROBLEMS.items():
         if p.dtype == "float32":
             p = replace(p, dtype="bfloat16", head_dim=64, head_dim_v=64, aligned=True)
@@ -113,9 +115,10 @@ def on_gpu(backend: str) -> dict[str, str]:
         except Exception as e:
             line = str(e).splitlines()[0]
             # sm90 leaves what it has no kernel for to sm80; dropout needs a seed on the device.
-            refused = "UNIMPLEMENTED" in line and (backend == "sm90" or p.dropout_p)
-            wrong |= {} if refused else {name: line}
+            may = "UNIMPLEMENTED" in line and (backend == "sm90" or p.dropout_p)
+            (refused if may else wrong)[name] = line
             continue
+        ran.append(name)
         if p.dropout_p:
             wrong[name] = "dropout ran: its test has to become one of values"
         elif not result.ok:
@@ -135,7 +138,7 @@ def on_gpu(backend: str) -> dict[str, str]:
         got = step(q)
     if not (np.asarray(got) == np.asarray(want)).all():
         wrong["stream"] = "other bits behind other work"
-    return wrong
+    return {"ran": ran, "refused": refused, "wrong": wrong}
 
 
 if __name__ == "__main__":
