@@ -17,6 +17,7 @@
 #include "functions.h"
 #include "operators.h"
 #include "sdpa.h"
+#include "sdpa_call.h"
 #include "watched.h"
 
 namespace flashsdk::torch_eager {
