@@ -1,6 +1,7 @@
 """PyTorch's own scaled_dot_product_attention with our kernels below it, and when it is not ours."""
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -432,6 +433,28 @@ def test_without_the_extension():
         env={**os.environ, "FLASHSDK_TORCH_NATIVE": "0"},
     )
     assert done.stdout.startswith("unsupported torch: "), done.stderr
+
+
+def test_the_script_for_pytorchs_own_tests(tmp_path):
+    """It tells what enabling changes from what fails anyway."""
+    script = Path(__file__).parents[2] / "scripts" / "torch_tests.py"
+    if not script.exists():
+        pytest.skip("not a checkout")
+    file, record = tmp_path / "test_it.py", tmp_path / "record.json"
+    file.write_text(
+        "from flashsdk.integrations import torch_sdpa\n"
+        "def test_both(): pass\n"
+        "def test_neither(): raise ValueError('never')\n"
+        "def test_without(): assert not torch_sdpa.enabled()\n"
+    )
+    command = [sys.executable, script, file, "--record", record]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(record.read_text())
+    assert found["without"] == {"passed": 2, "failed": 1, "skipped": 0}
+    assert found["with"] == {"passed": 1, "failed": 2, "skipped": 0}
+    assert list(found["changed"]) == ["test_it::test_without"]
+    assert found["neither"] == {"test_it::test_neither": "ValueError: never"}
 
 
 def test_the_page():
