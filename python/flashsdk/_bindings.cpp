@@ -5,9 +5,9 @@
 #include <string>
 
 #include "_arrays.h"
-#include "gil.h"
 #include "core_api.h"
 #include "cpu_workspace.h"
+#include "gil.h"
 #if FLASHSDK_HAVE_CUDA
 #include "cuda/device.h"
 #endif
