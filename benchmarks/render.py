@@ -124,9 +124,12 @@ def torch_tests(record: Record) -> str:
     plain, ours = (record[way] for way in ("without", "with"))
     text = (
         f"`{record['file']}` of PyTorch {record['file_version']}, run with PyTorch "
-        f"{record['torch']}: {ours['passed']} tests pass with `enable` on, {plain['passed']} "
-        f"without; {ours['failed']} and {plain['failed']} fail, the others are skipped."
+        f"{record['torch']} and `{' '.join(record['options'])}`. {ours['passed']} tests pass with "
+        f"`enable` on and {plain['passed']} without, {ours['failed']} fail with it and "
+        f"{plain['failed']} without. {ours['skipped']} are skipped, most as they need a GPU."
     )
+    if record["note"]:
+        text += f" {record['note']}"
     rows = [*record["changed"].items(), *record["neither"].items()]
     if not rows:
         return text

@@ -73,6 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--record", type=Path, help="where the outcome goes, as JSON")
+    parser.add_argument("--note", default="", help="what the record has to say besides")
     given, options = parser.parse_known_args()
     file = given.file.resolve()
     without, enabled = (outcomes(file, options, on) for on in (False, True))
@@ -95,6 +96,7 @@ def main() -> int:
         "file": file.name,
         "file_version": version.read_text().strip() if version.exists() else "",
         "options": options,
+        "note": given.note,
         "without": count(without),
         "with": count(enabled),
         "changed": changed,
