@@ -30,6 +30,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
 README = ROOT / "README.md"
+PAGES = (README, ROOT / "docs" / "torch_sdpa.md")  # with marked blocks
 
 Record = dict[str, Any]
 
@@ -80,18 +81,23 @@ SECTIONS = {
     "gpu_tests": lambda _, record: gpu_tables.tests_section(record),
     transformers_step.KIND: lambda _, record: transformers_step.section(record, about(record)),
 }
+ELSEWHERE = {"torch_tests"}  # in pages of their own
 
 
 def document(found: dict[str, Record]) -> str:
-    sections = [SECTIONS[record["kind"]](name, record) for name, record in found.items()]
+    sections = [
+        SECTIONS[record["kind"]](name, record)
+        for name, record in found.items()
+        if record["kind"] not in ELSEWHERE
+    ]
     return "\n\n".join([INTRODUCTION.rstrip(), *sections]) + "\n"
 
 
-def readme(text: str, found: dict[str, Record]) -> str:
-    """The README with its marked blocks filled; one whose marks are missing is left out."""
+def blocks_of(found: dict[str, Record]) -> dict[str, str]:
+    """What stands between marks in the README and other pages, by their names."""
     demos = {name: r for name, r in found.items() if r["kind"] == "demo"}
     benches = [r for r in found.values() if r["kind"] == "bench"]
-    blocks = {
+    return {
         "demo": "\n\n".join(fenced(demo.describe(r)) for r in demos.values()),
         "picture": "\n\n".join(f"![{name}](docs/images/{name}.png)" for name in demos),
         "figures": "\n\n".join(map(headline, benches)),
@@ -100,13 +106,38 @@ def readme(text: str, found: dict[str, Record]) -> str:
             for r in found.values()
             if r["kind"] == "gpu_bench"
         ),
+        "torch_tests": "\n\n".join(
+            torch_tests(r) for r in found.values() if r["kind"] == "torch_tests"
+        ),
     }
+
+
+def filled(text: str, blocks: dict[str, str]) -> str:
+    """A page with its marked blocks filled; one whose marks are missing is left out."""
     for name, block in blocks.items():
         marks = (f"<!-- {name}:begin -->", f"<!-- {name}:end -->")
         pattern = re.escape(marks[0]) + ".*?" + re.escape(marks[1])
         new = f"{marks[0]}\n{block}\n{marks[1]}"
         text = re.sub(pattern, lambda _, new=new: new, text, flags=re.DOTALL)
     return text
+
+
+def torch_tests(record: Record) -> str:
+    """The outcome of scripts/torch_tests.py."""
+    plain, ours = (record[way] for way in ("without", "with"))
+    text = (
+        f"`{record['file']}` of PyTorch {record['file_version']}, run with PyTorch "
+        f"{record['torch']} and `{' '.join(record['options'])}`. {ours['passed']} tests pass with "
+        f"`enable` on and {plain['passed']} without, {ours['failed']} fail with it and "
+        f"{plain['failed']} without. {ours['skipped']} are skipped, most as they need a GPU."
+    )
+    if record["note"]:
+        text += f" {record['note']}"
+    rows = [*record["changed"].items(), *record["neither"].items()]
+    if not rows:
+        return text
+    cells = [[f"`{name}`", why.replace("|", "\\|")] for name, why in rows]
+    return f"{text}\n\n{markdown_table(['test', 'why it fails'], cells, 2)}"
 
 
 def headline(record: Record) -> str:
@@ -137,8 +168,8 @@ def main() -> int:
     check = parser.parse_args().check
     found = records()
     texts = {DOCUMENT: document(found)}
-    if README.exists():
-        texts[README] = readme(README.read_text(), found)
+    blocks = blocks_of(found)
+    texts |= {page: filled(page.read_text(), blocks) for page in PAGES if page.exists()}
     stale = [p for p, text in texts.items() if not p.exists() or p.read_text() != text]
     if check:
         for path in stale:

@@ -95,10 +95,10 @@ endif()
 # other, flashsdk.torch does without it.
 set(eager cpp/torch_eager)
 Python_add_library(_torch_native MODULE WITH_SOABI ${eager}/module.cpp ${eager}/functions.cpp ${eager}/arguments.cpp
-  ${eager}/core_call.cpp ${eager}/node.cpp ${eager}/operator_call.cpp python/flashsdk/_torch_sdpa.cpp)
+  ${eager}/core_call.cpp ${eager}/node.cpp ${eager}/operator_call.cpp ${eager}/sdpa.cpp ${eager}/sdpa_call.cpp)
 # Compiled as one: PyTorch's headers are nearly all of what each takes.
 set_target_properties(_torch_native PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
-target_include_directories(_torch_native PRIVATE python/flashsdk ${eager})
+target_include_directories(_torch_native PRIVATE cpp/python ${eager})
 target_compile_definitions(_torch_native PRIVATE FLASHSDK_TORCH_VERSION="${torch_version}")
 # The core is the extension's, through a table of functions: a second one would have threads of its own.
 target_link_libraries(_torch_native PRIVATE flashsdk_torch_operators flashsdk_warnings ${FLASHSDK_SANITIZE_LINK}

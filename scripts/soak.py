@@ -253,9 +253,13 @@ def launch(p: Problem, mask: Any, x: dict[str, Any], backend: str) -> Launched:
     outputs["lse"] = memory.new_full(lse_shape, torch.nan, dtype=torch.float32)
     call = {
         "mask": mask, "softcap": p.softcap, "softmax_scale": p.softmax_scale, "backend": backend,
-        "dropout_p": p.dropout_p, "seed": p.dropout_seed, "offset": p.dropout_offset, **p.options,
+        "dropout_p": p.dropout_p, **p.options,
         "alibi_slopes": x.get("alibi_slopes"), "bias": x.get("bias"),
     }  # fmt: skip
+    if p.dropout_seeds:
+        call["seed"] = torch.tensor(p.dropout_seeds, device=x["q"].device)
+    else:
+        call |= {"seed": p.dropout_seed, "offset": p.dropout_offset}
     packed = (x["cu_seqlens_q"], x["cu_seqlens_k"], *p.max_seqlen) if p.packed else ()
     forward, backward = (
         (fs.mha_varlen_fwd, fs.mha_varlen_bwd) if p.packed else (fs.mha_fwd, fs.mha_bwd)

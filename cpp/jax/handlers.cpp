@@ -35,7 +35,7 @@ enum Given : std::int64_t {
   kAlibiSlopes = 4,
   kLengths = 8,  // cu_seqlens_q, cu_seqlens_k: packed sequences
   kLayout = 16,  // the eight arrays of a BlockMask
-  kSeed = 32,    // uint32 (2), low half first; and int32 (batch), the places of this shard's sequences; packed: (1)
+  kSeed = 32,    // uint32 (batch, 4), packed (4): seed and offset, low halves first
   kScaled = 64,  // no operand: softmax_scale counts
   kBand = 128,   // no operand: left, right and top_left count
 };
@@ -79,7 +79,7 @@ DType dtype_of(ffi::DataType type) {
     case ffi::DataType::BF16:
       return DType::kBFloat16;
     case ffi::DataType::S32:
-    case ffi::DataType::U32:  // seeds, which the core does not see
+    case ffi::DataType::U32:  // seeds: as_words()
       return DType::kInt32;
     case ffi::DataType::PRED:
       return DType::kBool;
@@ -116,11 +116,10 @@ enum Role {
   kDv,
   kBiasOf,
   kSlopes,
+  kSeedOf,
   kList,
   kCuQ = kList + 8,
   kCuK,
-  kSeedOf,
-  kPlaces,
   kRoles
 };
 
@@ -149,7 +148,8 @@ bool join_with_batch(Operands& operands, std::size_t outer, std::int64_t size) {
     const std::int64_t a = x->step(at);
     if (!is_indices(role) && size != 1) {
       const std::int64_t step = batch == 1 ? a : x->step(outer);
-      const bool shared = role >= kBiasOf && step == 0;  // the same for all: it stays of size 1
+      // The same for all: it stays of size 1, which seeds may not.
+      const bool shared = role >= kBiasOf && role != kSeedOf && step == 0;
       x->shape[outer] = shared ? 1 : size * batch;
       x->stride[outer] = step;
     }
@@ -157,19 +157,6 @@ bool join_with_batch(Operands& operands, std::size_t outer, std::int64_t size) {
     x->stride.erase(x->stride.begin() + static_cast<std::ptrdiff_t>(at));
   }
   return true;
-}
-
-// Makes an outer dimension of the batch. What is dropped of a sequence is then no matter of how many others are on this
-// device: a backward may be sharded in another way than its forward was.
-void take_sequences_apart(Operands& operands, std::size_t outer) {
-  for (int role = 0; role < kRoles; ++role) {
-    auto& x = operands[static_cast<std::size_t>(role)];
-    if (!x || role == kPlaces) continue;
-    const bool has_batch = role < kCuQ && !is_indices(role);
-    const auto at = static_cast<std::ptrdiff_t>(has_batch ? outer + 1 : outer);
-    x->shape.insert(x->shape.begin() + at, 1);
-    x->stride.insert(x->stride.begin() + at, 0);
-  }
 }
 
 // ---- calls of the core
@@ -212,6 +199,15 @@ TensorView view_of(const std::optional<Operand>& x, const std::vector<std::int64
     view.stride[d] = x->stride[outer + static_cast<std::size_t>(d)];
   }
   return view;
+}
+
+// Pairs of 32 bits as numbers of 64, which JAX has none of by default. XLA aligns its arrays for both.
+TensorView as_words(TensorView halves) {
+  if (!halves.given()) return halves;
+  halves.dtype = DType::kUInt64;
+  halves.shape[halves.rank - 1] /= 2;
+  for (int d = 0; d < halves.rank - 1; ++d) halves.stride[d] /= 2;
+  return halves;
 }
 
 Mask mask_of(const Numbers& n, const Operands& operands, const std::vector<std::int64_t>& index, Device device) {
@@ -260,11 +256,7 @@ void fill(const Numbers& n, const Floats& f, std::string_view backend, const Ope
   args.max_seqlen_k = n.max_seqlen_k;
   args.deterministic = n.deterministic != 0;
   args.backend = backend;
-  if ((n.given & kSeed) == 0) return;
-  const TensorView seed = view(kSeedOf), places = view(kPlaces);
-  const auto* words = static_cast<const std::uint32_t*>(seed.data);
-  args.seed = std::uint64_t{words[1]} << 32 | words[0];
-  args.offset = static_cast<std::uint32_t>(*static_cast<const std::int32_t*>(places.data));
+  args.seed_tensor = as_words(view(kSeedOf));
 }
 
 template <class Args>
@@ -297,7 +289,7 @@ Operands operands_of(bool backward, const Numbers& n, const ffi::RemainingArgs& 
   if ((n.given & kLengths) != 0) in.insert(in.end(), {kCuQ, kCuK});
   if ((n.given & kLayout) != 0)
     for (int i = 0; i < 8; ++i) in.push_back(kList + i);
-  if ((n.given & kSeed) != 0) in.insert(in.end(), {kSeedOf, kPlaces});
+  if ((n.given & kSeed) != 0) in.push_back(kSeedOf);
   if (args.size() != in.size() || rets.size() != out.size())
     refuse(ffi::ErrorCode::kInternal, "operands: " + std::to_string(args.size()) + "; " + std::to_string(in.size()));
   Operands operands;
@@ -315,17 +307,10 @@ Operands operands_of(bool backward, const Numbers& n, const ffi::RemainingArgs& 
 void run(bool backward, Gpu* gpu, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Numbers& n,
          const Floats& f, std::string_view backend) {
   if (g_core == nullptr) refuse(ffi::ErrorCode::kInternal, "flashsdk.jax: not imported; import flashsdk.jax");
-  // Its kernels take the seed from the host, for which the host would have to wait for the stream.
-  if (gpu != nullptr && (n.given & kSeed) != 0)
-    refuse(ffi::ErrorCode::kUnimplemented, "dropout_p: more than 0 on cuda; 0, or the CPU backend of JAX");
   Operands operands = operands_of(backward, n, args, rets);
   const bool packed = (n.given & kLengths) != 0;
   const Device device = gpu != nullptr ? Device{DeviceType::kCUDA, gpu->device} : Device{};
   std::vector<std::int64_t> sizes(static_cast<std::size_t>(n.outer), 1);
-  if ((n.given & kSeed) != 0 && !packed) {
-    take_sequences_apart(operands, sizes.size());
-    sizes.push_back(1);
-  }
   for (const auto& x : operands)
     for (std::size_t d = 0; x && d < sizes.size(); ++d)
       if (x->shape[d] != 1) sizes[d] = x->shape[d];

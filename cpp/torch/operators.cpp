@@ -235,7 +235,7 @@ void fill(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o, A
   args.alibi_slopes = view_if_given(kAlibiSlopes, o.alibi_slopes);
   if (o.seed) {
     if (o.seed->numel() != 1) {
-      args.seed_tensor = view_of({"seed", "int64"}, *o.seed);
+      args.seed_tensor = view_of({"seed", "int64 or uint64"}, *o.seed);
     } else {
       if (!o.seed->is_cpu() || o.seed->scalar_type() != ScalarType::Long)
         fail("seed: one element of another kind; int64, on cpu, or seed and offset where q is");

@@ -10,7 +10,7 @@
 #include <limits>
 #include <utility>
 
-#include "_gil.h"
+#include "gil.h"
 #include "module.h"
 #include "torch_threads.h"
 

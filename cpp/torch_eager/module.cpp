@@ -13,10 +13,11 @@
 #include <string>
 #include <utility>
 
-#include "_torch_sdpa.h"
 #include "core_call.h"
 #include "functions.h"
 #include "operators.h"
+#include "sdpa.h"
+#include "sdpa_call.h"
 #include "watched.h"
 
 namespace flashsdk::torch_eager {
@@ -113,8 +114,8 @@ PyMODINIT_FUNC PyInit__torch_native() {
       py::method<py::flash_attn>("flash_attn"),
       py::method<py::scaled_dot_product_attention>("scaled_dot_product_attention"),
       {"register_operators", py::register_operators, METH_NOARGS, nullptr},
-      flashsdk::python::kOverrideSdpa,
-      flashsdk::python::kRestoreSdpa,
+      flashsdk::torch_sdpa::kOverrideSdpa,
+      flashsdk::torch_sdpa::kRestoreSdpa,
       {nullptr, nullptr, 0, nullptr},
   };
   static PyModuleDef definition = {
@@ -122,7 +123,7 @@ PyMODINIT_FUNC PyInit__torch_native() {
   try {
     py::check_torch();
     py::find_others();
-    flashsdk::python::set_sdpa_host({py::g_core, py::current_stream, py::raise, py::empty_strided});
+    flashsdk::torch_sdpa::set_sdpa_host({py::g_core, py::current_stream, py::raise, py::empty_strided});
     return PyModule_Create(&definition);
   } catch (pybind11::error_already_set& e) {
     // flashsdk.torch does without, as it does where the module is not there.

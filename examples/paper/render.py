@@ -218,8 +218,13 @@ def name_of(record: Record) -> str:
 
 
 def add(path: Path) -> None:
-    record = json.loads(path.read_text())
-    if record.get("kind") != "paper":
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except OSError as e:
+        sys.exit(f"{path}: {e.strerror}")
+    except ValueError:
+        sys.exit(f"{path}: no JSON")
+    if not isinstance(record, dict) or record.get("kind") != "paper":
         sys.exit(f"{path}: no record of a program of this folder")
     if record["smoke"]:
         sys.exit(f"{path}: of --smoke, which measures nothing")

@@ -5,9 +5,9 @@
 #include <string>
 
 #include "_arrays.h"
-#include "_gil.h"
 #include "core_api.h"
 #include "cpu_workspace.h"
+#include "gil.h"
 #if FLASHSDK_HAVE_CUDA
 #include "cuda/device.h"
 #endif
@@ -70,6 +70,8 @@ bool is_array(nb::handle value) {
   return !shape.is_none() && nb::len(shape) > 0;
 }
 
+constexpr const char* kSeed =
+    "an integer from 0 to 2^64 - 1, or int64 {seed, offset} where q is, (2,) or (batch, 2)";
 constexpr const char* kUint64 = "an integer from 0 to 2^64 - 1";
 constexpr const char* kInteger = "an integer of 64 bits";
 const std::string kLength = "an integer from 0 to " + std::to_string(kMaxRows);
@@ -152,7 +154,7 @@ struct Call {
       args.seed_tensor = arrays.take({"seed", ArrayImporter::kInt64}, o[6]);
       if (args.offset != 0) fail("offset", o[7], "0, as seed is an array with an offset of its own");
     } else {
-      args.seed = to_integer<std::uint64_t>("seed", o[6], kUint64);
+      args.seed = to_integer<std::uint64_t>("seed", o[6], kSeed);
     }
     args.deterministic = to_bool("deterministic", o[8]);
     if (!o[9].is_none() && args.q.device.type == DeviceType::kCPU) fail("stream", o[9], "None, as q is on cpu");

@@ -44,8 +44,7 @@ _DIMS = {
     "cu_seqlens_k": ("_", "_"),
     "offsets": ("bh_", "_h_"),
     "indices": ("_", "_"),
-    "seed": ("_", "_"),
-    "places": ("b", "_"),
+    "seeds": ("b_", "_"),
     "dq": ("b_h_", "_h_"),
     "dk": ("b_n_", "_n_"),
     "dv": ("b_n_", "_n_"),
@@ -60,7 +59,7 @@ _OPTIONAL = {
     ALIBI_SLOPES: ("alibi_slopes",),
     LENGTHS: ("cu_seqlens_q", "cu_seqlens_k"),
     LAYOUT: ("offsets", "indices") * 4,
-    SEED: ("seed", "places"),
+    SEED: ("seeds",),
 }
 
 

@@ -37,6 +37,12 @@ def prepare(q: Any, dropout_p: float, blocks: bool) -> None:
     register()
 
 
+def heads_stay_together(q: Any, k: Any, dim: int) -> bool:
+    """Whether each device's query heads find their heads of keys on it."""
+    parts = math.prod(q.mesh.size(i) for i, p in enumerate(q.placements) if p.is_shard(dim))
+    return bool(parts > 1 and k.shape[dim] % parts == 0)
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def register() -> bool:
     """Tells torch.distributed.tensor, where it was imported, of the operators.
@@ -49,11 +55,6 @@ def register() -> bool:
     _registered = True
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
-
-    def heads_stay_together(q: Any, k: Any, dim: int) -> bool:
-        """Whether each device's query heads find their heads of keys on it."""
-        parts = math.prod(q.mesh.size(i) for i, p in enumerate(q.placements) if p.is_shard(dim))
-        return bool(parts > 1 and k.shape[dim] % parts == 0)
 
     def sharded(
         name: str, places: tuple[tuple[int | None, int], tuple[int | None, int]]

@@ -97,9 +97,9 @@ def attention(
         > 0: scores s become softcap * tanh(s / softcap), before bias; 0 is off.
     dropout_p, dropout_key
         Probability to drop an element of softmax's result, 0 <= dropout_p < 1, rounded to the
-        nearest 1/256, and the key of ``jax.random`` that says which. On a CPU alone so far. What
-        is dropped is the same on one device and on many; heads that are sharded are gathered
-        for it. The core drops the same of sequence b alone with ``seed``, the two words of
+        nearest 1/256, and the key of ``jax.random`` that says which. What is dropped is the
+        same on one device and on many; heads that are sharded are gathered for it. The core
+        drops the same of sequence b alone with ``seed``, the two words of
         ``jax.random.bits(key, 2, uint32)``, low one first, and ``offset`` b (packed: 0).
     return_lse
         Return (out, lse), lse float32 (batch, num_heads, seqlen_q); it has a gradient.
@@ -302,7 +302,7 @@ def _attend(
     p = float(dropout_p)
     if p != 0:
         given |= xla.SEED
-        rest += [_seed(dropout_key), jnp.arange(1 if packed else q.shape[0], dtype=jnp.int32)]
+        rest.append(_seeds(dropout_key, None if packed else q.shape[0]))
     if softmax_scale is not None:
         given |= xla.SCALED
         fields.update(softmax_scale=float(softmax_scale))
@@ -339,16 +339,22 @@ def _array(name: str, x: Any) -> Any:
         raise Error(f"{name}: {shown(x)}; an array of JAX or NumPy") from None
 
 
-def _seed(key: Any) -> Any:
-    """uint32 (2,) from a key of jax.random, of either kind."""
+def _seeds(key: Any, batch: int | None) -> Any:
+    """uint32 (batch, 4), of each sequence seed and offset, low halves first; None: (4,), of all.
+
+    The seed is from a key of jax.random, of either kind, the offset a sequence's place.
+    """
     allowed = "a key of jax.random, as dropout_p is more than 0"
     if key is None:
         raise Error(f"dropout_key: None; {allowed}")
     try:
-        return jax.random.bits(key, (2,), jnp.uint32)
+        seed = jax.random.bits(key, (2,), jnp.uint32)
     except (TypeError, ValueError):
         given = f"shape {key.shape}" if has(key, "shape") else shown(key)
         raise Error(f"dropout_key: {given}; {allowed}") from None
+    places = jnp.arange(1 if batch is None else batch, dtype=jnp.uint32)
+    seeds = jnp.stack([*jnp.broadcast_arrays(*seed, places), jnp.zeros_like(places)], -1)
+    return seeds[0] if batch is None else seeds
 
 
 def _equally_varying(*arrays: Any) -> tuple[Any, ...]:

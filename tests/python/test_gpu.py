@@ -563,7 +563,7 @@ def test_adapter_follows_autocast(backend):
 
 @pytest.mark.usefixtures("torch_way")
 def test_adapter_draws_seeds_without_waiting(backend):
-    """With dropout and no seed: from torch's generator of the CPU, so nothing is synchronised."""
+    """With dropout and no seed: by the generator of the GPU, and nothing is synchronised."""
     from flashsdk.torch import attention
 
     x = qkv()[:3]

@@ -81,7 +81,7 @@ def _by_heads(p, placed, method):
         mask=p.mask,
         softcap=p.softcap,
         dropout_p=p.dropout_p,
-        seed=p.dropout_seed,
+        seed=x.get("seed", p.dropout_seed),
         offset=p.dropout_offset,
         bias=x.get("bias"),
         alibi_slopes=x.get("alibi_slopes"),

@@ -79,9 +79,29 @@ def test_smoke(program, command, tmp_path):
     # Nothing failed that a CPU can do.
     for row in record["rows"]:
         assert "error" not in row or row["method"] in ("SDPA flash", "SDPA efficient", "SDPA cuDNN")
+    if command == "long_context.py documents":  # which length is best, other documents say
+        best = max(record["rows"], key=lambda row: row["validation_f1"])["seqlen"]
+        assert (
+            f"at {best}, which {record['result']['validated']} other" in record["result"]["summary"]
+        )
     check = [sys.executable, PROGRAMS / "render.py", "--add", tmp_path / "record.json"]
     done = subprocess.run(check, capture_output=True, text=True)
     assert done.returncode == 1 and "of --smoke" in done.stderr  # no figure comes from it
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [(None, "No such file or directory"), ("{", "no JSON"), ("[]", "no record of a program")],
+)
+def test_what_is_no_record_is_one_line(text, reason, tmp_path):
+    file = tmp_path / "record.json"
+    if text is not None:
+        file.write_text(text)
+    command = [sys.executable, PROGRAMS / "render.py", "--add", file]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{file}: ") and reason in line
 
 
 def test_page_is_that_of_the_records():

@@ -107,7 +107,7 @@ X = torch.zeros(BATCH, SEQLEN, HEADS, DIM)
 @pytest.mark.parametrize(
     "argument, wrong",
     [
-        *[("seed", wrong) for wrong in (-1, 2**64, 1.5, "a", True, LONG)],
+        *[("seed", wrong) for wrong in (-1, 2**64, 1.5, "a", True)],
         *[("max_seqlen_q", wrong) for wrong in (1.5, "a", 2**63, -1, 3, True, None)],
         *[(name, x) for name in "qkv" for x in (X[0, 0], X[None], X[0, 0, 0])],
         *[("backend", wrong) for wrong in (3, "tpu", "sm90", LONG)],

@@ -442,7 +442,8 @@ for line, given in torch.load(sys.argv[1]):
             {"mask": [0, 0, 0, 16, 16, 48, 48, *[1, 1, 4, 3] * 4], "blocks": OFFSETS[::2]},
             "blocks: another tensor; int32, flat and contiguous",
         ),
-        ({"seed": torch.zeros(2)}, "seed: another tensor; int64, one element, on cpu"),
+        ({"seed": torch.zeros(2)}, "seed: dtype float32; int64 or uint64"),
+        ({"seed": torch.zeros(1)}, "seed: one element of another kind; int64, on cpu, or seed and offset where q is"),
     ],
 )
 def test_operators_read_no_mask_that_encode_mask_did_not_write(changes, line):

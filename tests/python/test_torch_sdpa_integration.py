@@ -1,6 +1,7 @@
 """PyTorch's own scaled_dot_product_attention with our kernels below it, and when it is not ours."""
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -183,7 +184,7 @@ def test_the_other_operators_of_a_gpu():
         with pytest.raises(NotImplementedError, match="neither flashsdk nor PyTorch"):
             flash(q.double(), k.double(), v.double())
     finally:
-        native.restore_sdpa("flash")
+        native.restore_sdpa()
     assert torch._C._dispatch_dump("aten::_scaled_dot_product_flash_attention") == dump
 
 
@@ -250,15 +251,6 @@ def test_what_a_context_asks_for_is_pytorchs():
     with pytest.raises(RuntimeError, match="not implemented"):
         (grad,) = torch.autograd.grad(out.sum(), inputs[0], create_graph=True)
         grad.sum().backward()
-
-
-def test_nested_tensors_stay_pytorchs_on_a_cpu():
-    parts = [torch.randn(n, 4, 16) for n in (5, 9)]
-    q = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
-    want = sdpa(q, q, q).values()
-    with torch_sdpa.enable():
-        assert torch.equal(sdpa(q, q, q).values(), want)
-        assert "nested" in str(torch_sdpa.explain(q, q, q))
 
 
 def test_wrong_calls_fail_as_before():
@@ -355,7 +347,7 @@ def test_between_forward_and_backward():
 
 
 def registered():
-    return "_torch_sdpa.cpp" in torch._C._dispatch_dump(f"aten::{FOR_CPU}")
+    return "torch_eager/sdpa.cpp" in torch._C._dispatch_dump(f"aten::{FOR_CPU}")
 
 
 def test_on_and_off():
@@ -441,6 +433,28 @@ def test_without_the_extension():
         env={**os.environ, "FLASHSDK_TORCH_NATIVE": "0"},
     )
     assert done.stdout.startswith("unsupported torch: "), done.stderr
+
+
+def test_the_script_for_pytorchs_own_tests(tmp_path):
+    """It tells what enabling changes from what fails anyway."""
+    script = Path(__file__).parents[2] / "scripts" / "torch_tests.py"
+    if not script.exists():
+        pytest.skip("not a checkout")
+    file, record = tmp_path / "test_it.py", tmp_path / "record.json"
+    file.write_text(
+        "from flashsdk.integrations import torch_sdpa\n"
+        "def test_both(): pass\n"
+        "def test_neither(): raise ValueError('never')\n"
+        "def test_without(): assert not torch_sdpa.enabled()\n"
+    )
+    command = [sys.executable, script, file, "--record", record]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(record.read_text())
+    assert found["without"] == {"passed": 2, "failed": 1, "skipped": 0}
+    assert found["with"] == {"passed": 1, "failed": 2, "skipped": 0}
+    assert list(found["changed"]) == ["test_it::test_without"]
+    assert found["neither"] == {"test_it::test_neither": "ValueError: never"}
 
 
 def test_the_page():

@@ -72,8 +72,7 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
     k, v = (of_k.take(x[name]).repeat_interleave(group, 1) for name in "kv")
     dlse = of_q.take_lse(x["dlse"]) if "dlse" in x else q.new_zeros(q.shape[:-1])
     f = Features(
-        p.softmax_scale, p.mask, softcap=p.softcap, dropout_p=p.dropout_p,
-        seed=p.dropout_seed, offset=p.dropout_offset,
+        p.softmax_scale, p.mask, softcap=p.softcap, dropout_p=p.dropout_p
     )  # fmt: skip
     visible = _visible(p, of_q, of_k)
     slopes: Any = 0.0
@@ -90,7 +89,7 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
     heads = naive.Heads(f, q, k, v, dout, dlse, f.scale(p.head_dim), slopes)
     drop = None
     if threshold := f.dropout_threshold():
-        kept = random_bytes(f.seed, f.offset, q.new_empty(*q.shape[:-1], of_k.longest)) >= threshold
+        kept = random_bytes(*_seeds(p), q.new_empty(*q.shape[:-1], of_k.longest)) >= threshold
         drop = kept.double() * (256 / (256 - threshold))
     m: Any = naive.from_products(heads, q @ k.mT, added, visible, drop, xp=torch)
 
@@ -156,16 +155,27 @@ def _in_band(band: BandSpec | None, distance: Tensor, shift: Tensor) -> Tensor:
     return seen
 
 
-def random_bytes(seed: int, offset: int, like: Tensor) -> Tensor:
+def _seeds(p: Problem) -> tuple[Any, Any]:
+    """Of all sequences a number each, or a list of each sequence's."""
+    if not p.dropout_seeds:
+        return p.dropout_seed, p.dropout_offset
+    seeds: Any = p.dropout_seeds
+    return seeds if isinstance(seeds[0], int) else tuple(zip(*seeds, strict=True))
+
+
+def random_bytes(seed: Any, offset: Any, like: Tensor) -> Tensor:
     """The byte that decides over each element of ``like`` (batch, num_heads, seqlen_q, seqlen_k).
 
-    One call of Philox (docs/semantics.md) holds those of two rows and eight columns.
+    Where seed and offset are sequences' own, heads count from 0 in each. One call of Philox (docs/semantics.md) holds those of two rows and eight columns.
     """
     batch, num_heads, seqlen_q, seqlen_k = like.shape
     i, j = (torch.arange(n, device=like.device) for n in (seqlen_q, seqlen_k))
     rows = torch.arange(-(-seqlen_q // 16) * 8, device=like.device)[:, None]
     columns = torch.arange(-(-seqlen_k // 32) * 4, device=like.device)
     heads = torch.arange(batch * num_heads, device=like.device).view(batch, num_heads, 1, 1)
+    if not isinstance(seed, int):
+        heads = heads % num_heads
+        seed, offset = (torch.tensor(x, device=like.device)[:, None, None, None] for x in (seed, offset))
     zero = torch.zeros_like(heads + rows + columns)
     c = [zero + rows, zero + columns, zero + heads, zero + (offset & MASK32)]
     keys = [seed & MASK32, (seed >> 32 ^ offset >> 32) & MASK32]

@@ -54,6 +54,8 @@ class Problem:
     dropout_p: float = 0.0
     dropout_seed: int = 0
     dropout_offset: int = 0
+    # In an array, in place of the two: (seed, offset) of all sequences, or one of each.
+    dropout_seeds: tuple[int, int] | tuple[tuple[int, int], ...] = ()
     dlse: bool = False
     values: str = "normal"  # normal, tiny, huge (q and k), zeros (mostly), negative (all logits)
     magnitude: float = 1.0  # what q and k are multiplied with besides
@@ -91,12 +93,13 @@ class Problem:
             "alibi",
             "softcap",
             "dropout_p",
+            "dropout_seeds",
             "dlse",
             "low_bias",
             "options",
         )
         parts += [
-            f"{n} {x}" for n in names if (x := getattr(self, n)) not in ((0, 0), None, 0, {}, False)
+            f"{n} {x}" for n in names if (x := getattr(self, n)) not in ((0, 0), (), None, 0, {}, False)
         ]
         if self.magnitude != 1:
             parts.append(f"q and k times {self.magnitude:g}")
@@ -172,6 +175,10 @@ def generate(seed: int, backend: str = "cpu") -> Problem:
         negative_strides=backend == "cpu",
         options={"deterministic": True} if chance(0.2) else {},
     )
+    own = np.random.default_rng([seed, 3])  # drawn later than the rest was: that stays as it is
+    if problem.dropout_p and (kind := own.random()) < 0.6:
+        words = [(int(s), int(o)) for s, o in own.integers(0, 2**63, (batch, 2))]
+        problem = replace(problem, dropout_seeds=words[0] if kind < 0.3 else tuple(words))
     # The fast kernels of a GPU take only what is aligned: most problems should be theirs.
     if backend == "cpu" or chance(0.25):
         return problem
@@ -282,7 +289,7 @@ def place(
 
 
 def inputs(p: Problem) -> dict[str, Placed]:
-    """q, k, v, dout and, where there are any, bias, alibi_slopes, dlse, cu_seqlens_q/k."""
+    """q, k, v, dout and, where there are any, bias, alibi_slopes, dlse, cu_seqlens_q/k, seed."""
     rng = np.random.default_rng([p.seed, 1])
     dtype = numpy_dtype(p.dtype)
     total_q, total_k = sum(p.lengths_q) + p.tail[0], sum(p.lengths_k) + p.tail[1]
@@ -336,6 +343,9 @@ def inputs(p: Problem) -> dict[str, Placed]:
         for name, lengths in (("cu_seqlens_q", p.lengths_q), ("cu_seqlens_k", p.lengths_k)):
             cu = np.cumsum([0, *lengths]).astype(np.int32)
             placed[name] = Placed(cu, cu)
+    if p.dropout_seeds:
+        seeds = np.array(p.dropout_seeds, np.uint64).view(np.int64)
+        placed["seed"] = Placed(seeds, seeds)
     return placed
 
 

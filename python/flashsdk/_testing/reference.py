@@ -69,7 +69,7 @@ class Features:
     alibi_slopes: Array | None = None  # (num_heads,) or (batch, num_heads)
     softcap: float = 0.0
     dropout_p: float = 0.0
-    seed: int = 0
+    seed: Any = 0  # or of both: (2,) of all sequences, (batch, 2) one of each
     offset: int = 0
 
     def __post_init__(self) -> None:
@@ -81,6 +81,14 @@ class Features:
         return float(
             np.float32(head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale)
         )
+
+    def dropout_of(self, sequence: int, head: int, num_heads: int) -> tuple[int, int, int]:
+        """Seed, offset and what counts as batch·num_heads + head."""
+        if np.ndim(self.seed) == 2:
+            seed, offset = self.seed[sequence]
+            return int(seed), int(offset), head
+        seed, offset = (self.seed, self.offset) if np.ndim(self.seed) == 0 else self.seed
+        return int(seed), int(offset), sequence * num_heads + head
 
     def dropout_threshold(self) -> int:
         return min(round(self.dropout_p * 256), 255)
@@ -221,8 +229,8 @@ class Head:
         threshold = self.f.dropout_threshold()
         if threshold == 0:
             return np.ones(len(self.k))
-        index = self.sequence * self.num_heads + self.head
-        byte = random_bytes(self.f.seed, self.f.offset, index, i, len(self.k))
+        seed, offset, index = self.f.dropout_of(self.sequence, self.head, self.num_heads)
+        byte = random_bytes(seed, offset, index, i, len(self.k))
         return np.where(byte >= threshold, 256 / (256 - threshold), 0.0)
 
     def row(self, i: int) -> Row:

@@ -142,7 +142,7 @@ def run(
     }
     call |= {name: t[name] for name in ("bias", "alibi_slopes") if name in t}
     call |= {"softmax_scale": problem.softmax_scale, "dropout_p": problem.dropout_p}
-    call |= {"seed": problem.dropout_seed, "offset": problem.dropout_offset}
+    call |= {"seed": t["seed"]} if "seed" in t else _seed_and_offset(problem)
     packed = (t["cu_seqlens_q"], t["cu_seqlens_k"], *problem.max_seqlen) if problem.packed else ()
     forward: Any
     backward: Any
@@ -237,6 +237,10 @@ class _Given:
         return bool(np.isnan(p.buffer.astype(np.float32)).all())
 
 
+def _seed_and_offset(problem: Problem) -> dict[str, int]:
+    return {"seed": problem.dropout_seed, "offset": problem.dropout_offset}
+
+
 def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
     x = {name: p.view for name, p in placed.items()}
     features = {
@@ -244,8 +248,7 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
         "mask": problem.mask,
         "softcap": problem.softcap,
         "dropout_p": problem.dropout_p,
-        "seed": problem.dropout_seed,
-        "offset": problem.dropout_offset,
+        **({"seed": x["seed"]} if "seed" in x else _seed_and_offset(problem)),
         "bias": x.get("bias"),
         "alibi_slopes": x.get("alibi_slopes"),
     }

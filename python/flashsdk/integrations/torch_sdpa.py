@@ -26,6 +26,7 @@ from .. import Causal, build_info, ops
 from .._errors import Error, renamed
 from .._torch_checks import flag, shape_of, tensor
 from .._torch_eager import InPython, built
+from . import _sdpa_dtensor, _sdpa_nested
 
 __all__ = ["Enabled", "Explanation", "disable", "enable", "enabled", "explain"]
 
@@ -50,13 +51,17 @@ class _Overrides:
                 "unsupported",
             )
         built.override_sdpa("for_cpu", "CPU")
+        built.override_sdpa("packed", "CPU")
         if build_info()["cuda"] and torch.version.cuda is not None:
             built.override_sdpa("flash", "CUDA")
+            built.override_sdpa("packed", "CUDA")
+        self._nested = _sdpa_nested.Choice()
+        _sdpa_dtensor.prepare()
         _Overrides.active = self
 
     def remove(self) -> None:
-        for operators in ("for_cpu", "flash"):
-            built.restore_sdpa(operators)
+        self._nested.remove()
+        built.restore_sdpa()
         _Overrides.active = None
 
 
@@ -112,6 +117,7 @@ def enable() -> Enabled:
     """
     before = _current()
     _switch_to(_NAME)
+    _sdpa_dtensor.prepare()  # again: DTensors may have been imported since
     return Enabled(before)
 
 
@@ -180,7 +186,9 @@ def explain(
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
     if query.is_nested:
-        return Explanation(False, "", reason="query is nested: PyTorch asks for each device anew")
+        return _explain_nested(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, op
+        )
     choice: Any = SDPBackend(
         torch._fused_sdp_choice(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -199,20 +207,46 @@ def explain(
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
         bias = bias[..., :1] if bias.stride(-1) == 0 else bias
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return _kernel_of(q, k, v, op=op, mask=causal, bias=bias, softmax_scale=scale)
+
+
+def _explain_nested(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    op: Literal["fwd", "bwd"],
+) -> Explanation:
+    tensors = query, key, value
+    if all(x.is_nested and x.layout == torch.jagged and x._ragged_idx == 1 for x in tensors):
+        # A ragged batch of heads and sequences: PyTorch calls the function of what is in it.
+        q, k, v = (x.values() for x in tensors)
+        return explain(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, op=op)
+    if why := _sdpa_nested.why_not(*tensors, attn_mask, dropout_p, is_causal):
+        return Explanation(False, "", reason=why)
+    if not enabled():
+        return Explanation(False, SDPBackend.MATH.name, reason="flashsdk is not enabled")
+    causal = Causal() if flag("is_causal", is_causal) else None
+    q, k, v = (x.transpose(1, 2).values() for x in tensors)
+    offsets = (x.offsets().to(torch.int32) for x in (query, key))
+    longest = (x._get_max_seqlen() for x in (query, key))
+    return _kernel_of(q, k, v, *offsets, *longest, op=op, mask=causal, softmax_scale=scale)
+
+
+def _kernel_of(*args: Any, **options: Any) -> Explanation:
+    flash = SDPBackend.FLASH_ATTENTION.name
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     try:
-        answer = ops.explain(
-            *(q, k, v),
-            op=op,
-            mask=causal,
-            bias=bias,
-            softmax_scale=scale,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+        answer = ops.explain(*args, **options)
     except Error as e:
-        return Explanation(False, choice.name, reason=str(renamed(e, _NAMES)))
+        return Explanation(False, flash, reason=str(renamed(e, _NAMES)))
     if not answer.kernel:
-        return Explanation(False, choice.name, reason=str(answer))
-    return Explanation(True, choice.name, answer.kernel)
+        return Explanation(False, flash, reason=str(answer))
+    return Explanation(True, flash, answer.kernel)
 
 
 def _not_flash(

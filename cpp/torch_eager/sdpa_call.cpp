@@ -1,0 +1,107 @@
+#include "sdpa_call.h"
+
+#include <cmath>
+#include <vector>
+
+#include "core_call.h"
+#include "torch_threads.h"
+
+namespace flashsdk::torch_sdpa {
+namespace {
+
+torch_ops::Host g_host;
+
+// As the eager way has it; integers, and values that are still to be negated, are not for our kernels.
+bool view_of(const Tensor& t, bool heads_first, TensorView& view) {
+  if (t.scalar_type() == at::kInt || t.is_neg() || (heads_first && t.dim() != 4)) return false;
+  return torch_eager::view_of(t, heads_first, view);
+}
+
+// A mask that broadcasts to (batch, heads, seqlen_q, seqlen_k), of which PyTorch has made a float one.
+bool view_of_mask(const MaybeTensor& mask, TensorView& view) {
+  if (!given(mask)) return true;
+  if (mask->dim() > 4 || mask->dim() < 2 || !view_of(*mask, false, view)) return false;
+  const int missing = 4 - view.rank;
+  for (int d = 3; d >= 0; --d) {
+    view.shape[d] = d < missing ? 1 : view.shape[d - missing];
+    view.stride[d] = d < missing ? 0 : view.stride[d - missing];
+  }
+  view.rank = 4;
+  if (view.stride[3] == 0) view.shape[3] = 1;  // one value for all keys
+  if (view.shape[3] == 1) view.stride[3] = 1;
+  return true;
+}
+
+bool fill(const Packed* packed, AttentionArgs& args) {
+  if (packed == nullptr) return true;
+  args.max_seqlen_q = packed->max_seqlen_q;
+  args.max_seqlen_k = packed->max_seqlen_k;
+  return torch_eager::view_of(packed->cu_seqlens_q, false, args.cu_seqlens_q) &&
+         torch_eager::view_of(packed->cu_seqlens_k, false, args.cu_seqlens_k);
+}
+
+bool fill(const Call& c, AttentionArgs& args) {
+  if (c.dropout_p != 0. || (c.band && given(c.mask))) return false;
+  if (!view_of(c.q, c.heads_first, args.q) || !view_of(c.k, c.heads_first, args.k) ||
+      !view_of(c.v, c.heads_first, args.v) || !view_of_mask(c.mask, args.bias) || !fill(c.packed, args))
+    return false;
+  if (args.q.numel() == 0 || args.k.numel() == 0 || args.v.numel() == 0) return false;
+  if (c.band) args.mask = *c.band;
+  if (c.scale) {
+    args.softmax_scale = static_cast<float>(*c.scale);
+    if (!std::isfinite(*args.softmax_scale)) return false;
+  }
+  args.deterministic = at::globalContext().deterministicAlgorithms();
+  return true;
+}
+
+// False where the core refuses.
+template <class Args>
+bool run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const Args& args, const Call& c) {
+  struct Scratch {
+    const Tensor& like;
+    Tensor memory;
+  } scratch{c.q, {}};
+  GpuOptions gpu;
+  if (c.q.is_cuda()) {
+    if (!g_host.current_stream(c.q.get_device(), &gpu.stream)) return false;
+    gpu.owner = &scratch;
+    gpu.workspace = [](void* owner, std::size_t size) {
+      auto& s = *static_cast<Scratch*>(owner);
+      s.memory = at::empty({static_cast<std::int64_t>(size)}, s.like.options().dtype(at::kByte));
+      return s.memory.mutable_data_ptr();
+    };
+  }
+  const torch_ops::TorchThreads threads(*g_host.core);
+  Failure failure;
+  return function(args, c.packed != nullptr, gpu, failure);
+}
+
+Tensor last_contiguous(const Tensor& t) { return t.stride(-1) == 1 ? t : t.contiguous(); }
+
+}  // namespace
+
+bool given(const MaybeTensor& t) { return t && t->defined(); }
+
+bool forward(const Call& c, const Tensor& out, Tensor& lse) {
+  ForwardArgs args;
+  if (!fill(c, args)) return false;
+  std::vector<std::int64_t> rows{args.q.shape[1], args.q.shape[0]};  // packed: (heads, total)
+  if (c.packed == nullptr) rows = {args.q.shape[0], args.q.shape[2], args.q.shape[1]};
+  lse = at::empty(rows, c.q.options().dtype(at::kFloat));
+  return view_of(out, c.heads_first, args.out) && view_of(lse, false, args.lse) && run(g_host.core->forward, args, c);
+}
+
+bool backward(const Call& c, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& dq,
+              const Tensor& dk, const Tensor& dv) {
+  BackwardArgs args;
+  if (!fill(c, args)) return false;
+  const Tensor rows = last_contiguous(dout), sums = last_contiguous(lse);
+  return view_of(rows, c.heads_first, args.dout) && view_of(out, c.heads_first, args.out) &&
+         view_of(sums, false, args.lse) && view_of(dq, c.heads_first, args.dq) && view_of(dk, c.heads_first, args.dk) &&
+         view_of(dv, c.heads_first, args.dv) && run(g_host.core->backward, args, c);
+}
+
+void set_sdpa_host(const torch_ops::Host& host) { g_host = host; }
+
+}  // namespace flashsdk::torch_sdpa
