@@ -1,5 +1,7 @@
 """Dropout whose seed lies on a GPU: CUDA graphs, torch.compile's among them, and recomputation."""
 
+import itertools
+
 import pytest
 from gpu_cases import assert_same, both, qkv
 
@@ -85,7 +87,7 @@ def test_dropout_under_reduce_overhead(backend):
         kept, summed = out.detach().double().sum(), v.grad.double().sum()
         assert abs(kept - summed) / kept < 1e-2
         outs.append(out.detach().clone())
-    assert not any(torch.equal(a, b) for a, b in zip(outs, outs[1:]))
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(outs))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
