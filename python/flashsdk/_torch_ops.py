@@ -20,10 +20,9 @@ from torch.autograd import Function, forward_ad
 
 from . import _bindings, _frameworks, _torch_flops, _torch_sharding, ops
 from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask
-from ._errors import Error, InvalidArgument, Unsupported, integer, renamed, shown
+from ._errors import PROBABILITY, Error, InvalidArgument, Unsupported, integer, renamed, shown
 from ._torch_checks import (
     ONCE_IN_REVERSE,
-    PROBABILITY,
     SEED,
     check_constant,
     check_rows,
