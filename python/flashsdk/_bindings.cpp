@@ -67,7 +67,9 @@ T to_integer(const char* name, nb::handle value, const std::string& allowed) {
 bool is_array(nb::handle value) {
   if (PyLong_CheckExact(value.ptr())) return false;
   const nb::object shape = nb::getattr(value, "shape", nb::none());
-  return !shape.is_none() && nb::len(shape) > 0;
+  const Py_ssize_t rank = PyObject_Size(shape.ptr());
+  if (rank < 0) PyErr_Clear();  // not a shape
+  return rank > 0;
 }
 
 constexpr const char* kSeed =

@@ -203,6 +203,8 @@ def _define(
     def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         options = Options(*rest[packed:])
         _check_devices(q, k=k, v=v, bias=options.bias, alibi_slopes=options.alibi_slopes)
+        if options.seed is not None and options.seed.numel() != 1:  # one element is on the CPU
+            _check_devices(q, seed=options.seed)
         if packed:
             _check_devices(q, cu_seqlens_q=rest[0], cu_seqlens_k=rest[1])
         *batch, seqlen, num_heads, _ = q.shape
