@@ -160,7 +160,8 @@ def _seeds(p: Problem) -> tuple[Any, Any]:
     if not p.dropout_seeds:
         return p.dropout_seed, p.dropout_offset
     seeds: Any = p.dropout_seeds
-    return seeds if isinstance(seeds[0], int) else tuple(zip(*seeds, strict=True))
+    seed, offset = seeds if isinstance(seeds[0], int) else zip(*seeds, strict=True)
+    return seed, offset
 
 
 def random_bytes(seed: Any, offset: Any, like: Tensor) -> Tensor:
