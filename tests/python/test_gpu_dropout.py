@@ -7,7 +7,7 @@ from gpu_cases import assert_same, both, qkv
 
 torch = pytest.importorskip("torch")
 
-from flashsdk.torch import attention  # noqa: E402
+from flashsdk.torch import attention, explain  # noqa: E402
 
 FIXED = {"deterministic": True}  # dq is else summed in the order in which thread blocks arrive
 
@@ -88,6 +88,13 @@ def test_dropout_under_reduce_overhead(backend):
         assert abs(kept - summed) / kept < 1e-2
         outs.append(out.detach().clone())
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(outs))
+
+
+def test_explain_draws_nothing(backend):
+    q, k, v, _ = qkv(seqlen=64)
+    before = torch.cuda.get_rng_state()
+    assert explain(attention, q, k, v, dropout_p=0.5, backend=backend).kernel
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
