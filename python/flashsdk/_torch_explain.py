@@ -45,15 +45,16 @@ def explain(
     op
         "fwd", or "bwd" for the gradient of that call.
 
-    Computes no attention, leaves random generators as they were, and raises Error like the call. Where
-    ``function`` calls none of ours, the explanation says so and names no kernel.
+    Computes no attention, leaves random generators as they were, and raises Error like the call.
+    Where ``function`` calls none of ours, the explanation says so and names no kernel.
     """
     if not isinstance(op, str) or op not in ("fwd", "bwd"):
         raise InvalidArgument(f'op: {shown(op)}; "fwd" or "bwd"')
     if not callable(function):
         raise InvalidArgument(f"function: {shown(function)}; a function, such as attention")
     asked = _Asked(op)
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    cuda: Any = torch.cuda
+    gpus = range(cuda.device_count()) if cuda.is_initialized() else ()
     with torch.random.fork_rng(gpus), asked:
         function(*args, **keywords)
     if asked.found:
