@@ -99,6 +99,9 @@ TensorView view_of(Role role, const Tensor& t) {
     case ScalarType::Long:
       view.dtype = DType::kInt64;
       break;
+    case ScalarType::UInt64:
+      view.dtype = DType::kUInt64;
+      break;
     default:
       fail(std::string(role.name) + ": dtype " + name_of(dtype) + "; " + role.dtypes);
   }

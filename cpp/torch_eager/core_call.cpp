@@ -36,6 +36,9 @@ bool view_of(const at::Tensor& t, bool heads_first, TensorView& view) {
     case at::kLong:
       view.dtype = DType::kInt64;
       break;
+    case at::kUInt64:
+      view.dtype = DType::kUInt64;
+      break;
     default:
       return false;
   }

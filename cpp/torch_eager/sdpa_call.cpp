@@ -11,9 +11,9 @@ namespace {
 
 torch_ops::Host g_host;
 
-// As the eager way has it; integers, and values that are still to be negated, are not for our kernels.
+// As the eager way has it; values that are still to be negated are not for our kernels.
 bool view_of(const Tensor& t, bool heads_first, TensorView& view) {
-  if (t.scalar_type() == at::kInt || t.is_neg() || (heads_first && t.dim() != 4)) return false;
+  if (t.is_neg() || (heads_first && t.dim() != 4)) return false;
   return torch_eager::view_of(t, heads_first, view);
 }
 

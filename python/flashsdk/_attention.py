@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from . import _frameworks, ops
 from ._block_lists import boolean_mask
-from ._errors import Error, InvalidArgument, renamed, truth
+from ._errors import PROBABILITY, Error, InvalidArgument, real, renamed, truth
 from .masks import Mask
 from .ops import Backend
 
@@ -124,7 +124,7 @@ def attention(
         except Error as e:
             raise renamed(e, {"dropout_key": "seed"}) from None
     wanted = truth("return_lse", return_lse)
-    if seed is None and dropout_p != 0:
+    if seed is None and real("dropout_p", dropout_p, allowed=PROBABILITY) != 0:
         raise InvalidArgument(
             "seed: None; an integer from 0 to 2^64 - 1, as dropout_p is more than 0"
         )

@@ -67,11 +67,12 @@ T to_integer(const char* name, nb::handle value, const std::string& allowed) {
 bool is_array(nb::handle value) {
   if (PyLong_CheckExact(value.ptr())) return false;
   const nb::object shape = nb::getattr(value, "shape", nb::none());
-  return !shape.is_none() && nb::len(shape) > 0;
+  const Py_ssize_t rank = PyObject_Size(shape.ptr());
+  if (rank < 0) PyErr_Clear();  // not a shape
+  return rank > 0;
 }
 
-constexpr const char* kSeed =
-    "an integer from 0 to 2^64 - 1, or int64 {seed, offset} where q is, (2,) or (batch, 2)";
+constexpr const char* kSeed = "an integer from 0 to 2^64 - 1, or int64 {seed, offset} where q is, (2,) or (batch, 2)";
 constexpr const char* kUint64 = "an integer from 0 to 2^64 - 1";
 constexpr const char* kInteger = "an integer of 64 bits";
 const std::string kLength = "an integer from 0 to " + std::to_string(kMaxRows);

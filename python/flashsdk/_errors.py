@@ -11,6 +11,7 @@ import numpy as np
 
 Code = Literal["invalid_argument", "unsupported", "runtime"]
 REAL = "a number that float32 can hold"
+PROBABILITY = "a number, 0 <= dropout_p < 1"
 
 
 class Error(ValueError):

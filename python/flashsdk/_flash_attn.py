@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ._errors import Error, InvalidArgument, Unsupported, integer, renamed, shown
-from ._torch_checks import PROBABILITY, number, overridable, shape_of, switch, tensor
+from ._errors import PROBABILITY, Error, InvalidArgument, Unsupported, integer, renamed, shown
+from ._torch_checks import number, overridable, shape_of, switch, tensor
 from ._torch_eager import native
 from ._torch_ops import attend
 from .masks import Band, Causal

@@ -5,9 +5,9 @@ Distinct are calls of other shapes, dtype, device, mask or features. Imports no 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-import threading
 from typing import Any
 
 from . import _bindings, _frameworks
@@ -16,8 +16,7 @@ from ._errors import Error, in_short
 ON = os.environ.get("FLASHSDK_LOG", "") not in ("", "0")
 MOST = 10_000  # lines; a decoder that grows by a token a call would go on for ever
 
-_seen: set[str] = set()
-_lock = threading.Lock()
+_seen: dict[str, object] = {}
 
 
 def call(
@@ -37,10 +36,10 @@ def call(
         text = f"{op} {_arrays(*qkv)}{_features(packed, options)}"
     except Exception:  # of what is no array: the call itself says so
         text = op
-    with _lock:
-        if text in _seen or len(_seen) >= MOST:
-            return
-        _seen.add(text)
+    # Without a lock, which a child would wait for if another thread held it at the fork.
+    mine = object()
+    if len(_seen) >= MOST or _seen.setdefault(text, mine) is not mine:
+        return
     try:
         kernel, refused, _, _ = _bindings.explain(backward, qkv, packed, options)
         outcome = later or "; ".join(
@@ -48,7 +47,14 @@ def call(
         )
     except Error as e:
         outcome = f"refused: {e}"
-    print(f"flashsdk: {text}: {outcome}", file=sys.stderr, flush=True)
+    _write(f"flashsdk: {text}: {outcome}\n")
+
+
+def _write(line: str) -> None:
+    """As a whole, so that lines of several threads do not mix. No call fails for its log."""
+    with contextlib.suppress(Exception):  # no stderr, a closed one, whatever stands in its place
+        sys.stderr.write(line)
+        sys.stderr.flush()
 
 
 def _arrays(q: Any, k: Any, v: Any) -> str:

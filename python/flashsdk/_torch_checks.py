@@ -21,7 +21,6 @@ from ._errors import REAL, InvalidArgument, Unsupported, has, integer, real, sho
 
 F = TypeVar("F", bound=Callable[..., Any])
 flag = truth
-PROBABILITY = "a number, 0 <= dropout_p < 1"
 SEED = "an integer from 0 to 2^64 - 1, or int64 {seed, offset} where q is, (2,) or (batch, 2)"
 ONCE_IN_REVERSE = "as attention has no second derivative, and no forward-mode one"
 
@@ -80,7 +79,7 @@ def check_rows(name: str, x: object, *, packed: bool) -> None:
 def check_seed(x: Tensor) -> None:
     """Refuses a tensor that operators would take for a number."""
     if tensor("seed", x).numel() == 1:
-        raise Error(f"seed: {shape_of(x)}; {SEED}")
+        raise InvalidArgument(f"seed: {shape_of(x)}; {SEED}")
 
 
 def shape_of(x: Any) -> str:

@@ -177,8 +177,10 @@ def recorded(tensors: Iterable[Tensor]) -> bool:
 
 
 def draw_seed(like: Tensor) -> Tensor:
-    """int64 (2,), seed and offset, by the generator of ``like``'s device and there: on a GPU nothing
-    is waited for, and a CUDA graph that was captured draws anew."""
+    """int64 (2,), seed and offset, on the device of ``like`` and by its generator.
+
+    So on a GPU nothing is waited for, and a CUDA graph that was captured draws anew.
+    """
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=like.device)
 
 

@@ -45,20 +45,18 @@ def explain(
     op
         "fwd", or "bwd" for the gradient of that call.
 
-    Computes no attention, draws from no generator of the CPU, and raises Error like the call. Where
-    ``function`` calls none of ours, the explanation says so and names no kernel.
+    Computes no attention, leaves random generators as they were, and raises Error like the call.
+    Where ``function`` calls none of ours, the explanation says so and names no kernel.
     """
     if not isinstance(op, str) or op not in ("fwd", "bwd"):
         raise InvalidArgument(f'op: {shown(op)}; "fwd" or "bwd"')
     if not callable(function):
         raise InvalidArgument(f"function: {shown(function)}; a function, such as attention")
-    state = torch.get_rng_state()
-    try:
-        asked = _Asked(op)
-        with asked:
-            function(*args, **keywords)
-    finally:
-        torch.set_rng_state(state)
+    asked = _Asked(op)
+    cuda: Any = torch.cuda
+    gpus = range(cuda.device_count()) if cuda.is_initialized() else ()
+    with torch.random.fork_rng(gpus), asked:
+        function(*args, **keywords)
     if asked.found:
         return asked.found[0]
     return ops.Explanation("", [("flashsdk", "the call takes none of its operators")])

@@ -20,10 +20,9 @@ from torch.autograd import Function, forward_ad
 
 from . import _bindings, _frameworks, _torch_flops, _torch_sharding, ops
 from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask
-from ._errors import Error, InvalidArgument, Unsupported, integer, renamed, shown
+from ._errors import PROBABILITY, Error, InvalidArgument, Unsupported, integer, renamed, shown
 from ._torch_checks import (
     ONCE_IN_REVERSE,
-    PROBABILITY,
     SEED,
     check_constant,
     check_rows,
@@ -204,6 +203,8 @@ def _define(
     def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         options = Options(*rest[packed:])
         _check_devices(q, k=k, v=v, bias=options.bias, alibi_slopes=options.alibi_slopes)
+        if options.seed is not None and options.seed.numel() != 1:  # one element is on the CPU
+            _check_devices(q, seed=options.seed)
         if packed:
             _check_devices(q, cu_seqlens_q=rest[0], cu_seqlens_k=rest[1])
         *batch, seqlen, num_heads, _ = q.shape

@@ -415,6 +415,10 @@ class BlockMask:
         that it hides are dropped, and what the others show must be one band, which is found.
         Costs time in proportion to the elements of partial blocks, and no matrix of all.
 
+        One layout may be for the whole batch, or for all heads. On a CPU mask_mod is then asked of
+        sequence 1, or head 1, as well, and is Unsupported if it shows something else there. Of
+        later ones, and on a GPU, it is not asked: it must show the same of all.
+
         band
             What mask_mod stands for, where you know it: an Error if it shows anything else.
             Where block_mask has no mask_mod, as its like may not, this is what partial blocks show.

@@ -74,6 +74,7 @@ TEST(BatchParts, AreProblemsOfTheirOwn) {
   std::vector<std::uint16_t> elements(1 << 16);
   std::vector<float> floats(1 << 16);
   std::vector<std::int32_t> offsets(1 << 12);
+  const std::vector<std::uint64_t> seeds(1 << 7);
   const auto tensors = [](BackwardParams& p) {
     return std::vector<TensorParam*>{&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv};
   };
@@ -91,6 +92,10 @@ TEST(BatchParts, AreProblemsOfTheirOwn) {
     p.score.bias = {elements.data(), DType::kBFloat16, between(rng, 0, 99), 0, 0, 0};
     p.score.alibi_slopes = floats.data();
     p.score.alibi_batch = between(rng, 0, 9);
+    DropoutParam& dropout = p.score.dropout;
+    if (round % 3 != 0) dropout.state = seeds.data();
+    dropout.state_batch = round % 3 == 1 ? 2 : 0;
+    dropout.heads_each = round % 3 == 1 ? 0 : p.num_heads;
     int next = 0, parts = 0;
     cuda::for_each_part(p, kTile, {50 << 20, 1}, [&](BackwardParams part) {
       const auto moved = [&](const auto* now, const auto* from) { return now - from; };
@@ -110,7 +115,11 @@ TEST(BatchParts, AreProblemsOfTheirOwn) {
       EXPECT_EQ(moved(static_cast<const std::uint16_t*>(part.score.bias.ptr), elements.data()),
                 next * p.score.bias.batch);
       EXPECT_EQ(moved(part.score.alibi_slopes, floats.data()), next * p.score.alibi_batch);
-      EXPECT_EQ(part.score.dropout.first_head, next * p.num_heads);
+      EXPECT_EQ(part.score.dropout.first_head, next * dropout.heads_each);
+      if (dropout.state == nullptr)
+        EXPECT_EQ(part.score.dropout.state, nullptr);
+      else
+        EXPECT_EQ(moved(part.score.dropout.state, seeds.data()), next * dropout.state_batch);
       next += part.batch;
       ++parts;
     });

@@ -110,11 +110,13 @@ TYPED_TEST(DlpackTensor, EveryDtype) {
   EXPECT_EQ(TensorView(this->make(2, 16)).dtype, DType::kFloat16);
   EXPECT_EQ(TensorView(this->make(4, 16)).dtype, DType::kBFloat16);
   EXPECT_EQ(TensorView(this->make(0, 32)).dtype, DType::kInt32);
+  EXPECT_EQ(TensorView(this->make(0, 64)).dtype, DType::kInt64);
+  EXPECT_EQ(TensorView(this->make(1, 64)).dtype, DType::kUInt64);
   EXPECT_EQ(TensorView(this->make(6, 8)).dtype, DType::kBool);
 }
 
 TYPED_TEST(DlpackTensor, OtherDtypesAndVectorLanesAreErrors) {
-  const int wrong[][3] = {{2, 64, 1}, {2, 8, 1}, {2, 32, 2}, {4, 16, 4}, {0, 64, 1}, {0, 8, 1},
+  const int wrong[][3] = {{2, 64, 1}, {2, 8, 1}, {2, 32, 2}, {4, 16, 4}, {0, 16, 1}, {0, 8, 1},
                           {1, 32, 1}, {1, 8, 1}, {5, 64, 1}, {3, 64, 1}, {6, 1, 1},  {17, 16, 1}};
   for (const auto& [code, bits, lanes] : wrong) {
     try {

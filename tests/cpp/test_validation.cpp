@@ -274,9 +274,9 @@ TEST_F(Validation, BiasAndSlopes) {
   forward("invalid_argument: alibi_slopes: dtype float16; float32",
           [&](ForwardArgs& a) { a.alibi_slopes = halves.view(); });
   HostTensor words(DType::kUInt64, {2}), three(DType::kInt64, {3}), each(DType::kInt64, {7, 2});
-  forward("invalid_argument: seed: shape (3,); (seed and offset 2)",
+  forward("invalid_argument: seed: shape (3,); (seed and offset = 2)",
           [&](ForwardArgs& a) { a.seed_tensor = three.view(); });
-  forward("invalid_argument: seed: shape (7, 2); (batch 2, seed and offset 2)",
+  forward("invalid_argument: seed: shape (7, 2); (batch 2, seed and offset = 2)",
           [&](ForwardArgs& a) { a.seed_tensor = each.view(); });
   forward("invalid_argument: seed: dtype int32; int64 or uint64", [&](ForwardArgs& a) {
     a.seed_tensor = words.view();

@@ -128,6 +128,11 @@ def test_dropout_of_numpy_arrays_needs_a_seed():
         fs.InvalidArgument, match=r"^seed: None; an integer from 0 to 2\^64 - 1, as"
     ):
         fs.attention(q, k, v, dropout_p=0.5)
+    for wrong in (None, "a", np.zeros(2)):
+        with pytest.raises(
+            fs.InvalidArgument, match=r"^dropout_p: .*; a number, 0 <= dropout_p < 1"
+        ):
+            fs.attention(q, k, v, dropout_p=wrong)
 
 
 WRONG = {

@@ -530,6 +530,7 @@ def test_bench_of_a_shape_leaves_out_what_is_another_problem(monkeypatch):
         (["--shape", "1,2,3"], "--shape: '1,2,3'; B,S,H,D or B,S,H:Hkv,D"),
         (["--shape", "1,64,4:3,16"], "--shape: '1,64,4:3,16'; "),
         (["--shape", "1,64,0,16"], "--shape: '1,64,0,16'; "),
+        (["--shape", f"1,{2**62},1,16"], f"--shape: q of shape (1, {2**62}, 1, 16); one that"),
         (["--shape", "1,64,2,16", "--mask", "window:-3"], "--mask: 'window:-3'; none, causal, wi"),
         (["--shape", "1,64,2,16", "--filter", "fwd"], "--filter: fwd; none with --shape"),
         (["--mask", "causal"], "--mask: causal; none without --shape"),

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import flashsdk as fs
 import numpy as np
@@ -376,7 +377,7 @@ def test_a_probability_below_zero(bad):
 
 
 @pytest.mark.parametrize("name", ["seed", "offset"])
-@pytest.mark.parametrize("bad", [-1, 2**64, 1.5, "1", True])
+@pytest.mark.parametrize("bad", [-1, 2**64, 1.5, "1", True, SimpleNamespace(shape=5)])
 def test_seeds(name, bad):
     refused("mha_fwd", batched() | {name: bad, "dropout_p": 0.1}, name, str(bad))
 

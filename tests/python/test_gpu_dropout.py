@@ -1,11 +1,13 @@
 """Dropout whose seed lies on a GPU: CUDA graphs, torch.compile's among them, and recomputation."""
 
+import itertools
+
 import pytest
 from gpu_cases import assert_same, both, qkv
 
 torch = pytest.importorskip("torch")
 
-from flashsdk.torch import attention  # noqa: E402
+from flashsdk.torch import attention, explain  # noqa: E402
 
 FIXED = {"deterministic": True}  # dq is else summed in the order in which thread blocks arrive
 
@@ -85,7 +87,14 @@ def test_dropout_under_reduce_overhead(backend):
         kept, summed = out.detach().double().sum(), v.grad.double().sum()
         assert abs(kept - summed) / kept < 1e-2
         outs.append(out.detach().clone())
-    assert not any(torch.equal(a, b) for a, b in zip(outs, outs[1:]))
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(outs))
+
+
+def test_explain_draws_nothing(backend):
+    q, k, v, _ = qkv(seqlen=64)
+    before = torch.cuda.get_rng_state()
+    assert explain(attention, q, k, v, dropout_p=0.5, backend=backend).kernel
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

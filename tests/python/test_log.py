@@ -1,6 +1,7 @@
 """FLASHSDK_LOG=1, flashsdk.torch.explain and docs/seeing.md: which kernel runs, or why none."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -46,18 +47,42 @@ f = jax.jit(jax.grad(lambda q: fsj.attention(q, q, q, mask=fs.Causal()).sum()))
 f(q), f(q)
 """
 
+THREADS = """
+import sys, threading, numpy as np, flashsdk as fs
+sys.setswitchinterval(1e-6)
+def work():
+    for seqlen in range(1, 101):
+        q = np.zeros((1, seqlen, 1, 8), np.float32)
+        fs.mha_fwd(q, q, q)
+threads = [threading.Thread(target=work) for _ in range(6)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+NOWHERE = """
+import io, sys, numpy as np, flashsdk as fs
+closed = io.StringIO()
+closed.close()
+for seqlen, stream in enumerate((None, closed, object()), 1):
+    sys.stderr = stream
+    q = np.zeros((1, seqlen, 1, 8), np.float32)
+    fs.mha_fwd(q, q, q)
+sys.stderr = sys.__stderr__
+"""
 
-def lines(code, **environment):
-    import os
 
-    done = subprocess.run(
+def run(code, **environment):
+    return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,
         env={**os.environ, **environment},
     )
-    return [x for x in done.stderr.splitlines() if x.startswith("flashsdk: ")]
+
+
+def lines(code, **environment):
+    written = run(code, **environment).stderr.splitlines()
+    return [x for x in written if x.startswith("flashsdk: ")]
 
 
 def kernel(shape, **options):
@@ -85,6 +110,17 @@ def test_a_line_for_each_distinct_call():
 @pytest.mark.parametrize("value", ["", "0"])
 def test_off(value):
     assert lines(TWICE, FLASHSDK_LOG=value) == []
+
+
+def test_threads_write_whole_lines():
+    """A line was its text and then its end, and another thread's came between."""
+    found = lines(THREADS, FLASHSDK_LOG="1")
+    assert len(found) == len(set(found)) == 100
+    assert all(line.count("flashsdk: ") == 1 for line in found)
+
+
+def test_no_call_fails_where_stderr_takes_nothing():
+    assert run(NOWHERE, FLASHSDK_LOG="1").stdout == ""
 
 
 def test_pytorch():

@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -118,6 +119,19 @@ def test_dropout_with_a_seed_is_that_of_the_core(seed):
     assert torch.equal(attention(q, k, v, dropout_p=0.3, seed=seed), expected)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+@pytest.mark.parametrize("seeds", [[7, 2], [[7, 2], [3, 2**62]]], ids=["one", "each sequence's"])
+def test_seeds_in_memory_are_those_of_the_core(seeds, dtype, compiled):
+    q, k, v = qkv()
+    expected, _ = fs.mha_fwd(q, k, v, dropout_p=0.3, seed=np.array(seeds))
+    function = torch.compile(attention, backend="aot_eager") if compiled else attention
+    q.requires_grad_()
+    out = function(q, k, v, dropout_p=0.3, seed=torch.tensor(seeds, dtype=dtype))
+    out.sum().backward()
+    assert torch.equal(out, expected)
+
+
 def test_backward_drops_what_forward_dropped():
     q, k, v = with_gradients(qkv())
     out = attention(q, k, v, dropout_p=0.4)
@@ -210,17 +224,18 @@ def test_meta_tensors():
     assert all(x.grad.shape == x.shape for x in inputs)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "alibi_slopes"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "alibi_slopes", "seed"])
 def test_meta_tensors_among_others(name):
     """Once the operators for meta tensors took such a call, and gave memory nobody had written."""
     tensors = dict(zip("qkv", qkv(), strict=True))
     tensors |= {"bias": torch.zeros(2, 4, 70, 70), "alibi_slopes": torch.zeros(4)}
+    tensors["seed"] = torch.tensor([1, 2])
     tensors[name] = tensors[name].to("meta")
     first = "k: on cpu; meta, where q is" if name == "q" else f"{name}: on meta; cpu, where q is"
     for recorded in (False, True):
         tensors["k"] = tensors["k"].requires_grad_(recorded)
         with pytest.raises(fs.Error, match=f"^{first}$"):
-            attention(**tensors)
+            attention(**tensors, dropout_p=0.5)
 
 
 def test_meta_lengths_among_others():

@@ -1,6 +1,7 @@
 """PyTorch's own scaled_dot_product_attention with our kernels below it, and when it is not ours."""
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -419,6 +420,30 @@ def test_threads_that_call_meanwhile():
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_threads_that_enable_at_once():
+    """Ours once stood on top of ours, and the lower ones stayed after the end."""
+    chosen = vars(importlib.import_module("torch.nested._internal.sdpa"))
+    before, interval = chosen["can_use_flash_attention"], sys.getswitchinterval()
+
+    def work():
+        for _ in range(200):
+            with torch_sdpa.enable():
+                pass
+            torch_sdpa.disable()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+        torch_sdpa.disable()
+    assert not registered() and chosen["can_use_flash_attention"] is before
 
 
 def test_without_the_extension():

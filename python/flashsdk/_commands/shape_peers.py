@@ -20,7 +20,7 @@ from flashsdk._commands.bench_cpu import DTYPES
 from flashsdk._commands.standard import have_torch
 from flashsdk._commands.table import size
 from flashsdk._commands.timing import Call
-from flashsdk._errors import InvalidArgument, first_line, type_name
+from flashsdk._errors import DeviceError, InvalidArgument, first_line, type_name
 
 MOST_SCORES = 1 << 30  # bytes; several such matrices are there at once, and a minute goes by
 # Largest difference of two outputs of one problem, of the largest element: both round their own.
@@ -90,7 +90,10 @@ def make(
     rng = np.random.default_rng(0)
     of_q = (shape.batch, shape.seqlen, shape.heads, shape.head_dim)
     of_kv = (shape.batch, shape.seqlen, shape.heads_kv, shape.head_dim)
-    values = [rng.standard_normal(x, dtype=np.float32) for x in (of_q, of_kv, of_kv, of_q)]
+    try:
+        values = [rng.standard_normal(x, dtype=np.float32) for x in (of_q, of_kv, of_kv, of_q)]
+    except (MemoryError, ValueError):  # the latter beyond 2^63 bytes
+        raise DeviceError(f"--shape: q of shape {of_q}; one that memory has room for") from None
     if have_torch():
         import torch
 

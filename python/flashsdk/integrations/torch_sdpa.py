@@ -13,6 +13,7 @@ is imported: ``torch.nn.attention.activate_flash_attention_impl("flashsdk")``.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -34,6 +35,7 @@ _NAME = "flashsdk"
 _NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "softmax_scale": "scale"}
 # Of PyTorch 2.11 and newer. Each impl's kernels give way to the next one's.
 _REGISTRY = hasattr(torch_attention, "register_flash_attention_impl")
+_switching = threading.Lock()  # two threads that enable at once would put ours on top of ours
 
 
 # ---- on and off
@@ -77,6 +79,7 @@ def _current() -> str | None:
 
 
 def _switch_to(name: str | None) -> None:
+    """The caller holds ``_switching``."""
     if name == _current():
         return
     if _REGISTRY:
@@ -105,7 +108,8 @@ class Enabled:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _switch_to(self._before)
+        with _switching:
+            _switch_to(self._before)
 
 
 def enable() -> Enabled:
@@ -115,16 +119,18 @@ def enable() -> Enabled:
     kernels that are in place when it runs. Raises Error where this build has no extension for the
     PyTorch at hand.
     """
-    before = _current()
-    _switch_to(_NAME)
-    _sdpa_dtensor.prepare()  # again: DTensors may have been imported since
+    with _switching:
+        before = _current()
+        _switch_to(_NAME)
+        _sdpa_dtensor.prepare()  # again: DTensors may have been imported since
     return Enabled(before)
 
 
 def disable() -> None:
     """Gives it back to PyTorch's kernels. Nothing happens where ours are not in place."""
-    if enabled():
-        _switch_to(None)
+    with _switching:
+        if enabled():
+            _switch_to(None)
 
 
 def enabled() -> bool:
