@@ -200,9 +200,10 @@ class Causal(Band, metaclass=_Kind):
 
     __slots__ = ()
 
-    if TYPE_CHECKING:
-
-        def __init__(self, alignment: Alignment = "bottom_right") -> None: ...
+    # Nothing is left to do: __new__ makes a Band, for which Python calls none. Dynamo of PyTorch 2.11
+    # does, and Band's own turned the one Causal() of the whole process into Dense().
+    def __init__(self, alignment: Alignment = "bottom_right") -> None:
+        pass
 
     def __new__(cls, alignment: Alignment = "bottom_right") -> Any:
         # Most calls ask for it anew, and to make and check one costs a tenth of a small call.
@@ -226,11 +227,10 @@ class SlidingWindow(Band, metaclass=_Kind):
 
     __slots__ = ()
 
-    if TYPE_CHECKING:
-
-        def __init__(
-            self, left: int | None, right: int | None = 0, alignment: Alignment = "bottom_right"
-        ) -> None: ...
+    def __init__(
+        self, left: int | None, right: int | None = 0, alignment: Alignment = "bottom_right"
+    ) -> None:
+        pass
 
     def __new__(
         cls, left: int | None, right: int | None = 0, alignment: Alignment = "bottom_right"
