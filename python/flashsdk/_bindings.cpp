@@ -70,8 +70,7 @@ bool is_array(nb::handle value) {
   return !shape.is_none() && nb::len(shape) > 0;
 }
 
-constexpr const char* kSeed =
-    "an integer from 0 to 2^64 - 1, or int64 {seed, offset} where q is, (2,) or (batch, 2)";
+constexpr const char* kSeed = "an integer from 0 to 2^64 - 1, or int64 {seed, offset} where q is, (2,) or (batch, 2)";
 constexpr const char* kUint64 = "an integer from 0 to 2^64 - 1";
 constexpr const char* kInteger = "an integer of 64 bits";
 const std::string kLength = "an integer from 0 to " + std::to_string(kMaxRows);

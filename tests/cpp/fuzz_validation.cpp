@@ -202,8 +202,10 @@ class Call {
     if (c_.chance(20)) {
       a.dropout_p = 0.3f;
       const DType type = c_.pick({DType::kInt64, DType::kUInt64});
-      if (c_.chance(50)) add(a.seed_tensor, type, {2}, Role::kInput);
-      else if (c_.chance(50)) add(a.seed_tensor, type, {batch, 2}, Role::kInput);
+      if (c_.chance(50))
+        add(a.seed_tensor, type, {2}, Role::kInput);
+      else if (c_.chance(50))
+        add(a.seed_tensor, type, {batch, 2}, Role::kInput);
     }
     if (c_.chance(20)) a.softmax_scale = -1.f;
     build_mask(seqlen_q, seqlen_k);

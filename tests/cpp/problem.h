@@ -56,7 +56,7 @@ class Problem {
  public:
   HostTensor q, k, v, out, lse, dout, dlse, dq, dk, dv, bias, alibi, cu_q, cu_k;
   std::vector<std::uint64_t> seeds;  // for options.seed_tensor
-  AttentionArgs options;  // everything beside the tensors
+  AttentionArgs options;             // everything beside the tensors
 
   explicit Problem(const Shape& shape, DType dtype = DType::kFloat32, Layout layout = Layout::kContiguous,
                    unsigned seed = 0)

@@ -70,9 +70,7 @@ __attribute__((noinline)) int reference_byte(std::uint64_t seed, std::uint64_t o
   return static_cast<int>(out[byte / 4] >> (8 * (byte % 4)) & 0xff);
 }
 
-DropoutRng rng_of(const DropoutParam& p, int batch, int head) {
-  return DropoutRng(p, batch).of(head);
-}
+DropoutRng rng_of(const DropoutParam& p, int batch, int head) { return DropoutRng(p, batch).of(head); }
 
 TEST(DropoutRng, KeepsExactlyTheBytesAtOrAboveTheThreshold) {
   std::mt19937_64 rng(2);

@@ -29,9 +29,9 @@ struct AttentionArgs {
   double dropout_p = 0.;  // in [0, 1), rounded to the nearest multiple of 1/256, at most 255/256
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
-  TensorView seed_tensor;  // {seed, offset} where q is, in place of the two: int64 or uint64 (2), or (batch, 2), of each
-                           // sequence, whose heads then count from 0. The kernel reads it, so that a CUDA graph that
-                           // was captured draws anew when it changes
+  // {seed, offset} where q is, in place of the two: int64 or uint64 (2), or (batch, 2), of each sequence, whose heads
+  // then count from 0. The kernel reads it, so that a CUDA graph that was captured draws anew when it changes.
+  TensorView seed_tensor;
 
   TensorView cu_seqlens_q;        // packed: int32 (batch + 1), from 0, ascending
   TensorView cu_seqlens_k;        // packed: int32 (batch + 1)

@@ -173,8 +173,7 @@ class ForwardScores {
 
   // The probabilities as 16-bit operand of the second product, without what dropout drops.
   template <class Accumulator, class Probabilities>
-  __device__ void keep(const Accumulator& acc, Probabilities& probabilities, const KeyTile& tile,
-                       const QueryTile& of) {
+  __device__ void keep(const Accumulator& acc, Probabilities& probabilities, const KeyTile& tile, const QueryTile& of) {
     auto converted = convert<Element>(acc);
     if constexpr (cuda::has_dropout(kFeatures)) {
       cuda::branch_if(p_.score.dropout.threshold > 0, [&] {
