@@ -80,7 +80,7 @@ def check_rows(name: str, x: object, *, packed: bool) -> None:
 def check_seed(x: Tensor) -> None:
     """Refuses a tensor that operators would take for a number."""
     if tensor("seed", x).numel() == 1:
-        raise Error(f"seed: {shape_of(x)}; {SEED}")
+        raise InvalidArgument(f"seed: {shape_of(x)}; {SEED}")
 
 
 def shape_of(x: Any) -> str:

@@ -39,11 +39,11 @@ from ._torch_eager import (
     Operation,
     constant,
     detached,
-    draw_seed,
     last_contiguous,
     native,
     recorded,
 )
+from ._torch_seed import draw_watched_seed
 from ._torch_threads import on_torch_threads
 from .masks import Band, BlockMask, Dense, Mask, no_mask
 
@@ -204,6 +204,8 @@ def _define(
     def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         options = Options(*rest[packed:])
         _check_devices(q, k=k, v=v, bias=options.bias, alibi_slopes=options.alibi_slopes)
+        if options.seed is not None and options.seed.numel() != 1:
+            _check_devices(q, seed=options.seed)
         if packed:
             _check_devices(q, cu_seqlens_q=rest[0], cu_seqlens_k=rest[1])
         *batch, seqlen, num_heads, _ = q.shape
@@ -438,7 +440,7 @@ def _beside(keywords: Keywords, like: Tensor) -> tuple[Tensor | None, ...]:
 def _seed(seed: int | Tensor | None, like: Tensor) -> Tensor:
     """As ``Options`` have it."""
     if seed is None:
-        return draw_seed(like)
+        return draw_watched_seed(like)
     if isinstance(seed, Tensor):
         return seed
     return torch.full((1,), seed - _UINT64 * (seed >= 2**63), dtype=torch.int64, device="cpu")

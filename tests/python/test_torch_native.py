@@ -443,7 +443,10 @@ for line, given in torch.load(sys.argv[1]):
             "blocks: another tensor; int32, flat and contiguous",
         ),
         ({"seed": torch.zeros(2)}, "seed: dtype float32; int64 or uint64"),
-        ({"seed": torch.zeros(1)}, "seed: one element of another kind; int64, on cpu, or seed and offset where q is"),
+        (
+            {"seed": torch.zeros(1)},
+            "seed: one element of another kind; int64, on cpu, or seed and offset where q is",
+        ),
     ],
 )
 def test_operators_read_no_mask_that_encode_mask_did_not_write(changes, line):

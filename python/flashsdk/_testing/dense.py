@@ -160,13 +160,15 @@ def _seeds(p: Problem) -> tuple[Any, Any]:
     if not p.dropout_seeds:
         return p.dropout_seed, p.dropout_offset
     seeds: Any = p.dropout_seeds
-    return seeds if isinstance(seeds[0], int) else tuple(zip(*seeds, strict=True))
+    seed, offset = seeds if isinstance(seeds[0], int) else zip(*seeds, strict=True)
+    return seed, offset
 
 
 def random_bytes(seed: Any, offset: Any, like: Tensor) -> Tensor:
     """The byte that decides over each element of ``like`` (batch, num_heads, seqlen_q, seqlen_k).
 
-    Where seed and offset are sequences' own, heads count from 0 in each. One call of Philox (docs/semantics.md) holds those of two rows and eight columns.
+    Where seed and offset are sequences' own, heads count from 0 in each. One call of Philox
+    (docs/semantics.md) holds those of two rows and eight columns.
     """
     batch, num_heads, seqlen_q, seqlen_k = like.shape
     i, j = (torch.arange(n, device=like.device) for n in (seqlen_q, seqlen_k))
@@ -175,7 +177,9 @@ def random_bytes(seed: Any, offset: Any, like: Tensor) -> Tensor:
     heads = torch.arange(batch * num_heads, device=like.device).view(batch, num_heads, 1, 1)
     if not isinstance(seed, int):
         heads = heads % num_heads
-        seed, offset = (torch.tensor(x, device=like.device)[:, None, None, None] for x in (seed, offset))
+        seed, offset = (
+            torch.tensor(x, device=like.device)[:, None, None, None] for x in (seed, offset)
+        )
     zero = torch.zeros_like(heads + rows + columns)
     c = [zero + rows, zero + columns, zero + heads, zero + (offset & MASK32)]
     keys = [seed & MASK32, (seed >> 32 ^ offset >> 32) & MASK32]

@@ -99,7 +99,9 @@ class Problem:
             "options",
         )
         parts += [
-            f"{n} {x}" for n in names if (x := getattr(self, n)) not in ((0, 0), (), None, 0, {}, False)
+            f"{n} {x}"
+            for n in names
+            if (x := getattr(self, n)) not in ((0, 0), (), None, 0, {}, False)
         ]
         if self.magnitude != 1:
             parts.append(f"q and k times {self.magnitude:g}")
