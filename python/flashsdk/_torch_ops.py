@@ -27,7 +27,7 @@ from ._torch_checks import (
     SEED,
     check_constant,
     check_rows,
-    check_seed,
+    checked_seed,
     flag,
     length,
     no_tangent,
@@ -404,7 +404,7 @@ def _checked(
     if alibi_slopes is not None:
         check_constant("alibi_slopes", tensor("alibi_slopes", alibi_slopes))
     if isinstance(seed, Tensor):
-        check_seed(seed)
+        seed = checked_seed(seed)
     elif seed is not None:
         seed = integer("seed", seed, 0, _UINT64 - 1, allowed=SEED)
     if deterministic is None:

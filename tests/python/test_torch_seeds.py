@@ -4,6 +4,8 @@ again, drops what the forward dropped."""
 import contextlib
 import functools
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +95,15 @@ def test_a_tensor_is_the_seed_of_the_core(call, want, seed):
     same(results(call, inputs, seed), want(*inputs, seed))
     with torch.no_grad():
         same([call(*inputs, seed)], want(*inputs, seed)[:1])
+
+
+@calls
+@seeds
+@pytest.mark.usefixtures("torch_way", "fresh")
+def test_unsigned_numbers_are_the_same(call, want, seed):
+    inputs, unsigned = qkv(), seed.view(torch.uint64)
+    for way in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        same(results(way, inputs, unsigned), want(*inputs, seed))
 
 
 @pytest.mark.usefixtures("torch_way")
@@ -401,3 +412,11 @@ def test_exported_programs_draw_by_operators_of_pytorch():
     want = attention(*inputs, **P)
     torch.manual_seed(3)
     assert torch.equal(exported.module()(*inputs), want)
+
+
+def test_the_page():
+    page = Path(__file__).parents[2] / "docs" / "dropout.md"
+    names: dict[str, object] = {}
+    for example in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
+        exec(compile(example, str(page), "exec"), names)
+    assert names["q"].grad is not None
