@@ -63,11 +63,19 @@ def _kept_for_the_backward() -> Iterator[None]:
     With a budget of 0 the partitioner saves nothing at all. What is marked as a part of a
     checkpoint is computed again there with the state that the generator had.
     """
-    nothing_saved = config.activation_memory_budget == 0
-    policy = CheckpointPolicy.PREFER_RECOMPUTE if nothing_saved else CheckpointPolicy.MUST_SAVE
     with traceback.preserve_node_meta():  # which leaves the meta as it was
-        traceback.get_current_meta().setdefault("recompute", policy)
+        meta = traceback.get_current_meta()
+        saves = _budget(meta) > 0
+        policy = CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+        meta.setdefault("recompute", policy)
         yield
+
+
+def _budget(meta: dict[str, Any]) -> float:
+    """Of what is traced with this meta: that of its region, else that of all."""
+    key = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None)  # before PyTorch 2.13 none
+    budget: float = (meta.get("custom") or {}).get(key, config.activation_memory_budget)
+    return budget
 
 
 _library.define("draw_seed(*, Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))

@@ -358,6 +358,21 @@ def test_checkpoints_that_are_compiled(kind, backend, budget):
         assert_dropped_alike(torch.compile(recomputed, fullgraph=True, backend=backend))
 
 
+@compilers
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="newer PyTorch's"
+)
+@pytest.mark.parametrize("budget", [0.3, 0.0])
+def test_a_budget_of_memory_of_a_region(backend, budget):
+    def region(*x):
+        with torch.autograd.graph.region_activation_memory_budget(budget):
+            return layer(*x)
+
+    assert_dropped_alike(torch.compile(region, fullgraph=True, backend=backend))
+
+
 @pytest.mark.parametrize("budget", [0.3, 0.0])
 def test_a_budget_of_memory_without_dynamo(budget):
     from functorch.compile import aot_function, min_cut_rematerialization_partition, nop
