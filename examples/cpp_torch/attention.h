@@ -30,7 +30,7 @@ struct AttentionOptions {
   std::optional<double> softmax_scale;     // head_dim^-1/2 when absent
   double softcap = 0.;
   double dropout_p = 0.;
-  std::optional<at::Tensor> seed;  // of dropout: int64, one element, on the CPU; drawn when absent
+  std::optional<at::Tensor> seed;  // of dropout: int64 {seed, offset} where q is; drawn when absent
   bool deterministic = false;
   std::string backend;  // "" is the best that fits
 
@@ -54,7 +54,7 @@ class Attention : public ::torch::autograd::Function<Attention> {
                                                          std::optional<double>, double, double, bool, std::string_view);
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("flashsdk::mha_fwd", "").typed<Signature>();
     if (options.dropout_p != 0. && !options.seed)
-      options.seed = at::randint(std::numeric_limits<std::int64_t>::max(), {1}, at::kLong);
+      options.seed = at::randint(std::numeric_limits<std::int64_t>::max(), {2}, q.options().dtype(at::kLong));
     const at::AutoDispatchBelowADInplaceOrView below;
     auto [out, lse] = op.call(q, k, v, options.bias, options.alibi_slopes, options.seed, std::nullopt,
                               c10::fromIntArrayRefSlow(options.mask), options.softmax_scale, options.softcap,

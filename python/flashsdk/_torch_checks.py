@@ -76,10 +76,11 @@ def check_rows(name: str, x: object, *, packed: bool) -> None:
         raise InvalidArgument(f"{name}: {shape_of(x)}; ({shape})")
 
 
-def check_seed(x: Tensor) -> None:
-    """Refuses a tensor that operators would take for a number."""
+def checked_seed(x: Tensor) -> Tensor:
+    """``x``, of uint64 the same bits as int64; refuses what operators would take for a number."""
     if tensor("seed", x).numel() == 1:
         raise InvalidArgument(f"seed: {shape_of(x)}; {SEED}")
+    return x.view(torch.int64) if x.dtype is torch.uint64 else x
 
 
 def shape_of(x: Any) -> str:

@@ -18,6 +18,7 @@ from torch._C import _functorch as functorch
 from torch.autograd import Function, forward_ad
 
 from . import _log, _torch_sharding, ops
+from ._torch_seed import draw_seed
 
 Keywords = dict[str, Any]  # of the functions of flashsdk.ops, but dlse and outputs
 Tensors = tuple[Tensor, ...]
@@ -174,14 +175,6 @@ def recorded(tensors: Iterable[Tensor]) -> bool:
             if x.requires_grad:
                 return True
     return False
-
-
-def draw_seed(like: Tensor) -> Tensor:
-    """int64 (2,), seed and offset, on the device of ``like`` and by its generator.
-
-    So on a GPU nothing is waited for, and a CUDA graph that was captured draws anew.
-    """
-    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=like.device)
 
 
 def detached(x: Tensor) -> Tensor:

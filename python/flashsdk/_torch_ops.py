@@ -26,7 +26,7 @@ from ._torch_checks import (
     SEED,
     check_constant,
     check_rows,
-    check_seed,
+    checked_seed,
     flag,
     length,
     no_tangent,
@@ -38,11 +38,11 @@ from ._torch_eager import (
     Operation,
     constant,
     detached,
-    draw_seed,
     last_contiguous,
     native,
     recorded,
 )
+from ._torch_seed import draw_watched_seed
 from ._torch_threads import on_torch_threads
 from .masks import Band, BlockMask, Dense, Mask, no_mask
 
@@ -403,7 +403,7 @@ def _checked(
     if alibi_slopes is not None:
         check_constant("alibi_slopes", tensor("alibi_slopes", alibi_slopes))
     if isinstance(seed, Tensor):
-        check_seed(seed)
+        seed = checked_seed(seed)
     elif seed is not None:
         seed = integer("seed", seed, 0, _UINT64 - 1, allowed=SEED)
     if deterministic is None:
@@ -439,7 +439,7 @@ def _beside(keywords: Keywords, like: Tensor) -> tuple[Tensor | None, ...]:
 def _seed(seed: int | Tensor | None, like: Tensor) -> Tensor:
     """As ``Options`` have it."""
     if seed is None:
-        return draw_seed(like)
+        return draw_watched_seed(like)
     if isinstance(seed, Tensor):
         return seed
     return torch.full((1,), seed - _UINT64 * (seed >= 2**63), dtype=torch.int64, device="cpu")

@@ -16,7 +16,8 @@ What all share:
 - float32, float16 and bfloat16. Under torch.autocast q, k and v become the autocast dtype.
 - With dropout and no seed, each call draws one by the generator of the tensors' device, as
   PyTorch's own dropout does: torch.manual_seed repeats it, and each replay of a CUDA graph draws
-  anew. Activation checkpointing drops in the backward what the forward dropped.
+  anew. Activation checkpointing and torch.compile's memory budget drop in the backward what the
+  forward dropped.
 - CPU calls run on PyTorch's own threads, torch.get_num_threads() of them, unless
   ``flashsdk.set_num_threads`` or FLASHSDK_NUM_THREADS says how many: up to PyTorch's number of
   these run on its threads, more on the library's own, as all do with PyTorch before 2.10.

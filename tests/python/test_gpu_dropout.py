@@ -85,7 +85,7 @@ def test_dropout_under_reduce_overhead(backend):
         # Of equal scores: out is the share that was kept, and so is what the gradient of v sums to.
         out.sum().backward()
         kept, summed = out.detach().double().sum(), v.grad.double().sum()
-        assert abs(kept - summed) / kept < 1e-2
+        assert abs(kept - summed) / kept < 1e-3
         outs.append(out.detach().clone())
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(outs))
 
@@ -95,6 +95,30 @@ def test_explain_draws_nothing(backend):
     before = torch.cuda.get_rng_state()
     assert explain(attention, q, k, v, dropout_p=0.5, backend=backend).kernel
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.0])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_budget_of_memory_on_a_gpu(backend, budget, mode):
+    """What torch.compile computes again in the backward drops what the forward dropped."""
+    w = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    @torch.compile(mode=mode, fullgraph=True)
+    def step(x, v):
+        q = torch.nn.functional.gelu(x @ w.sin()) @ w * 0
+        return attention(q, q, v, dropout_p=0.5, backend=backend)
+
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            x = torch.randn(2, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
+            v = torch.ones_like(x).requires_grad_()
+            out = step(x, v)
+            out.sum().backward()
+            # A row of out is the share that was kept, and so is what the gradient of v sums to.
+            kept, summed = out.detach().double().sum(), v.grad.double().sum()
+            assert abs(kept - summed) / kept < 1e-3
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
