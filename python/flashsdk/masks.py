@@ -9,12 +9,13 @@ that are not listed are skipped, so time and traffic fall with ``density``.
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -178,68 +179,72 @@ class Band:
         return low, INT32_MAX if self.right is None else self.right
 
 
-class _Kind(type):
-    """Of a class whose instances are the bands of one kind, whoever made them.
+class _Kind:
+    """Of bands: called it makes one, and ``isinstance(mask, kind)`` is whether a mask is one.
 
-    They are plain ``Band``s, so that equal masks are one to every kernel, cache and pickle.
+    What it makes are plain ``Band``s, so that equal masks are one to every kernel, cache and
+    pickle. No class: on what the ``__new__`` of one gives, Dynamo of PyTorch 2.11 calls Band's own
+    ``__init__`` without arguments, and a Causal() that was shared became Dense().
     """
 
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, Band) and cls._has(value)  # type: ignore[attr-defined]
+    def __init__(self, make: Callable[..., Band], has: Callable[[Band], bool]) -> None:
+        functools.update_wrapper(self, make)
+        self._make, self._has = make, has
 
-    def __subclasscheck__(cls, other: type) -> bool:
-        return cls is other
+    def __call__(self, *args: Any, **keywords: Any) -> Band:
+        return self._make(*args, **keywords)
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, Band) and self._has(value)
+
+    def __or__(self, other: Any) -> Any:
+        return Union[self, other]  # noqa: UP007
+
+    def __ror__(self, other: Any) -> Any:
+        return Union[other, self]  # noqa: UP007
+
+    def __repr__(self) -> str:
+        return f"{self.__module__}.{self.__name__}"  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> str:
+        return self.__name__  # type: ignore[attr-defined,no-any-return]
 
 
-class Causal(Band, metaclass=_Kind):
-    """Query i sees the keys up to its own place: ``Band(None, 0, alignment)``.
+_CAUSAL = Band(None, 0)
 
-    FlexAttention's ``q_idx >= kv_idx`` and torch's ``is_causal`` are ``Causal("top_left")``.
-    ``isinstance(mask, Causal)`` is whether a mask is a band of these limits.
-    """
+if TYPE_CHECKING:
 
-    __slots__ = ()
+    class Causal(Band):
+        def __init__(self, alignment: Alignment = "bottom_right") -> None: ...
 
-    # Nothing is left to do: __new__ makes a Band, for which Python calls none. Dynamo of PyTorch 2.11
-    # does, and Band's own turned the one Causal() of the whole process into Dense().
-    def __init__(self, alignment: Alignment = "bottom_right") -> None:
-        pass
+    class SlidingWindow(Band):
+        def __init__(
+            self, left: int | None, right: int | None = 0, alignment: Alignment = "bottom_right"
+        ) -> None: ...
 
-    def __new__(cls, alignment: Alignment = "bottom_right") -> Any:
+else:
+
+    @functools.partial(_Kind, has=lambda band: band.left is None and band.right == 0)
+    def Causal(alignment: Alignment = "bottom_right") -> Band:
+        """Query i sees the keys up to its own place: ``Band(None, 0, alignment)``.
+
+        FlexAttention's ``q_idx >= kv_idx`` and torch's ``is_causal`` are ``Causal("top_left")``.
+        ``isinstance(mask, Causal)`` is whether a mask is a band of these limits.
+        """
         # Most calls ask for it anew, and to make and check one costs a tenth of a small call.
         if isinstance(alignment, str) and alignment == "bottom_right":
             return _CAUSAL
         return Band(None, 0, alignment)
 
-    @staticmethod
-    def _has(band: Band) -> bool:
-        return band.left is None and band.right == 0
+    @functools.partial(_Kind, has=lambda band: band.left is not None and band.right is not None)
+    def SlidingWindow(
+        left: int | None, right: int | None = 0, alignment: Alignment = "bottom_right"
+    ) -> Band:
+        """Query i sees ``left`` keys before its place, its own, and ``right`` after: a ``Band``.
 
-
-_CAUSAL = Band(None, 0)
-
-
-class SlidingWindow(Band, metaclass=_Kind):
-    """Query i sees ``left`` keys before its place, its own, and ``right`` after: a ``Band``.
-
-    ``isinstance(mask, SlidingWindow)`` is whether a mask is a band with a limit on both sides.
-    """
-
-    __slots__ = ()
-
-    def __init__(
-        self, left: int | None, right: int | None = 0, alignment: Alignment = "bottom_right"
-    ) -> None:
-        pass
-
-    def __new__(
-        cls, left: int | None, right: int | None = 0, alignment: Alignment = "bottom_right"
-    ) -> Any:
+        ``isinstance(mask, SlidingWindow)`` is whether a mask is a band with a limit on both sides.
+        """
         return Band(left, right, alignment)
-
-    @staticmethod
-    def _has(band: Band) -> bool:
-        return band.left is not None and band.right is not None
 
 
 def _density_warning() -> None:

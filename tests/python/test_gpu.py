@@ -418,7 +418,9 @@ def test_jax(backend, block):
     pytest.importorskip("jax")
     import os
 
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = {
+        **os.environ, "JAX_PLATFORMS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"
+    }  # fmt: skip
     arguments = [sys.executable, "-c", JAX, backend, str(block)]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stderr
