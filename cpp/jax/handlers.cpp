@@ -169,14 +169,17 @@ struct Gpu {
   std::size_t size = 0;
 };
 
+// XLA promises 16 bytes of alignment, and refuses to promise more.
 void* workspace(void* owner, std::size_t size) {
+  constexpr std::size_t kGiven = 16, kWanted = 256;
   auto& gpu = *static_cast<Gpu*>(owner);
   if (size > gpu.size) {
-    const auto memory = gpu.scratch->Allocate(size, 256);
+    const auto memory = gpu.scratch->Allocate(size + kWanted - kGiven, kGiven);
     if (!memory)
       refuse(ffi::ErrorCode::kResourceExhausted,
              "workspace: no memory for " + std::to_string(size) + " bytes; less is free");
-    gpu.memory = *memory;
+    const auto address = reinterpret_cast<std::uintptr_t>(*memory);
+    gpu.memory = static_cast<char*>(*memory) + (kWanted - address % kWanted) % kWanted;
     gpu.size = size;
   }
   return gpu.memory;

@@ -8,6 +8,7 @@ from gpu_cases import assert_same, both, qkv
 torch = pytest.importorskip("torch")
 
 from flashsdk.torch import attention, explain  # noqa: E402
+from torch_cases import TORCH  # noqa: E402
 
 FIXED = {"deterministic": True}  # dq is else summed in the order in which thread blocks arrive
 
@@ -97,11 +98,16 @@ def test_explain_draws_nothing(backend):
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("budget", [0.3, 0.0])
+NOTHING_SAVED = pytest.mark.skipif(
+    TORCH < (2, 13), reason="with a budget of 0 its own dropout drops something else as well"
+)
+
+
+@pytest.mark.parametrize("budget", [0.3, pytest.param(0.0, marks=NOTHING_SAVED)])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_budget_of_memory_on_a_gpu(backend, budget, mode):
     """What torch.compile computes again in the backward drops what the forward dropped."""
-    w = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
 
     @torch.compile(mode=mode, fullgraph=True)
     def step(x, v):
@@ -112,7 +118,7 @@ def test_a_budget_of_memory_on_a_gpu(backend, budget, mode):
     with torch._functorch.config.patch(activation_memory_budget=budget):
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
-            x = torch.randn(2, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
+            x = torch.randn(2, 64, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
             v = torch.ones_like(x).requires_grad_()
             out = step(x, v)
             out.sum().backward()
