@@ -43,6 +43,12 @@ def overridable(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
+def constant_when_compiled(function: F) -> F:
+    """torch.compiler.assume_constant_result, which would import the compiler: seconds."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def switch(name: str, value: object) -> bool:
     """``flag`` where the field takes 0 and 1 as well."""
     if type(value) is int and value in (0, 1):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ._errors import Unsupported
+from ._torch_checks import constant_when_compiled
 
 Placements = list[Any]  # one for each tensor of the results, or one for each argument
 # Where batch and heads are in q, and in lse.
@@ -43,7 +44,7 @@ def heads_stay_together(q: Any, k: Any, dim: int) -> bool:
     return bool(parts > 1 and k.shape[dim] % parts == 0)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def register() -> bool:
     """Tells torch.distributed.tensor, where it was imported, of the operators.
 

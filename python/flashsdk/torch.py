@@ -52,7 +52,14 @@ from ._flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from ._torch_checks import check_constant, flag, overridden, shape_of, tensor
+from ._torch_checks import (
+    check_constant,
+    constant_when_compiled,
+    flag,
+    overridden,
+    shape_of,
+    tensor,
+)
 from ._torch_eager import last_contiguous, native
 from ._torch_explain import explain
 from ._torch_ops import attend
@@ -419,7 +426,7 @@ def scaled_dot_product_attention(
     return out.reshape(*batch, *out.shape[2 if headless else 1 :])  # a view
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def _math_alone() -> bool:
     """Whether sdpa_kernel(SDPBackend.MATH) asks for torch's own."""
     backends = torch.backends.cuda  # of a CPU as well

@@ -1,5 +1,8 @@
 """The operators under flashsdk.torch: torch.library.opcheck, torch.compile and torch.export."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -26,6 +29,13 @@ def qkv(seqlen=48, heads=4, requires_grad=True):
     """(2, seqlen, 4 | heads | heads, 16)"""
     shapes = [(2, seqlen, h, 16) for h in (4, heads, heads)]
     return [torch.randn(shape, requires_grad=requires_grad) for shape in shapes]
+
+
+def test_the_compiler_is_not_imported():
+    """It takes seconds, and many programs never compile anything."""
+    code = "import sys, flashsdk.torch; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
 
 
 # ---- masks
