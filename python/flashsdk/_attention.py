@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _frameworks, ops
 from ._block_lists import boolean_mask
 from ._errors import PROBABILITY, Error, InvalidArgument, real, renamed, truth
 from .masks import Mask
-from .ops import Backend
+from .ops import AttentionKeywords, Backend
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -16,18 +16,8 @@ if TYPE_CHECKING:
 Array = TypeVar("Array")
 
 
-class _Keywords(TypedDict, total=False):
-    """Those of ``attention`` but return_lse, for type checkers."""
-
-    mask: Mask | Any | None
-    bias: Any
-    alibi_slopes: Any
-    softmax_scale: float | None
-    softcap: float
-    dropout_p: float
+class _Keywords(AttentionKeywords, total=False):
     seed: Any
-    deterministic: bool | None
-    backend: Backend | None
 
 
 @overload
@@ -85,8 +75,8 @@ def attention(
         Probability in [0, 1) to drop an element of P, rounded to the nearest 1/256, at most
         255/256.
     seed
-        Of dropout, 0 to 2^64 - 1; of JAX's arrays a key of jax.random. None draws one from
-        PyTorch's CPU generator for PyTorch's tensors and is an Error for others.
+        Of dropout, 0 to 2^64 - 1; of JAX's arrays a key of jax.random. None draws one by the
+        generator of q's device for PyTorch's tensors and is an Error for others.
     return_lse
         Also return the logarithm of the sum of exp(scores), float32 (batch, num_heads, seqlen_q).
     deterministic

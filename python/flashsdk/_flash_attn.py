@@ -78,8 +78,8 @@ def flash_attn_func(
         (batch, seqlen_q, num_heads, head_dim) and twice (batch, seqlen_k, num_heads_kv, head_dim).
         Copied if the last dimension is not contiguous, as flash-attn does.
     dropout_p
-        Probability in [0, 1), rounded to the nearest 1/256, at most 255/256; drawn from torch's
-        CPU generator.
+        Probability in [0, 1), rounded to the nearest 1/256, at most 255/256; drawn by the generator
+        of the tensors' device.
     softmax_scale
         head_dim ** -0.5 if None.
     causal

@@ -17,7 +17,7 @@ only the device can tell is JAX's own error with such a line.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -37,16 +37,8 @@ __all__ = ["attention", "varlen_attention"]
 Array: TypeAlias = jax.Array
 
 
-class _Keywords(TypedDict, total=False):
-    mask: Mask | Any | None
-    bias: Any
-    alibi_slopes: Any
-    softmax_scale: float | None
-    softcap: float
-    dropout_p: float
+class _Keywords(ops.AttentionKeywords, total=False):
     dropout_key: Any
-    deterministic: bool | None
-    backend: ops.Backend | None
 
 
 @overload

@@ -47,7 +47,7 @@ written. They release the GIL and may be called from several threads at once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 from . import _bindings, _frameworks, _log
 from ._errors import Error, has, shown
@@ -65,6 +65,22 @@ __all__ = [
 
 Backend: TypeAlias = Literal["cpu", "sm80", "sm90"]
 Array = TypeVar("Array")  # of any framework; results are of q's
+
+
+class AttentionKeywords(TypedDict, total=False):
+    """Those of ``flashsdk.attention`` and of JAX's, but return_lse and what dropout draws from.
+
+    For type checkers.
+    """
+
+    mask: Mask | Any | None
+    bias: Any
+    alibi_slopes: Any
+    softmax_scale: float | None
+    softcap: float
+    dropout_p: float
+    deterministic: bool | None
+    backend: Backend | None
 
 
 def mha_fwd(

@@ -353,8 +353,8 @@ def scaled_dot_product_attention(
         attend. torch.nn.attention.bias.causal_lower_right and causal_upper_left are recognised.
         A gradient with respect to it is not supported: an Error if it requires one.
     dropout_p
-        Probability in [0, 1), rounded to the nearest 1/256, at most 255/256; drawn from torch's
-        CPU generator.
+        Probability in [0, 1), rounded to the nearest 1/256, at most 255/256; drawn by the generator
+        of the tensors' device.
         As in torch it applies in evaluation as well: pass 0 there.
     is_causal
         Query i sees the keys up to i (top-left aligned). An Error together with attn_mask.
