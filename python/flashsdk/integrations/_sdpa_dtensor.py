@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._errors import Error
+from .._errors import Unsupported
 from .._torch_sharding import heads_stay_together
 
 Named = dict[str, Any]
@@ -82,12 +82,12 @@ def _locals(operator: Any, args: tuple[Any, ...], keywords: Named) -> tuple[Any,
     given = _named(operator, args, keywords)
     given["dropout_p"], given["is_causal"] = given["dropout_p"] or 0.0, bool(given["is_causal"])
     if given["attn_mask"] is not None:
-        raise Error("attn_mask: given; None under context_parallel", "unsupported")
+        raise Unsupported("attn_mask: given; None under context_parallel")
     for name, x in given.items():
         if isinstance(x, DTensor):
             if tuple(x.placements) != (Shard(_SEQUENCE),):
                 allowed = f"(Shard(dim={_SEQUENCE}),) under context_parallel"
-                raise Error(f"{name}: placements {x.placements}; {allowed}", "unsupported")
+                raise Unsupported(f"{name}: placements {x.placements}; {allowed}")
             given[name] = x.to_local()
     return args[0].device_mesh, given
 
