@@ -57,18 +57,20 @@ class Arena {
     if (used_ + kGuard > memory_.size()) std::abort();  // the problems below are small
     return p;
   }
-  // Whether every element of the tensor lies inside.
+  // Whether every element of the tensor lies inside. In doubles: a spoilt stride times a spoilt size exceeds 127 bits,
+  // and what may lie inside is far below the 2^53 to which they count exactly.
   bool holds(const TensorView& t) const {
-    __int128 low = 0, high = size_of(t.dtype);
+    const auto at = static_cast<double>(reinterpret_cast<std::uintptr_t>(t.data)) -
+                    static_cast<double>(reinterpret_cast<std::uintptr_t>(memory_.data()));
+    const double element = size_of(t.dtype);
+    double low = at, high = at + element;
     for (int d = 0; d < t.rank; ++d) {
       if (t.shape[d] == 0) return true;
-      const __int128 reach =
-          static_cast<__int128>(t.shape[d] - 1) * (t.shape[d] > 1 ? t.stride[d] : 0) * size_of(t.dtype);
+      const double reach =
+          t.shape[d] == 1 ? 0 : (static_cast<double>(t.shape[d]) - 1) * static_cast<double>(t.stride[d]) * element;
       (reach < 0 ? low : high) += reach;
     }
-    const auto first = reinterpret_cast<std::uintptr_t>(memory_.data());
-    const auto at = static_cast<__int128>(reinterpret_cast<std::uintptr_t>(t.data)) - first;
-    return at + low >= 0 && at + high <= static_cast<__int128>(memory_.size());
+    return low >= 0 && high <= static_cast<double>(memory_.size());
   }
   // All that is in use, and what lies on either side of it.
   std::vector<unsigned char> bytes() const { return {memory_.begin(), memory_.begin() + used_ + kGuard}; }
