@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/features.h"
 #include "common/host_device.h"
 #include "flashsdk/tensor.h"
 
@@ -71,9 +72,15 @@ struct ScoreParam {
   const float* alibi_slopes = nullptr;  // (batch | 1, num_heads); null = off
   std::int64_t alibi_batch = 0;
   DropoutParam dropout;
-  FLASHSDK_HD bool any_feature() const {
-    return softcap > 0.f || bias.ptr != nullptr || alibi_slopes != nullptr || dropout.threshold > 0;
+
+  // What the call asks for.
+  Features features() const {
+    return (softcap > 0.f ? Features::kSoftcap : Features::kNone) |
+           (bias.ptr != nullptr ? Features::kBias : Features::kNone) |
+           (alibi_slopes != nullptr ? Features::kAlibi : Features::kNone) |
+           (dropout.threshold > 0 ? Features::kDropout : Features::kNone);
   }
+  bool any_feature() const { return features() != Features::kNone; }
 };
 
 struct ForwardParams {

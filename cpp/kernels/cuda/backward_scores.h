@@ -272,7 +272,7 @@ class BackwardScores {
   template <class Scores, class Gradients, class Coordinates, class BiasTile>
   __device__ void modify(Scores& s, Gradients& dp, const Coordinates& at, int head, TileRef tile, const TopOfTile& top,
                          const BiasTile& bias) const {
-    if constexpr (caps_scores(kFeatures)) {
+    if constexpr (has_softcap(kFeatures)) {
       branch_if(modified_, [&] {
         if (top.marked()) {  // a NaN that does not count would get into the derivative
           for_each_loaded(s, at, top.rows(), [](float& x, float row_top) { x = row_top == INFINITY ? 0.f : x; });

@@ -16,16 +16,17 @@
 namespace flashsdk::cuda {
 
 template <class Element>
-inline constexpr DType kDType = DType::kFloat16;
+constexpr DType dtype_of() = delete;
 template <>
-inline constexpr DType kDType<cutlass::bfloat16_t> = DType::kBFloat16;
-
-template <class Policy>
-inline constexpr MaskKind kMaskKind = MaskKind::kDense;
+constexpr DType dtype_of<cutlass::half_t>() {
+  return DType::kFloat16;
+}
 template <>
-inline constexpr MaskKind kMaskKind<BandPolicy> = MaskKind::kBand;
-template <>
-inline constexpr MaskKind kMaskKind<BlockSparsePolicy> = MaskKind::kBlockSparse;
+constexpr DType dtype_of<cutlass::bfloat16_t>() {
+  return DType::kBFloat16;
+}
+template <class Element>
+inline constexpr DType kDType = dtype_of<Element>();
 
 // Raises a kernel's limit of shared memory, once a device, as far as that goes.
 template <class Kernel>

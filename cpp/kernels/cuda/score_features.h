@@ -8,32 +8,17 @@
 #include <cuda_fp16.h>
 #include <cute/tensor.hpp>
 
+#include "common/features.h"
 #include "common/score_mod.h"
 #include "common/seqlen_info.h"
 #include "cuda/math.h"
 
 namespace flashsdk::cuda {
 
-// What a kernel has compiled in, as bits. The more, the more registers it takes, also from calls that use none of it.
-enum class Features : unsigned {
-  kNone = 0,
-  kDropout = 1,
-  kSoftcap = 2,
-  kBias = 4,
-  kAlibi = 8,
-  kCapped = kDropout | kSoftcap,
-  kBiasDropout = kBias | kDropout,
-  kAll = kDropout | kSoftcap | kBias | kAlibi
-};
-constexpr bool has(Features f, Features bit) { return (static_cast<unsigned>(f) & static_cast<unsigned>(bit)) != 0; }
-constexpr bool has_dropout(Features f) { return has(f, Features::kDropout); }
-constexpr bool has_bias(Features f) { return has(f, Features::kBias); }
-constexpr bool has_alibi(Features f) { return has(f, Features::kAlibi); }
-constexpr bool caps_scores(Features f) { return has(f, Features::kSoftcap); }  // their derivative is needed too
 // Whether nothing else changes scores: a bias is then added as they are scaled.
-constexpr bool has_bias_alone(Features f) { return has_bias(f) && !caps_scores(f) && !has_alibi(f); }
+constexpr bool has_bias_alone(Features f) { return has_bias(f) && !has_softcap(f) && !has_alibi(f); }
 // Whether scores are multiplied by the softmax scale, and more. ALiBi alone is added to the products.
-constexpr bool modifies_scores(Features f) { return caps_scores(f) || has_bias(f); }
+constexpr bool modifies_scores(Features f) { return has_softcap(f) || has_bias(f); }
 
 // (query, key) of the elements of a tile's accumulator. They differ by constants from the first one's, which is hidden
 // from the compiler: what follows from it would be computed ahead of the loop over tiles, whether a feature asks or
@@ -138,10 +123,11 @@ const char* refuse_features(const ScoreParam& score) {
                     kFeatures == Features::kAlibi || kFeatures == Features::kBias ||
                     kFeatures == Features::kBiasDropout || kFeatures == Features::kAll,
                 "other sets have no code of their own: what is alone is added in another place than what is not");
-  if (score.softcap > 0.f && !has(kFeatures, Features::kSoftcap)) return "softcap is not compiled in";
-  if (score.dropout.threshold > 0 && !has_dropout(kFeatures)) return "dropout is not compiled in";
-  if (score.bias.ptr != nullptr && !has_bias(kFeatures)) return "a bias is not compiled in";
-  if (score.alibi_slopes != nullptr && !has_alibi(kFeatures)) return "ALiBi is not compiled in";
+  const Features lacks = missing(kFeatures, score.features());
+  if (has_softcap(lacks)) return "softcap is not compiled in";
+  if (has_dropout(lacks)) return "dropout is not compiled in";
+  if (has_bias(lacks)) return "a bias is not compiled in";
+  if (has_alibi(lacks)) return "ALiBi is not compiled in";
   if (kFeatures == Features::kAlibi && !AlibiAlone<Features::kAlibi>::divides_by(score.softmax_scale))
     return "ALiBi's slopes would be divided by a softmax_scale that is not between 2^-40 and 2^40";
   return nullptr;

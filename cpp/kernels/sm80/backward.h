@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     gemm(mma_scores, acc_dp, operand_a(mma_scores, row_major(smem_v, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(dout, SmemQ{}), SumContiguous{}));
     auto probabilities = cute::make_tensor<Element>(acc_s.layout());  // that weigh dO
-    if constexpr (cuda::caps_scores(kFeatures)) {
+    if constexpr (cuda::has_softcap(kFeatures)) {
       wait_for_bias();
       const auto kept = scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, lse_log2,
                                         minus_delta, top, bias);

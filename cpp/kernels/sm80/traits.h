@@ -6,6 +6,7 @@
 
 #include "common/tile_walk.h"
 #include "cuda/backward_workspace.h"
+#include "table/sm80.h"
 
 namespace flashsdk::sm80 {
 
@@ -113,5 +114,13 @@ struct BackwardTraits {
           (2 * SmemKV::kElements + 2 * kStages * SmemQ::kElements + kScoreBuffers * SmemScores::kElements) +
       kStages * kRowWords * static_cast<int>(sizeof(float));
 };
+
+// Of a row of the table. The parameters above are in the kernels' names, and with these the kernels were measured.
+template <table::Sm80Forward kRow, class Element>
+using ForwardTraitsOf = ForwardTraits<Element, kRow.head_dim.qk, kRow.tile.m, kRow.tile.n, kRow.warps, kRow.stages,
+                                      kRow.q_in_registers, kRow.blocks, kRow.any_alignment>;
+template <table::Sm80Backward kRow, class Element>
+using BackwardTraitsOf = BackwardTraits<Element, kRow.head_dim.qk, kRow.tile.m, kRow.tile.n, kRow.warps, kRow.warps_s,
+                                        kRow.warps_dk, kRow.warps_dq, kRow.blocks, kRow.staggered, kRow.any_alignment>;
 
 }  // namespace flashsdk::sm80

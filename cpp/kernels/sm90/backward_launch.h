@@ -37,16 +37,15 @@ std::int64_t key_tiles(const ForwardParams& p) {
 }
 
 template <class Traits, cuda::Features kFeatures>
-const char* refuse_backward(const ForwardParams& p) {
+const char* refuse_backward(const BackwardParams& p) {
   if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
   if constexpr (Traits::kClusterSize > 1) {
     if (p.deterministic) return "clusters add to dq in no fixed order";
     const int keys = p.cu_seqlens_k != nullptr ? min_of(p.seqlen_k, p.total_k / max_of(1, p.batch)) : p.seqlen_k;
     if (keys <= Traits::kCtaKeys) return "sequences have no more keys than one CTA of a cluster takes";
   }
-  const auto& b = static_cast<const BackwardParams&>(p);
-  if (const char* reason = tensor_map_refusal(b.dout, query_extent(p, p.head_dim_v))) return reason;
-  for (const TensorParam* t : {&b.out, &b.dq, &b.dk, &b.dv})
+  if (const char* reason = tensor_map_refusal(p.dout, query_extent(p, p.head_dim_v))) return reason;
+  for (const TensorParam* t : {&p.out, &p.dq, &p.dk, &p.dv})
     if (!cuda::vector_aligned(*t)) return "a tensor's address or strides are not multiples of 16 bytes";
   if (key_tiles<Traits>(p) > INT32_MAX / 2) return "there are too many tiles of keys";
   return nullptr;
@@ -100,8 +99,7 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
 // Packed calls have kernels of their own: compiled into one, what these do more, though never done in other calls, cost
 // those 1 to 4 % (docs/sm90-backward.md).
 template <class Traits, cuda::Features kFeatures>
-void launch_backward(const ForwardParams& params, const LaunchContext& context) {
-  const auto& p = static_cast<const BackwardParams&>(params);
+void launch_backward(const BackwardParams& p, const LaunchContext& context) {
   cuda::DeviceGuard guard(p.device.index);
   const cuda::Workers workers = cuda::workers_of(p.device.index, Traits::kClusterSize);
   cuda::for_each_part(p, kBackwardTile<Traits>, workers, [&](const BackwardParams& part) {
@@ -114,10 +112,10 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
 }
 
 template <class Traits, cuda::Features kFeatures>
-KernelEntry backward_entry(MaskKind mask) {
-  return {key_of<Traits, kFeatures>(Op::kBackward, mask), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+BackwardEntry backward_entry(MaskKind mask) {
+  return {key_of<Traits, kFeatures>(mask), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           refuse_backward<Traits, kFeatures>,
-          [](const ForwardParams& p, int) { return backward_workspace_size<Traits>(p); },
+          [](const BackwardParams& p, int) { return backward_workspace_size<Traits>(p); },
           launch_backward<Traits, kFeatures>};
 }
 

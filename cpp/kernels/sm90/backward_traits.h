@@ -11,6 +11,7 @@
 #include "sm90/dropout_bytes.h"
 #include "sm90/pipeline.h"
 #include "sm90/traits.h"
+#include "table/sm90.h"
 
 namespace flashsdk::sm90 {
 
@@ -292,5 +293,11 @@ using BackwardTraits = std::conditional_t<
         (kBlockN == kWarpgroupRows),
         WideBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered, kDraws>,
         PairBackwardTraits<Element, kHeadDim, kHeadDimV, kBlockM, kBlockN, kStages, kKeyBuffers, kStaggered, kDraws>>>;
+
+// Of a row of the table. The parameters above are in the kernels' names, and with these the kernels were measured.
+template <table::Sm90Backward kRow, Features kFeatures, class Element>
+using BackwardTraitsOf =
+    BackwardTraits<Element, kRow.head_dim.qk, kRow.head_dim.v, kRow.tile.m, kRow.tile.n, kRow.stages_do, kRow.stages_k,
+                   kRow.staggered, table::draws_at_once(kRow, kFeatures)>;
 
 }  // namespace flashsdk::sm90

@@ -25,7 +25,7 @@ class BackwardWarpgroup {
   static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
   using ScoreUse = RingState<Traits::kScoreBuffers>;
   // Dropout is drawn under the products; beside softcap, where it is applied. A bias is added before dP.
-  static constexpr bool kCaps = cuda::caps_scores(kFeatures), kBias = cuda::has_bias_alone(kFeatures);
+  static constexpr bool kCaps = cuda::has_softcap(kFeatures), kBias = cuda::has_bias_alone(kFeatures);
   static constexpr bool kDraws = Traits::kDraws;
   static_assert(kDraws == (cuda::has_dropout(kFeatures) && !kCaps));
   // Where K comes ahead, V is what a key tile waits for: only before its first dP, and it is released after the last.

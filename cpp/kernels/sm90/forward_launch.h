@@ -77,8 +77,8 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
 }
 
 template <class Traits, cuda::Features kFeatures>
-KernelEntry forward_entry(MaskKind mask) {
-  return {key_of<Traits, kFeatures>(Op::kForward, mask), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+ForwardEntry forward_entry(MaskKind mask) {
+  return {key_of<Traits, kFeatures>(mask), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           refuse_forward<Traits, kFeatures>,
           [](const ForwardParams& p, int) { return draws_tiles<Traits>(p) ? sizeof(TicketCounter) : 0; },
           launch_forward<Traits, kFeatures>};

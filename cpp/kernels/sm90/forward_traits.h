@@ -6,6 +6,7 @@
 #include "common/mask_policy.h"
 #include "sm90/pipeline.h"
 #include "sm90/traits.h"
+#include "table/sm90.h"
 
 namespace flashsdk::sm90 {
 
@@ -41,27 +42,19 @@ struct alignas(16) KeyTile {
 // Stages are buffers. A tile's K is held until its softmax is done, as a failed try needs it again, V only under its
 // product: where there is room for one more, K gets it. With two of Q, the next queries are there before these are
 // done.
-template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kKeyStages_, int kValueStages_,
-          int kQueryStages_, bool kTries_>
+template <table::Sm90Forward kRow, class Element_>
 struct ForwardTraits {
   using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
-  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_;
-  static constexpr int kKeyStages = kKeyStages_, kValueStages = kValueStages_, kQueryStages = kQueryStages_;
-  static constexpr bool kTries = kTries_;  // exponentials by the maximum so far: forward.h
-  // Whether warpgroups start their products one after another. Those of other sizes run under each other's exponentials
-  // by themselves, once a try has made these short.
-  static constexpr bool kTurns = !kTries || kBlockN == 128;
+  static constexpr int kHeadDim = kRow.head_dim.qk, kHeadDimV = kRow.head_dim.v;
+  static constexpr int kBlockM = kRow.tile.m, kBlockN = kRow.tile.n;
+  static constexpr int kKeyStages = kRow.stages_k, kValueStages = kRow.stages_v, kQueryStages = kRow.stages_q;
+  static constexpr bool kTries = kRow.tuning.tries, kTurns = kRow.tuning.turns, kReadsAhead = kRow.tuning.reads_ahead;
+  static constexpr bool kFromLastBegunByAll =
+      kRow.tuning.from_last_begun_by_all && std::is_same_v<Element, cutlass::bfloat16_t>;
   static constexpr int kWarpgroups = kBlockM / kWarpgroupRows;  // that compute; one more loads
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
-  // Each pays where registers and the time between two turns allow it, as measured: docs/sm90-forward.md, versions 5
-  // (reading ahead) and 14.
-  static constexpr bool kReadsAhead = kHeadDim > 64 && kHeadDim <= 128 && kBlockN == 128;  // announcements, before keys
   static constexpr bool kStoresAtOnce = kWarpgroups == 2;    // of the output: see store_accumulator_at_once()
   static constexpr bool kQueriesWithValues = kBlockM > 128;  // whether Q is loaded by the warp that loads V
-  // Whether the tiles of a band come outwards from the last one of which all queries see the first key, not from the
-  // first. Of that one most queries see a part, whose maximum may be far below the row's: fp16 has no room for that.
-  static constexpr bool kFromLastBegunByAll = kTries && kBlockN == 128 && std::is_same_v<Element, cutlass::bfloat16_t>;
   // With more than two warpgroups, tiles of queries are so long that each of these passes over tiles of keys of which
   // it sees nothing, and that tiles are counted from the end of a sequence: under a causal mask what is left over sees
   // the fewest keys then, not the most. Dropout draws for 16 queries at once, so that the end is a multiple of these.

@@ -34,14 +34,9 @@ const char* refuse(const ForwardParams& p) {
 }
 
 template <class Traits, cuda::Features kFeatures>
-KernelKey key_of(Op op, MaskKind mask) {
-  return {op,
-          Backend::kSm90,
-          kArch,
-          cuda::kDType<typename Traits::Element>,
-          max_of(Traits::kHeadDim, Traits::kHeadDimV),
-          mask,
-          kFeatures != cuda::Features::kNone};
+KernelKey key_of(MaskKind mask) {
+  return {Backend::kSm90, kArch,    cuda::kDType<typename Traits::Element>, Traits::kHeadDim, Traits::kHeadDimV,
+          mask,           kFeatures};
 }
 
 }  // namespace flashsdk::sm90
