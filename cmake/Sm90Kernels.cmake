@@ -28,8 +28,8 @@ macro(flashsdk_sm90_kernel op dtype head_dim features tile)
   string(SUBSTRING ${op} 1 -1 rest)
   set(TRAITS "${initial}${rest}Traits<${FLASHSDK_SM80_TYPE_${dtype}}, ${head_dim_qk}, ${head_dim_v}, ${arguments}>")
   # Some of what ptxas does with a kernel depends on its name: with traits that are a struct it orders the forward's loop
-  # at head_dim 128 as in the fastest kernels measured (docs/sm90-forward.md, version 14: ptxas's luck). The backward's
-  # kernels were measured under the long names that an alias gives them.
+  # at head_dim 128 as in the fastest kernels measured (docs/dev/log-sm90-forward.md, version 14: ptxas's luck). The
+  # backward's kernels were measured under the long names that an alias gives them.
   if(${op} STREQUAL "forward")
     set(DECLARED_TRAITS "struct Traits_${NAME} : sm90::${TRAITS} {};")
   else()

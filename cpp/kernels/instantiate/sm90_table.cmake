@@ -5,9 +5,9 @@
 # 128), other sets are left to sm80: ALiBi with the tiles of None, a bias with what its tile in shared memory leaves of
 # them, backward up to head_dim 128.
 # Each kernel spills some (gpu_kernels.csv), also below: in the warps that load, walk and add, with 24 registers, and of
-# values used once a tile. What of it is in the main loops: docs/gpu.md, "What ptxas made of the kernels".
+# values used once a tile. What of it is in the main loops: docs/dev/gpu.md, "What ptxas made of the kernels".
 # forward: block_m x block_n _ buffers of K _ of V _ of Q _ tries the maximum so far.
-# Measurements: docs/sm90-forward.md.
+# Measurements: docs/dev/log-sm90-forward.md.
 set(FLASHSDK_SM90_HEAD_DIMS 64 96 128 192x128 192 256)
 set(FLASHSDK_SM90_FORWARD_FEATURES None Capped Alibi Bias BiasDropout)
 
@@ -42,7 +42,7 @@ set(FLASHSDK_SM90_FORWARD_256_Bias 128x64_2_2_1_false)
 # backward: block_m x block_n _ buffers of dO _ of K _ staggered. Q has as many as dO up to head_dim 128, one more above.
 # There 128 keys are a cluster's of two CTAs, which refuses some calls (refuse_backward), so 64 are listed, too. The first
 # tile that fits is taken.
-# Measurements: docs/sm90-backward.md.
+# Measurements: docs/dev/log-sm90-backward.md.
 set(FLASHSDK_SM90_BACKWARD_FEATURES None Dropout Capped Alibi Bias BiasDropout)
 set(FLASHSDK_SM90_BACKWARD_64_None 128x128_2_2_false)
 set(FLASHSDK_SM90_BACKWARD_64_Dropout 128x128_2_2_false)

@@ -1,5 +1,5 @@
 // Which of the forward's tiles a problem gets: the one place that decides it. The measurements are in
-// docs/sm90-forward.md.
+// docs/dev/log-sm90-forward.md.
 #pragma once
 
 #include "common/params.h"

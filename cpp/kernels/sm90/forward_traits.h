@@ -54,8 +54,8 @@ struct ForwardTraits {
   static constexpr bool kTurns = !kTries || kBlockN == 128;
   static constexpr int kWarpgroups = kBlockM / kWarpgroupRows;  // that compute; one more loads
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
-  // Each pays where registers and the time between two turns allow it, as measured: docs/sm90-forward.md, versions 5
-  // (reading ahead) and 14.
+  // Each pays where registers and the time between two turns allow it, as measured:
+  // docs/dev/log-sm90-forward.md, versions 5 (reading ahead) and 14.
   static constexpr bool kReadsAhead = kHeadDim > 64 && kHeadDim <= 128 && kBlockN == 128;  // announcements, before keys
   static constexpr bool kStoresAtOnce = kWarpgroups == 2;    // of the output: see store_accumulator_at_once()
   static constexpr bool kQueriesWithValues = kBlockM > 128;  // whether Q is loaded by the warp that loads V
