@@ -25,8 +25,8 @@ FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 NO_PROSE = re.compile(r"\s*(#|\||!\[| {4}\S)")  # headings, tables, pictures, indented code
 ITEM = re.compile(r"\s*([-*+]|\d+\.) ")
-# A full stop ends a sentence where a new one begins: with a capital, a digit, code, a link or bold.
-END = re.compile(r"[.!?][)\"”*`]*\s+(?=[\"“(*`\[]*[A-Z0-9−`*\[])")
+# A full stop ends a sentence, but one behind an abbreviation.
+END = re.compile(r"(?<!e\.g)(?<!i\.e)(?<! al)(?<! vs)[.!?][)\"”*`]*\s+")
 
 
 def paragraphs(text: str) -> list[str]:
