@@ -84,6 +84,19 @@ def test_pages_that_sources_name_exist():
     assert not [(str(f), page) for f, page in named if not (ROOT / page).is_file()]
 
 
+def test_files_that_pages_name_exist():
+    """In backticks, with stars where several are meant. Logs name what there was then."""
+    folder = "|".join((*SOURCES, "third_party"))
+    named = {
+        (page, name)
+        for page in pages()
+        if not page.name.startswith("log-")
+        for name in re.findall(rf"`((?:{folder})/[\w./*-]*)`", prose(page))
+    }
+    assert len(named) > 50
+    assert not [(str(page), name) for page, name in named if not any(ROOT.glob(name))]
+
+
 def test_every_page_is_reached():
     """From the README, by links alone."""
     reached, open_pages = set(), [ROOT / "README.md"]
