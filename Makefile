@@ -35,11 +35,11 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo test test-asan test-tsan test-package test-jax test-gpu bench-gpu build-cuda-ci bench lint format \
-	wheel clean distclean
+	site wheel clean distclean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
-	@echo "also: setup build bench lint format wheel test-asan test-tsan test-package test-jax build-cuda-ci clean distclean"
+	@echo "also: setup build bench lint format site wheel test-asan test-tsan test-package test-jax build-cuda-ci clean distclean"
 
 setup:
 	@$(BOOTSTRAP) $(TEST_GROUPS) lint
@@ -120,6 +120,11 @@ lint:
 	@$(BIN)/mypy
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 	@! LC_ALL=C.UTF-8 grep -nE '.{121}' $(CPP_FILES) || { echo "lint: longer than 120 columns"; exit 1; }
+
+# The pages of docs/ as a site, in build/site. A link that leads nowhere fails it.
+site:
+	@$(BOOTSTRAP) docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format:
 	@$(BOOTSTRAP) lint

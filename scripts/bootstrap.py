@@ -1,6 +1,6 @@
 """Sets up .venv with what one make target needs, and skips what is done.
 
-    python3 scripts/bootstrap.py GROUP...     build  demo  test  lint  jax  transformers
+    python3 scripts/bootstrap.py GROUP...     build  demo  test  lint  docs  jax  transformers
 
 The packages of a group are read from pyproject.toml, the only place that lists them. Runs on the
 system's Python with nothing but the standard library. Missing Debian packages are installed when
@@ -156,6 +156,7 @@ def packages(group: str) -> list[str]:
         "build": [*tools, *groups["build"], *project["dependencies"]],
         "demo": extras["plot"],
         "test": groups["test"],
+        "docs": groups["docs"],
         "lint": groups["lint"],
         "jax": [*([JAX_SPEC] if JAX_SPEC else extras["jax"]), *groups["test-jax"]],
         "transformers": extras["transformers"],

@@ -358,7 +358,7 @@ def test_nvcc_is_that_of_the_newest_configuration(tmp_path):
 
 def test_the_page_counts_the_tests_of_the_record():
     step = json.loads((ROOT / gpu_record.TESTS).read_text())["steps"]["pytest"]
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    page = (ROOT / "docs" / "dev" / "gpu.md").read_text()
     assert f"({step['passed']} passed, {step['skipped']} skipped by name)" in page
 
 
@@ -416,7 +416,7 @@ def test_goals_are_counted(monkeypatch):
 
 
 def test_every_goal_of_the_record_has_cells():
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "dev" / "benchmarks.md").read_text(encoding="utf-8")
     table = text[text.index("### Goals") :].partition("### Forward")[0]
     rows = [
         line for line in table.splitlines() if line.startswith(("| sm80", "| sm90", "| decode"))
@@ -426,7 +426,7 @@ def test_every_goal_of_the_record_has_cells():
 
 def test_every_row_of_a_table_has_a_cell_for_each_column():
     """What has no header is not shown."""
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "dev" / "benchmarks.md").read_text(encoding="utf-8")
     tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
     assert len(tables) > 10
     for table in tables:

@@ -17,7 +17,7 @@ __device__ __forceinline__ auto rows_of_queries(const float* rows, const Coordin
 }
 
 // The same, of which those of the first kColumns columns are read when it is made: under products that run, so that
-// nothing waits for shared memory later (docs/sm90-backward.md, "Latencies").
+// nothing waits for shared memory later (docs/dev/sm90-backward.md, "Latencies").
 template <int kColumns, class Coordinates>
 class HeldRows {
  public:

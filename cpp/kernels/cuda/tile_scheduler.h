@@ -83,7 +83,7 @@ struct Workers {
 
 // Every key tile of a head reads its Q and dO and adds to its fp32 dQ. Under a band, and in deterministic calls, a
 // section holds no more heads than two thirds of L2 hold these of. With more, memory is read and written anew for
-// each tile: five times as much at head_dim 256 (docs/sm90-backward.md, "Bytes"). Heads of a group count once, as
+// each tile: five times as much at head_dim 256 (docs/dev/sm90-backward.md, "Bytes"). Heads of a group count once, as
 // their tiles are walked one head after another.
 // Under a band the longest tiles of a section come first, and workers are idle at the end of the last one unless it has
 // kTilesEach tiles for each of them. So that one may hold twice the share, where a head has enough key tiles to use

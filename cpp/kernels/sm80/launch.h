@@ -112,7 +112,7 @@ void start_forward(const ForwardParams& p, cudaStream_t stream, const Keys& keys
 template <class Traits, class Policy, cuda::Features kFeatures>
 void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   if constexpr (kTakesPlainCalls<Traits, Policy, kFeatures>) {
-    // What is compiled in and not asked for still takes registers (docs/gpu.md): such a call does without.
+    // What is compiled in and not asked for still takes registers (docs/dev/gpu.md): such a call does without.
     if (!p.score.any_feature()) return launch_forward<Traits, Policy, cuda::Features::kNone>(p, context);
   }
   cuda::DeviceGuard guard(p.device.index);

@@ -1,6 +1,6 @@
-// The SM90 backward kernel (FlashAttention-3, arXiv 2407.08608, section 3, has its parts; docs/sm90-backward.md says
-// what is different here): a warp that walks, one that loads, two that add dQ to device memory, and warpgroups that
-// compute.
+// The SM90 backward kernel (FlashAttention-3, arXiv 2407.08608, section 3, has its parts; docs/dev/sm90-backward.md
+// says what is different here): a warp that walks, one that loads, two that add dQ to device memory, and warpgroups
+// that compute.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

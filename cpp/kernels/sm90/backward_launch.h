@@ -97,7 +97,7 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
 }
 
 // Packed calls have kernels of their own: compiled into one, what these do more, though never done in other calls, cost
-// those 1 to 4 % (docs/sm90-backward.md).
+// those 1 to 4 % (docs/dev/log-sm90-backward.md).
 template <class Traits, cuda::Features kFeatures>
 void launch_backward(const BackwardParams& p, const LaunchContext& context) {
   cuda::DeviceGuard guard(p.device.index);

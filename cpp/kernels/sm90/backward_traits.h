@@ -198,9 +198,9 @@ struct WideBackwardTraits {
 };
 
 // Above head_dim 128 as above, but a cluster of two CTAs owns 128 keys, 64 each. What bounds the kernel above is the
-// rate at which L2 adds dQ in fp32 (docs/sm90-backward.md, "Pairs"). Here both CTAs hand each other their dS, 8 KiB of
-// 16 bits, and each computes half of the rows of dQᵀ over all 128 keys: half as much is added. So each CTA needs a half
-// of the other's K as well. dQ leaves from registers, as there is no shared memory left for it.
+// rate at which L2 adds dQ in fp32 (docs/dev/sm90-backward.md, "Pairs"). Here both CTAs hand each other their dS, 8 KiB
+// of 16 bits, and each computes half of the rows of dQᵀ over all 128 keys: half as much is added. So each CTA needs a
+// half of the other's K as well. dQ leaves from registers, as there is no shared memory left for it.
 template <class Element_, int kHeadDim_, int kHeadDimV_, int kBlockM_, int kBlockN_, int kStages_, int kKeyBuffers_,
           bool kStaggered_, bool kDraws_>
 struct PairBackwardTraits {

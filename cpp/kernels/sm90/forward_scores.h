@@ -78,7 +78,7 @@ class ForwardScores {
       cute::cp_async_fence();
     }
   }
-  // Ahead of a wait for products: racecheck takes that for what brings lanes together (docs/gpu.md).
+  // Ahead of a wait for products: racecheck takes that for what brings lanes together (docs/dev/gpu.md).
   __device__ void wait_for_bias() const {
     if constexpr (kBiasAlone) {
       cute::cp_async_wait<0>();

@@ -1,5 +1,5 @@
 // Which of the forward's tiles a problem gets, among those of its head_dim and features in table/sm90.h: the one place
-// that decides it. The measurements are in docs/sm90-forward.md.
+// that decides it. The measurements are in docs/dev/log-sm90-forward.md.
 #pragma once
 
 #include "common/params.h"

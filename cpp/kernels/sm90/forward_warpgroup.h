@@ -6,7 +6,7 @@
 //
 // The compiler knows that a warp's branches are the same for all its lanes: announcements and votes come through
 // warp_uniform() and __all_sync(). Without that, every branch is a place where lanes are waited for, and each lane
-// keeps descriptors of operands for itself (docs/sm90-forward.md, version 7).
+// keeps descriptors of operands for itself (docs/dev/log-sm90-forward.md, version 7).
 #pragma once
 
 #include "sm90/forward_scores.h"

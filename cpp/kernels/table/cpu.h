@@ -1,4 +1,5 @@
-// The table of CPU kernels: every dtype, operation, head_dim, mask, and set of features below, for every instruction set.
+// The table of CPU kernels: one for every dtype, operation, head_dim, mask and set of features below, and for every
+// instruction set.
 #pragma once
 
 #include <string_view>

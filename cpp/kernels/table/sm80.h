@@ -1,8 +1,8 @@
 // The table of SM80 kernels. A row is a tile; for each dtype, set of features and mask that it names there is one
 // kernel. Measured on an H200.
 //
-// To add a tile, add a row. A call takes the first kernel that fits: smaller head dimensions first, then fewer features,
-// then in the order of this table. A row with kAll serves every set of features that has no kernel of its own.
+// To add a tile, add a row. A call takes the first kernel that fits: smaller head dimensions first, then fewer
+// features, then in the order of this table. kAll serves every set of features that has no kernel of its own.
 #pragma once
 
 #include "table/row.h"
@@ -25,10 +25,10 @@ struct Sm80Forward {
 // with a layout; backward 16 at 192 with a band, and at 256 40 with a band, 16 with a layout, 8 without a mask; in the
 // main loops these are 2 to 18 loads and stores. At head_dim 64, smaller tiles, which spill nothing, were slower.
 //
-// Tiles for layouts divide the usual blocks of 64 and 128, and leave registers for lists and features. All features take
-// registers that the other tiles do not have, a mask more of them: with fewer elements a thread, slower in themselves,
-// less is spilled (benchmarks/results/sm80_features.csv). ALiBi alone takes so few that it has the tiles of kNone
-// (alibi_bias.csv).
+// Tiles for layouts divide the usual blocks of 64 and 128, and leave registers for lists and features. All features
+// take registers that the other tiles do not have, a mask more of them: with fewer elements a thread, slower in
+// themselves, less is spilled (benchmarks/results/sm80_features.csv). ALiBi alone takes so few that it has the tiles of
+// kNone (alibi_bias.csv).
 // clang-format off
 constexpr Sm80Forward kSm80Forward[] = {
     {.head_dim = 32, .tile = {128, 128}, .warps = 4, .q_in_registers = true, .kernels = no_layout(kNone, kAlibi)},
@@ -56,8 +56,8 @@ constexpr Sm80Forward kSm80Forward[] = {
      .kernels = every_mask(kNone, kDropout, kAll) | no_layout(kAlibi, kBias)},
 
     // What takes the rest: tensors of any alignment, devices with less shared memory (99 KiB do for the last of each
-    // head_dim), and layouts with smaller blocks. They cover the smaller head dimensions too. One warp a tile of 16 × 16
-    // takes any block size, at a price; it spills 360 to 800 bytes at head_dim 256.
+    // head_dim), and layouts with smaller blocks. They cover the smaller head dimensions too. One warp a tile of
+    // 16 × 16 takes any block size, at a price; it spills 360 to 800 bytes at head_dim 256.
     {.head_dim = 64, .tile = {64, 64}, .warps = 4, .any_alignment = true, .kernels = every_mask(kAll)},
     {.head_dim = 64, .tile = {16, 16}, .warps = 1, .blocks = 1, .any_alignment = true, .kernels = layouts(kAll)},
     {.head_dim = 128, .tile = {64, 64}, .warps = 4, .any_alignment = true, .kernels = every_mask(kAll)},

@@ -11,7 +11,7 @@
 
 namespace flashsdk::table {
 
-// Measurements: docs/sm90-forward.md.
+// Measurements: docs/dev/log-sm90-forward.md.
 struct Sm90Forward {
   HeadDims head_dim;
   Tile tile;                         // queries × keys
@@ -21,7 +21,8 @@ struct Sm90Forward {
     // Warpgroups start their products one after another. Those of other sizes run under each other's exponentials by
     // themselves, once a try has made these short.
     bool turns = false;
-    bool reads_ahead = false;  // announcements, before keys: it pays where registers and the time between turns allow
+    // Announcements are read before their keys are there. It pays where registers and the time between two turns allow.
+    bool reads_ahead = false;
     // In bf16, the tiles of a band come outwards from the last one of which all queries see the first key, not from the
     // first. Of that one most queries see a part, whose maximum may be far below the row's: fp16 has no room for that.
     bool from_last_begun_by_all = false;
@@ -70,7 +71,7 @@ constexpr Sm90Forward kSm90Forward[] = {
 };
 // clang-format on
 
-// Measurements: docs/sm90-backward.md.
+// Measurements: docs/dev/log-sm90-backward.md.
 struct Sm90Backward {
   HeadDims head_dim;
   Tile tile;                // above head_dim 128, 128 keys are a cluster's of two CTAs

@@ -5,8 +5,8 @@
 //   write_sources gpu DIR [CMAKE_CUDA_ARCHITECTURES=] [FLASHSDK_CUDA_SUBSET=] [FLASHSDK_CUDA_DTYPES=]
 //                         [FLASHSDK_CUDA_HEAD_DIMS=]
 //
-// Values are lists with commas; isas are slowest first. What dtypes and head dims do not name is left out; an empty list
-// leaves out nothing. It prints a line a file, "target file"; a file is written only where it changes, so that
+// Values are lists with commas; isas are slowest first. What dtypes and head dims do not name is left out; an empty
+// list leaves out nothing. It prints a line a file, "target file"; a file is written only where it changes, so that
 // configuring again compiles nothing. Bad arguments are one line on stderr and exit status 1.
 #include <algorithm>
 #include <cstdio>
@@ -246,8 +246,8 @@ void add_sm90(Sources& sources, const Wanted& wanted, HeadDims head_dim, const s
         const std::string name = "sm90_" + op + "_" + gpu_name(dtype) + "_d" + text_of(row.head_dim) + "_" +
                                  name_of(f) + "_" + text_of(row.tile);
         // Some of what ptxas does with a kernel depends on its name: with traits that are a struct it orders the
-        // forward's loop at head_dim 128 as in the fastest kernels measured (docs/sm90-forward.md, version 14: ptxas's
-        // luck). The backward's kernels were measured under the long names that an alias gives them.
+        // forward's loop at head_dim 128 as in the fastest kernels measured (docs/dev/log-sm90-forward.md, version 14:
+        // ptxas's luck). The backward's kernels were measured under the long names that an alias gives them.
         const std::string features = std::string("Features::k") + name_of(f), row_name = row_text(table, &row - rows);
         const std::string traits = backward ? "using Traits_" + name + " = sm90::BackwardTraitsOf<" + row_name + ", " +
                                                   features + ", " + gpu_type(dtype) + ">;\n"
