@@ -32,8 +32,8 @@ function(flashsdk_add_cuda_kernels)
   flashsdk_add_cuda_objects(flashsdk_cuda "${SOURCES_sm80}" ${one_architecture})
   set(objects $<TARGET_OBJECTS:flashsdk_cuda> $<TARGET_OBJECTS:flashsdk_cuda_host>)
   # The host's part: no CUTLASS, compiled by the C++ compiler.
-  add_library(flashsdk_cuda_host OBJECT ${SOURCES_table} ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/device.cpp
-    ${PROJECT_SOURCE_DIR}/cpp/src/gpu/context.cpp)
+  add_library(flashsdk_cuda_host OBJECT ${SOURCES_table} ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/host/device.cpp
+    ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/host/context.cpp)
   target_link_libraries(flashsdk_cuda_host PRIVATE flashsdk_kernels flashsdk_warnings CUDA::cudart_static)
   if(SOURCES_sm90)
     flashsdk_add_cuda_objects(flashsdk_cuda_sm90 "${SOURCES_sm90}" 90a-real)

@@ -3,8 +3,8 @@
 
 #include "check.h"
 #if FLASHSDK_HAVE_CUDA
-#include "cuda/device.h"
-#include "gpu/context.h"
+#include "cuda/host/context.h"
+#include "cuda/host/device.h"
 #endif
 #include "kernel_registry.h"
 #include "pack_heads.h"

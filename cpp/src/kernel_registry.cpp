@@ -9,7 +9,7 @@
 #include "check.h"
 #include "cpu_features.h"
 #if FLASHSDK_HAVE_CUDA
-#include "cuda/device.h"
+#include "cuda/host/device.h"
 #endif
 
 namespace flashsdk {

@@ -9,7 +9,7 @@
 #include "cpu_workspace.h"
 #include "gil.h"
 #if FLASHSDK_HAVE_CUDA
-#include "cuda/device.h"
+#include "cuda/host/device.h"
 #endif
 #include "flashsdk/flashsdk.h"
 #include "peak.h"

@@ -60,7 +60,7 @@ struct DropoutParam {
   const std::uint64_t* state = nullptr;
   std::int64_t state_batch = 0;
   // A head's number among all is first_head + batch·heads_each + head: heads_each is num_heads, or 0 where each
-  // sequence has a state of its own; first_head is of a part of a batch (cuda/batch_parts.h).
+  // sequence has a state of its own; first_head is of a part of a batch (cuda/host/batch_parts.h).
   int first_head = 0, heads_each = 0;
   FLASHSDK_HD float scale() const { return 256.f / (256.f - static_cast<float>(threshold)); }
 };

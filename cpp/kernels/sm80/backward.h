@@ -6,10 +6,10 @@
 #pragma once
 
 #include "common/kernel_entry.h"
-#include "cuda/backward_passes.h"
-#include "cuda/backward_scores.h"
-#include "cuda/backward_stream.h"
-#include "cuda/bias_tile.h"
+#include "cuda/pass/backward_passes.h"
+#include "cuda/schedule/backward_stream.h"
+#include "cuda/tile/backward_scores.h"
+#include "cuda/tile/bias_tile.h"
 #include "sm80/gemm.h"
 #include "sm80/tile_io.h"
 
@@ -61,7 +61,10 @@ __device__ void accumulate_dq(const Accumulator& acc, const ForwardParams& p, co
   if (p.deterministic) {
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) *static_cast<volatile int*>(ws.turn + tile) += 1;
+    if (threadIdx.x == 0) {
+      auto* const turn = static_cast<volatile int*>(ws.turn + tile);
+      *turn = *turn + 1;
+    }
   }
 }
 

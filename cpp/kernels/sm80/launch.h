@@ -7,10 +7,11 @@
 #include <cuda_runtime.h>
 
 #include "common/kernel_entry.h"
-#include "cuda/batch_parts.h"
-#include "cuda/device.h"
-#include "cuda/launch.h"
-#include "cuda/packed_tail.h"
+#include "cuda/host/batch_parts.h"
+#include "cuda/host/device.h"
+#include "cuda/host/launch.h"
+#include "cuda/pass/packed_tail.h"
+#include "cuda/tile/element.h"
 #include "sm80/backward.h"
 #include "sm80/forward.h"
 #include "sm80/join_parts.h"

@@ -5,7 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/tile_walk.h"
-#include "cuda/backward_workspace.h"
+#include "cuda/pass/backward_workspace.h"
 #include "table/sm80.h"
 
 namespace flashsdk::sm80 {
@@ -115,12 +115,14 @@ struct BackwardTraits {
       kStages * kRowWords * static_cast<int>(sizeof(float));
 };
 
-// Of a row of the table. The parameters above are in the kernels' names, and with these the kernels were measured.
-template <table::Sm80Forward kRow, class Element>
-using ForwardTraitsOf = ForwardTraits<Element, kRow.head_dim.qk, kRow.tile.m, kRow.tile.n, kRow.warps, kRow.stages,
-                                      kRow.q_in_registers, kRow.blocks, kRow.any_alignment>;
-template <table::Sm80Backward kRow, class Element>
-using BackwardTraitsOf = BackwardTraits<Element, kRow.head_dim.qk, kRow.tile.m, kRow.tile.n, kRow.warps, kRow.warps_s,
-                                        kRow.warps_dk, kRow.warps_dq, kRow.blocks, kRow.staggered, kRow.any_alignment>;
+// Row::kRow is a row of the table. The parameters are in the kernels' names, with which these were measured.
+template <class Row, class Element>
+using ForwardTraitsOf =
+    ForwardTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n, Row::kRow.warps, Row::kRow.stages,
+                  Row::kRow.q_in_registers, Row::kRow.blocks, Row::kRow.any_alignment>;
+template <class Row, class Element>
+using BackwardTraitsOf = BackwardTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n,
+                                        Row::kRow.warps, Row::kRow.warps_s, Row::kRow.warps_dk, Row::kRow.warps_dq,
+                                        Row::kRow.blocks, Row::kRow.staggered, Row::kRow.any_alignment>;
 
 }  // namespace flashsdk::sm80

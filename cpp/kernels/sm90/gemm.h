@@ -6,8 +6,8 @@
 
 #include <cute/tensor.hpp>
 
-#include "cuda/fragments.h"
-#include "cuda/math.h"
+#include "cuda/tile/fragments.h"
+#include "cuda/tile/math.h"
 #include "sm90/traits.h"
 
 namespace flashsdk::sm90 {

@@ -2,10 +2,11 @@
 #pragma once
 
 #include "common/kernel_entry.h"
-#include "cuda/bias_tile.h"
-#include "cuda/device.h"
-#include "cuda/launch.h"
-#include "cuda/score_features.h"
+#include "cuda/host/device.h"
+#include "cuda/host/launch.h"
+#include "cuda/tile/bias_tile.h"
+#include "cuda/tile/element.h"
+#include "cuda/tile/score_features.h"
 #include "sm90/tensor_map.h"
 
 namespace flashsdk::sm90 {

@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "sm90/forward_tiles.h"
+#include "sm90/forward/tiles.h"
 #include "table/sm80.h"
 #include "table/sm90.h"
 

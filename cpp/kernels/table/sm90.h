@@ -1,7 +1,7 @@
 // The table of SM90 kernels. A row is a tile; for each of its sets of features, and each dtype, there is one kernel,
 // which serves all masks.
 //
-// To add a tile, add a row; of the forward's, also say in sm90/forward_tiles.h which calls get it. The backward's are
+// To add a tile, add a row; of the forward's, also say in sm90/forward/tiles.h which calls get it. The backward's are
 // taken in the order of this table. Sets of features that no row has are left to sm80; calls with dropout alone take
 // kCapped where there is no kDropout. Each kernel spills some (gpu_kernels.csv): in the warps that load, walk and add,
 // with 24 registers, and of values used once a tile.
@@ -17,7 +17,7 @@ struct Sm90Forward {
   Tile tile;                         // queries × keys
   int stages_k, stages_v, stages_q;  // buffers
   struct Tuning {
-    bool tries = false;  // exponentials by the maximum so far: sm90/forward.h
+    bool tries = false;  // exponentials by the maximum so far: sm90/forward/forward.h
     // Warpgroups start their products one after another. Those of other sizes run under each other's exponentials by
     // themselves, once a try has made these short.
     bool turns = false;
@@ -80,7 +80,7 @@ struct Sm90Backward {
   Kernels kernels;
 };
 
-// A cluster refuses some calls (sm90/backward_launch.h): at head_dim 256 there is the tile of one CTA, too.
+// A cluster refuses some calls (sm90/backward/launch.h): at head_dim 256 there is the tile of one CTA, too.
 // clang-format off
 constexpr Sm90Backward kSm90Backward[] = {
     {.head_dim = 64, .tile = {128, 128}, .stages_do = 2, .stages_k = 2,
@@ -97,7 +97,7 @@ constexpr Sm90Backward kSm90Backward[] = {
 };
 // clang-format on
 
-// Dropout without softcap is drawn for a warpgroup at once, up to head_dim 128: sm90/dropout_bytes.h.
+// Dropout without softcap is drawn for a warpgroup at once, up to head_dim 128: sm90/backward/dropout_bytes.h.
 constexpr bool draws_at_once(const Sm90Backward& row, Features f) {
   return has_dropout(f) && !has_softcap(f) && row.head_dim.qk <= 128;
 }

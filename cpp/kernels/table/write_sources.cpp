@@ -187,8 +187,10 @@ struct Wanted {
   Masks of(Masks masks) const { return static_cast<Masks>(few ? masks & kBandOrLayout : masks); }
 };
 
-std::string row_text(const char* table, std::ptrdiff_t index) {
-  return "table::" + std::string(table) + "[" + std::to_string(index) + "]";
+// A row as a type, which templates take: nvcc cannot spell values of a class among the arguments of a kernel.
+std::string row_type(const std::string& name, const char* table, std::ptrdiff_t index) {
+  return "struct Row_" + name + " {\n  static constexpr auto kRow = table::" + table + "[" + std::to_string(index) +
+         "];\n};\n";
 }
 
 // A file a row, dtype and set of features, with the kernels of all its masks: most of a kernel's compile time goes into
@@ -217,8 +219,9 @@ void add_sm80(Sources& sources, const Wanted& wanted, int head_dim, const std::s
                        .extension = ".cu",
                        .backward = backward,
                        .includes = "#include \"sm80/launch.h\"\n",
-                       .declared = "using Traits_" + name + " = sm80::" + (backward ? "Backward" : "Forward") +
-                                   "TraitsOf<" + row_text(table, &row - rows) + ", " + gpu_type(dtype) + ">;\n",
+                       .declared = row_type(name, table, &row - rows) + "using Traits_" + name +
+                                   " = sm80::" + (backward ? "Backward" : "Forward") + "TraitsOf<Row_" + name + ", " +
+                                   gpu_type(dtype) + ">;\n",
                        .entries = entries});
         }
 }
@@ -248,10 +251,10 @@ void add_sm90(Sources& sources, const Wanted& wanted, HeadDims head_dim, const s
         // Some of what ptxas does with a kernel depends on its name: with traits that are a struct it orders the
         // forward's loop at head_dim 128 as in the fastest kernels measured (docs/dev/log-sm90-forward.md, version 14:
         // ptxas's luck). The backward's kernels were measured under the long names that an alias gives them.
-        const std::string features = std::string("Features::k") + name_of(f), row_name = row_text(table, &row - rows);
-        const std::string traits = backward ? "using Traits_" + name + " = sm90::BackwardTraitsOf<" + row_name + ", " +
+        const std::string features = std::string("Features::k") + name_of(f);
+        const std::string traits = backward ? "using Traits_" + name + " = sm90::BackwardTraitsOf<Row_" + name + ", " +
                                                   features + ", " + gpu_type(dtype) + ">;\n"
-                                            : "struct Traits_" + name + " : sm90::ForwardTraits<" + row_name + ", " +
+                                            : "struct Traits_" + name + " : sm90::ForwardTraits<Row_" + name + ", " +
                                                   gpu_type(dtype) + "> {};\n";
         Strings entries;
         for (const MaskKind mask : kMaskKinds)
@@ -261,8 +264,8 @@ void add_sm90(Sources& sources, const Wanted& wanted, HeadDims head_dim, const s
                      .name = name,
                      .extension = ".cu",
                      .backward = backward,
-                     .includes = "#include \"sm90/" + op + "_launch.h\"\n",
-                     .declared = traits,
+                     .includes = "#include \"sm90/" + op + "/launch.h\"\n",
+                     .declared = row_type(name, table, &row - rows) + traits,
                      .entries = entries});
         if (wanted.few) break;  // one tile
       }
@@ -285,7 +288,8 @@ void write_gpu(const std::string& directory, const Strings& architectures, const
     add_sm80(sources, wanted, head_dim, "split_forward", "kSm80SplitForward", kSm80SplitForward);
     add_sm80(sources, wanted, head_dim, "backward", "kSm80Backward", kSm80Backward);
   }
-  sources.list("cuda_table.cpp", "add_cuda_kernels", "#include \"common/kernel_entry.h\"\n#include \"cuda/device.h\"\n",
+  sources.list("cuda_table.cpp", "add_cuda_kernels",
+               "#include \"common/kernel_entry.h\"\n#include \"cuda/host/device.h\"\n",
                "const char* cuda::built_architectures() { return \"" + join(architectures, " ") + "\"; }\n\n", "");
 }
 

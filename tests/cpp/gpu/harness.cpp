@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "common/kernel_entry.h"
-#include "cuda/device.h"
+#include "cuda/host/device.h"
 #include "flashsdk/status.h"
 
 namespace flashsdk {
