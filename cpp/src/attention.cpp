@@ -1,6 +1,10 @@
 // Validate, pack, select, launch.
 #include "flashsdk/attention.h"
 
+#include <memory>
+#include <utility>
+#include <variant>
+
 #include "check.h"
 #if FLASHSDK_HAVE_CUDA
 #include "cuda/host/context.h"
@@ -9,7 +13,7 @@
 #include "kernel_registry.h"
 #include "pack_heads.h"
 #include "packed_tail.h"
-#include "plan.h"
+#include "planned_call.h"
 #include "processors.h"
 #include "profiler_range.h"
 #include "thread_pool.h"
@@ -29,7 +33,7 @@ void check_call(const AttentionArgs& args, bool packed) {
 
 template <class Args>
 auto plan_as(const Args& args, Completeness completeness) {
-  Plan<decltype(validate(args))> result{pack_query_heads(validate(args, completeness)), nullptr, 0, 0};
+  PlannedCall<decltype(validate(args))> result{pack_query_heads(validate(args, completeness)), nullptr, 0, 0};
   const auto& p = result.params;
   result.entry = &KernelRegistry::instance().select(p, forced_backend(args));
   result.num_threads = p.device.type == DeviceType::kCPU ? num_threads() : 1;
@@ -57,7 +61,7 @@ void check_workspace(const Workspace& given, std::size_t needed) {
 }  // namespace
 
 template <class Params>
-void Plan<Params>::launch(const LaunchOptions& options) const {
+void PlannedCall<Params>::launch(const LaunchOptions& options) const {
   const bool on_cpu = params.device.type == DeviceType::kCPU;
   if (on_cpu && options.stream != nullptr) fail("stream", "given", "none, as q is on cpu");
 #if FLASHSDK_HAVE_CUDA
@@ -72,15 +76,15 @@ void Plan<Params>::launch(const LaunchOptions& options) const {
   if (on_cpu) write_packed_tail(params);
 }
 
-template struct Plan<ForwardParams>;
-template struct Plan<BackwardParams>;
+template struct PlannedCall<ForwardParams>;
+template struct PlannedCall<BackwardParams>;
 
-Plan<ForwardParams> plan(const ForwardArgs& args, bool packed) {
+PlannedCall<ForwardParams> plan_call(const ForwardArgs& args, bool packed) {
   check_call(args, packed);
   return plan_as(args, Completeness::kLaunch);
 }
 
-Plan<BackwardParams> plan(const BackwardArgs& args, bool packed) {
+PlannedCall<BackwardParams> plan_call(const BackwardArgs& args, bool packed) {
   check_call(args, packed);
   return plan_as(args, Completeness::kLaunch);
 }
@@ -88,10 +92,29 @@ Plan<BackwardParams> plan(const BackwardArgs& args, bool packed) {
 std::size_t workspace_size(const ForwardArgs& args) { return plan_as(args, Completeness::kQuery).workspace_size; }
 std::size_t workspace_size(const BackwardArgs& args) { return plan_as(args, Completeness::kQuery).workspace_size; }
 
-void mha_fwd(const ForwardArgs& args, const LaunchOptions& options) { plan(args, false).launch(options); }
-void mha_bwd(const BackwardArgs& args, const LaunchOptions& options) { plan(args, false).launch(options); }
-void mha_varlen_fwd(const ForwardArgs& args, const LaunchOptions& options) { plan(args, true).launch(options); }
-void mha_varlen_bwd(const BackwardArgs& args, const LaunchOptions& options) { plan(args, true).launch(options); }
+struct Plan::Call {
+  std::variant<PlannedCall<ForwardParams>, PlannedCall<BackwardParams>> planned;
+};
+Plan::Plan(std::shared_ptr<const Call> call) noexcept : call_(std::move(call)) {}
+
+std::size_t Plan::workspace_size() const noexcept {
+  return std::visit([](const auto& planned) { return planned.workspace_size; }, call_->planned);
+}
+void Plan::launch(const LaunchOptions& options) const {
+  std::visit([&](const auto& planned) { planned.launch(options); }, call_->planned);
+}
+
+Plan plan(const ForwardArgs& args) {
+  return Plan(std::make_shared<Plan::Call>(Plan::Call{plan_as(args, Completeness::kLaunch)}));
+}
+Plan plan(const BackwardArgs& args) {
+  return Plan(std::make_shared<Plan::Call>(Plan::Call{plan_as(args, Completeness::kLaunch)}));
+}
+
+void mha_fwd(const ForwardArgs& args, const LaunchOptions& options) { plan_call(args, false).launch(options); }
+void mha_bwd(const BackwardArgs& args, const LaunchOptions& options) { plan_call(args, false).launch(options); }
+void mha_varlen_fwd(const ForwardArgs& args, const LaunchOptions& options) { plan_call(args, true).launch(options); }
+void mha_varlen_bwd(const BackwardArgs& args, const LaunchOptions& options) { plan_call(args, true).launch(options); }
 
 void set_num_threads(int n) {
   if (n < 1 || n > kMaxThreads) fail("n", std::to_string(n), "1 to " + std::to_string(kMaxThreads));

@@ -1,7 +1,7 @@
 #include "core_api.h"
 
 #include "cpu_workspace.h"
-#include "plan.h"
+#include "planned_call.h"
 
 namespace flashsdk {
 namespace {
@@ -9,7 +9,7 @@ namespace {
 template <class Args>
 bool run(const Args& args, bool packed, const GpuOptions& gpu, Failure& failure) {
   try {
-    auto planned = plan(args, packed);
+    auto planned = plan_call(args, packed);
     if (gpu.seed != nullptr) planned.params.score.dropout.state = gpu.seed(gpu.owner);
     LaunchOptions options;
     if (args.q.device.type == DeviceType::kCUDA) {

@@ -102,8 +102,9 @@ void attend(Layer<T>& layer, const flashsdk::Mask& mask, Scratch& scratch) {
   forward.out = layer.queries(layer.out);
   forward.lse = layer.rows(layer.lse);
   forward.mask = mask;
-  const auto forward_options = scratch.options(flashsdk::workspace_size(forward));
-  const double forward_ms = milliseconds([&] { flashsdk::mha_fwd(forward, forward_options); });
+  const flashsdk::Plan forward_plan = flashsdk::plan(forward);
+  const auto forward_options = scratch.options(forward_plan.workspace_size());
+  const double forward_ms = milliseconds([&] { forward_plan.launch(forward_options); });
 
   flashsdk::BackwardArgs backward;
   static_cast<flashsdk::AttentionArgs&>(backward) = forward;  // what both have in common
@@ -113,8 +114,9 @@ void attend(Layer<T>& layer, const flashsdk::Mask& mask, Scratch& scratch) {
   backward.dq = layer.queries(layer.dq);
   backward.dk = layer.keys(layer.dk);
   backward.dv = layer.keys(layer.dv);
-  const auto backward_options = scratch.options(flashsdk::workspace_size(backward));
-  const double backward_ms = milliseconds([&] { flashsdk::mha_bwd(backward, backward_options); });
+  const flashsdk::Plan backward_plan = flashsdk::plan(backward);
+  const auto backward_options = scratch.options(backward_plan.workspace_size());
+  const double backward_ms = milliseconds([&] { backward_plan.launch(backward_options); });
   std::printf("  %s: forward %.1f ms, backward %.1f ms, workspace %.1f MiB\n",
               flashsdk::explain(forward).kernel.c_str(), forward_ms, backward_ms,
               static_cast<double>(scratch.size()) / (1 << 20));

@@ -13,7 +13,7 @@
 #endif
 #include "flashsdk/flashsdk.h"
 #include "peak.h"
-#include "plan.h"
+#include "planned_call.h"
 #include "processors.h"
 #include "profiler_range.h"
 #include "validate.h"
@@ -172,7 +172,7 @@ struct Call {
 
   // Runs without the GIL.
   void launch() {
-    const auto planned = plan(args, packed);
+    const auto planned = plan_call(args, packed);
     if (args.q.device.type == DeviceType::kCUDA) return launch_on_gpu(planned);
     const WithoutGil released;
     launch_on_cpu(planned, options);

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "flashsdk/flashsdk.h"
-#include "plan.h"
+#include "planned_call.h"
 #include "problem.h"
 
 namespace flashsdk::testing {
@@ -296,9 +296,9 @@ TEST_F(Attention, ThreadsAndRunsDoNotChangeABit) {
 
 // Whether both of two threads have computed: each has a scratch of its own, at the end of the workspace.
 template <class Params>
-bool both_threads_worked(const Plan<Params>& plan) {
-  const std::size_t size = plan.entry->workspace_size(plan.params, 2);
-  const std::size_t scratch = size - plan.entry->workspace_size(plan.params, 1);
+bool both_threads_worked(const PlannedCall<Params>& call) {
+  const std::size_t size = call.entry->workspace_size(call.params, 2);
+  const std::size_t scratch = size - call.entry->workspace_size(call.params, 1);
   GuardedWorkspace workspace(size);
   ParallelRunner runner{2, nullptr, [](void*, int, void (*fn)(void*, int), void* context) {
                           std::thread other(fn, context, 1);
@@ -306,7 +306,7 @@ bool both_threads_worked(const Plan<Params>& plan) {
                           other.join();
                         }};
   const auto* bytes = static_cast<const unsigned char*>(workspace.options().workspace.data);
-  plan.entry->launch(plan.params, {workspace.options().workspace.data, nullptr, runner});
+  call.entry->launch(call.params, {workspace.options().workspace.data, nullptr, runner});
   EXPECT_TRUE(workspace.guard_untouched());
   auto touched = [&](const unsigned char* from) {
     return std::any_of(from, from + scratch, [](unsigned char b) { return b != 0xFF; });
@@ -316,10 +316,44 @@ bool both_threads_worked(const Plan<Params>& plan) {
 
 // Who comes first takes a job; where there are several, both threads get one sooner or later.
 template <class Params>
-bool is_work_for_two(const Plan<Params>& plan) {
+bool is_work_for_two(const PlannedCall<Params>& call) {
   for (int tries = 0; tries < 300; ++tries)
-    if (both_threads_worked(plan)) return true;
+    if (both_threads_worked(call)) return true;
   return false;
+}
+
+TEST_F(Attention, APlanIsTheCallCheckedOnce) {
+  Problem batched({.seqlen_q = 100, .seqlen_k = 70}), packed({.lengths_q = {3, 60}, .lengths_k = {50, 7}});
+  for (Problem* p : {&batched, &packed}) {
+    p->options.mask = Causal();
+    p->forward();
+    p->backward();
+    const auto out = p->out.bytes(), dq = p->dq.bytes(), dv = p->dv.bytes();
+    const ForwardArgs forward = p->forward_args();
+    const BackwardArgs backward = p->backward_args();
+    const Plan plans[] = {plan(forward), plan(backward)};
+    EXPECT_EQ(plans[0].workspace_size(), workspace_size(forward));
+    EXPECT_EQ(plans[1].workspace_size(), workspace_size(backward));
+    for (int launches = 0; launches < 2; ++launches) {
+      for (HostTensor* t : {&p->out, &p->dq, &p->dv}) t->fill(99);
+      for (const Plan& each : plans) {
+        const Plan copy = each;
+        const GuardedWorkspace workspace(copy.workspace_size());
+        copy.launch(workspace.options());
+        EXPECT_TRUE(workspace.guard_untouched());
+      }
+      EXPECT_EQ(p->out.bytes(), out);
+      EXPECT_EQ(p->dq.bytes(), dq);
+      EXPECT_EQ(p->dv.bytes(), dv);
+    }
+    p->out.fill(99);
+    const auto before = p->out.bytes();
+    EXPECT_THROW(plans[0].launch(), Error) << "a launch without a workspace";
+    EXPECT_EQ(p->out.bytes(), before);
+  }
+  ForwardArgs bad = batched.forward_args();
+  bad.dropout_p = 2;
+  EXPECT_THROW(plan(bad), Error);
 }
 
 TEST_F(Attention, LongSumsAreWorkForEveryThread) {
@@ -328,10 +362,10 @@ TEST_F(Attention, LongSumsAreWorkForEveryThread) {
   Problem few_keys({.seqlen_q = 8192, .seqlen_k = 77, .num_heads = 1});
   Problem few_keys_of_a_group({.seqlen_q = 300, .seqlen_k = 77, .num_heads = 32});
   queries.options.mask = Causal();
-  for (Problem* p : {&group, &queries}) EXPECT_TRUE(is_work_for_two(plan(p->forward_args(), false)));
+  for (Problem* p : {&group, &queries}) EXPECT_TRUE(is_work_for_two(plan_call(p->forward_args(), false)));
   for (Problem* p : {&few_keys, &few_keys_of_a_group}) {
     p->forward();
-    EXPECT_TRUE(is_work_for_two(plan(p->backward_args(), false)));
+    EXPECT_TRUE(is_work_for_two(plan_call(p->backward_args(), false)));
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -65,12 +66,38 @@ struct LaunchOptions {
   void* stream = nullptr;  // cudaStream_t; unused on a CPU
 };
 
-// Bytes of workspace the call needs, on a CPU for the number of threads that is set now. Validates like the call
-// itself; outputs, and what a backward gets from the forward, may still be missing.
+// A call that is checked and has its kernel: everything that does not depend on what the tensors contain is done, once.
+//
+//   const flashsdk::Plan plan = flashsdk::plan(args);
+//   plan.launch({{buffer, plan.workspace_size()}, stream});
+//
+// It holds the addresses of the tensors and of the mask's lists, not their memory: these must live until the last launch
+// is done. Copies share what they hold; any thread may launch one, each launch at a time with a workspace of its own.
+class FLASHSDK_API Plan {
+ public:
+  // Bytes of workspace that a launch needs, on a CPU for the number of threads that was set when the plan was made.
+  std::size_t workspace_size() const noexcept;
+  // As mha_fwd, mha_bwd or those for packed sequences. Throws when the workspace or the stream does not do; nothing has
+  // been written then.
+  void launch(const LaunchOptions& options = {}) const;
+
+ private:
+  friend FLASHSDK_API Plan plan(const ForwardArgs& args);
+  friend FLASHSDK_API Plan plan(const BackwardArgs& args);
+  struct Call;
+  explicit Plan(std::shared_ptr<const Call> call) noexcept;
+  std::shared_ptr<const Call> call_;
+};
+
+// Throws Error, one line, for what is wrong with args. With args.cu_seqlens_q/k they are of packed sequences.
+FLASHSDK_API Plan plan(const ForwardArgs& args);
+FLASHSDK_API Plan plan(const BackwardArgs& args);
+
+// What plan(args).workspace_size() is; outputs, and what a backward gets from the forward, may still be missing.
 FLASHSDK_API std::size_t workspace_size(const ForwardArgs& args);
 FLASHSDK_API std::size_t workspace_size(const BackwardArgs& args);
 
-// Writes args.out and args.lse. On a GPU it is launched on the stream, and nothing is allocated or waited for; on a CPU
+// plan(args).launch(options). Writes args.out and args.lse. On a GPU it is launched on the stream, and nothing is allocated or waited for; on a CPU
 // it is done on return, and threads that are missing are started.
 FLASHSDK_API void mha_fwd(const ForwardArgs& args, const LaunchOptions& options = {});
 

@@ -9,7 +9,7 @@
 namespace flashsdk {
 
 template <class Params>
-struct Plan {
+struct PlannedCall {
   Params params;  // what the kernel computes: pack_heads.h
   const KernelEntry<Params>* entry;
   int num_threads;             // that the workspace is for
@@ -19,11 +19,11 @@ struct Plan {
   void launch(const LaunchOptions& options) const;
 };
 
-extern template struct Plan<ForwardParams>;
-extern template struct Plan<BackwardParams>;
+extern template struct PlannedCall<ForwardParams>;
+extern template struct PlannedCall<BackwardParams>;
 
 // `packed`: the call was made as mha_varlen_…, which the arguments must agree with.
-Plan<ForwardParams> plan(const ForwardArgs& args, bool packed);
-Plan<BackwardParams> plan(const BackwardArgs& args, bool packed);
+PlannedCall<ForwardParams> plan_call(const ForwardArgs& args, bool packed);
+PlannedCall<BackwardParams> plan_call(const BackwardArgs& args, bool packed);
 
 }  // namespace flashsdk
