@@ -97,8 +97,8 @@ FLASHSDK_API Plan plan(const BackwardArgs& args);
 FLASHSDK_API std::size_t workspace_size(const ForwardArgs& args);
 FLASHSDK_API std::size_t workspace_size(const BackwardArgs& args);
 
-// plan(args).launch(options). Writes args.out and args.lse. On a GPU it is launched on the stream, and nothing is allocated or waited for; on a CPU
-// it is done on return, and threads that are missing are started.
+// plan(args).launch(options). Writes args.out and args.lse. On a GPU it is launched on the stream, and nothing is
+// allocated or waited for; on a CPU it is done on return, and threads that are missing are started.
 FLASHSDK_API void mha_fwd(const ForwardArgs& args, const LaunchOptions& options = {});
 
 // Writes args.dq, args.dk and args.dv; recomputes the probabilities from q, k and lse.
