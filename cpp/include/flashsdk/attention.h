@@ -71,8 +71,8 @@ struct LaunchOptions {
 //   const flashsdk::Plan plan = flashsdk::plan(args);
 //   plan.launch({{buffer, plan.workspace_size()}, stream});
 //
-// It holds the addresses of the tensors and of the mask's lists, not their memory: these must live until the last launch
-// is done. Copies share what they hold; any thread may launch one, each launch at a time with a workspace of its own.
+// It holds the addresses of the tensors and of the mask's lists, not their memory: these must live until the last
+// launch is done. Copies share what they hold; any thread may launch one, with a workspace of its own for each launch.
 class FLASHSDK_API Plan {
  public:
   // Bytes of workspace that a launch needs, on a CPU for the number of threads that was set when the plan was made.

@@ -1,17 +1,13 @@
 // Shared-memory layouts and products of one warpgroup: what forward and backward know at compile time.
 #pragma once
 
-// The build defines it: cute then has wgmma of every width that is a multiple of 8, and not few of them.
-#if !defined(CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
-#error "compile with -DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
-#endif
-
 #include <type_traits>
 
 #include <cutlass/numeric_types.h>
 #include <cute/tensor.hpp>
 
 #include "common/tile_walk.h"
+#include "table/sm90.h"
 
 namespace flashsdk::sm90 {
 
@@ -54,14 +50,25 @@ struct SmemTile {
 constexpr auto kSumContiguous = cute::GMMA::Major::K;
 constexpr auto kSumStrided = cute::GMMA::Major::MN;
 
+// Whether one wgmma has so many columns here. cute would take several of 16 else, and say nothing.
+#if defined(CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
+constexpr bool one_wgmma(int columns) { return columns % 8 == 0 && columns <= 256; }
+#else
+constexpr bool one_wgmma(int columns) { return table::is_default_wgmma(columns); }
+#endif
+
 // 64 x kColumns products of one warpgroup over kSum: A from shared memory, or from registers.
 template <class Element, int kColumns, int kSum, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB>
-using SmemMma = decltype(cute::make_tiled_mma(
-    cute::GMMA::ss_op_selector<Element, Element, float, Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kSum>>, kMajorA,
-                               kMajorB>()));
+using SmemMma = std::enable_if_t<
+    one_wgmma(kColumns),
+    decltype(cute::make_tiled_mma(
+        cute::GMMA::ss_op_selector<Element, Element, float, Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kSum>>,
+                                   kMajorA, kMajorB>()))>;
 template <class Element, int kColumns, int kSum, cute::GMMA::Major kMajorB>
-using RegisterMma = decltype(cute::make_tiled_mma(
-    cute::GMMA::rs_op_selector<Element, Element, float, Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kSum>>,
-                               kSumContiguous, kMajorB>()));
+using RegisterMma = std::enable_if_t<
+    one_wgmma(kColumns),
+    decltype(cute::make_tiled_mma(
+        cute::GMMA::rs_op_selector<Element, Element, float, Shape<Int<kWarpgroupRows>, Int<kColumns>, Int<kSum>>,
+                                   kSumContiguous, kMajorB>()))>;
 
 }  // namespace flashsdk::sm90

@@ -260,13 +260,15 @@ void add_sm90(Sources& sources, const Wanted& wanted, HeadDims head_dim, const s
         for (const MaskKind mask : kMaskKinds)
           entries.push_back("sm90::" + op + "_entry<Traits_" + name + ", " + features + ">(MaskKind::k" +
                             name_of(mask) + ")");
-        sources.add({.target = "sm90",
-                     .name = name,
-                     .extension = ".cu",
-                     .backward = backward,
-                     .includes = "#include \"sm90/" + op + "/launch.h\"\n",
-                     .declared = row_type(name, table, &row - rows) + traits,
-                     .entries = entries});
+        sources.add(
+            {.target = "sm90",
+             .name = name,
+             .extension = ".cu",
+             .backward = backward,
+             .includes = std::string(extends_wgmma(row) ? "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n" : "") +
+                         "#include \"sm90/" + op + "/launch.h\"\n",
+             .declared = row_type(name, table, &row - rows) + traits,
+             .entries = entries});
         if (wanted.few) break;  // one tile
       }
     }
