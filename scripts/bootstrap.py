@@ -1,6 +1,6 @@
 """Sets up .venv with what one make target needs, and skips what is done.
 
-    python3 scripts/bootstrap.py GROUP...     build  demo  test  lint  jax  transformers
+    python3 scripts/bootstrap.py GROUP...     build  demo  test  coverage  lint  jax  transformers
 
 The packages of a group are read from pyproject.toml, the only place that lists them. Runs on the
 system's Python with nothing but the standard library. Missing Debian packages are installed when
@@ -102,7 +102,7 @@ def gpu_present() -> bool:
 
 
 def pip(*arguments: str, quiet_failure: bool = False) -> bool:
-    """Runs pip in the venv. Bytecode is left to the first import: that is faster here."""
+    """Runs pip in the venv. Bytecode is left to the first import: of most files there is none."""
     command = [str(PYTHON), "-m", "pip", "install", "-qq", "--no-compile", *arguments]
     env = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     result = subprocess.run(command, env=env, stderr=subprocess.DEVNULL if quiet_failure else None)
@@ -156,6 +156,7 @@ def packages(group: str) -> list[str]:
         "build": [*tools, *groups["build"], *project["dependencies"]],
         "demo": extras["plot"],
         "test": groups["test"],
+        "coverage": groups["coverage"],
         "lint": groups["lint"],
         "jax": [*([JAX_SPEC] if JAX_SPEC else extras["jax"]), *groups["test-jax"]],
         "transformers": extras["transformers"],
