@@ -163,14 +163,18 @@ def packages(group: str) -> list[str]:
     }[group]
 
 
+def state(wanted: list[str]) -> str:
+    """What a stamp holds where these packages are installed."""
+    return hashlib.sha256(repr((wanted, TORCH_SPEC, sys.version)).encode()).hexdigest()
+
+
 def install(group: str) -> None:
     """Installs one group, unless its stamp says that these very packages are there."""
     wanted = packages(group)
-    state = hashlib.sha256(repr((wanted, TORCH_SPEC, sys.version)).encode()).hexdigest()
     stamp = VENV / f".flashsdk-{group}"
     if group == "build" and PYTHON.exists():
         link_sources()
-    if stamp.exists() and stamp.read_text() == state:
+    if stamp.exists() and stamp.read_text() == state(wanted):
         return
     if group == "build":
         check_system()
@@ -182,7 +186,7 @@ def install(group: str) -> None:
     pip(*wanted)
     if group in ("demo", "test"):
         install_torch(required=group == "test")
-    stamp.write_text(state)
+    stamp.write_text(state(wanted))
 
 
 def main() -> None:

@@ -16,13 +16,8 @@ from runner import Runner, targets
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc):
     """Where a test runs varies fastest: its references are computed once, see runner.py."""
-    targets_of = {
-        "runner": targets(),
-        "backend": [target for target in targets() if target.backend != "cpu"],
-    }
-    for name, of in targets_of.items():
-        if name in metafunc.fixturenames:
-            metafunc.parametrize(name, of, ids=lambda target: target.name, indirect=True)
+    if "runner" in metafunc.fixturenames:
+        metafunc.parametrize("runner", targets(), ids=lambda target: target.name, indirect=True)
     if "torch_way" in metafunc.fixturenames:
         metafunc.parametrize("torch_way", ("native", "python"), indirect=True)
 
@@ -46,7 +41,10 @@ def cpu(runner) -> Runner:
     return runner
 
 
-@pytest.fixture
+@pytest.fixture(
+    params=[target for target in targets() if target.backend != "cpu"],
+    ids=lambda target: target.name,
+)
 def backend(request) -> str:
     """Of a GPU, for what its calls promise besides what a runner checks."""
     if request.param.missing:

@@ -187,10 +187,24 @@ def test_verify_stops_at_a_count():
     assert out.endswith("no failure\n")
 
 
-def test_verify_stops_at_a_time():
-    begin = time.monotonic()
-    assert "no failure" in run("verify", "--seconds", "1", "--first-seed", "7")
-    assert time.monotonic() - begin < 60
+def test_verify_stops_at_a_time(monkeypatch, capsys):
+    """At the first problem that would begin after it, by a clock that each problem moves by 1 s."""
+    clock = 100.0
+
+    def check(problem, *_):
+        nonlocal clock
+        clock += 1
+        assert clock < 200, "it goes on for ever"
+        return Report(problem, "cpu", [], {})
+
+    monkeypatch.setattr(verify, "check", check)
+    monkeypatch.setattr(verify.time, "monotonic", lambda: clock)
+    for seconds, problems in ((2.5, 3), (3.0, 3), (None, verify.DEFAULT_SECONDS)):
+        clock = 100.0
+        code = verify.run(seconds=seconds, count=None, seed=None, backend="cpu", framework=None)
+        assert code == 0
+        out = capsys.readouterr().out
+        assert f"\n{problems:.0f} problems in {problems:.0f} s" in out and "no failure" in out
 
 
 def test_verify_ends_cleanly_on_ctrl_c():
