@@ -124,7 +124,7 @@ build-cuda-ci:
 	@$(BOOTSTRAP) build
 	@$(CONFIGURE) -B build/cuda-ci -DCMAKE_BUILD_TYPE=Release -DFLASHSDK_CUDA=ON -DFLASHSDK_CUDA_SUBSET=ci \
 		"-DCMAKE_CUDA_ARCHITECTURES=80-real;90a-real" \
-		-DFLASHSDK_CPU_ISAS=portable -DFLASHSDK_CPU_HEAD_DIMS=256 -DFLASHSDK_BUILD_PYTHON=ON \
+		-DFLASHSDK_CPU_ISAS=portable -DFLASHSDK_CPU_HEAD_DIMS=256 -DFLASHSDK_CPU_DTYPES=fp32 -DFLASHSDK_BUILD_PYTHON=ON \
 		-DFLASHSDK_BUILD_TESTS=ON -DFLASHSDK_EXTENSION_DIR=$(CURDIR)/build/cuda-ci/extension $(GPU_CMAKE_ARGS)
 	@$(CMAKE) --build build/cuda-ci -j $(JOBS) --target flashsdk _bindings flashsdk_device_tests flashsdk_gpu_harness
 	@$(CTEST) --test-dir build/cuda-ci -R '^Device'

@@ -42,12 +42,12 @@ def test_the_link_is_made_even_where_all_is_installed(bootstrap):
     bootstrap.PYTHON.parent.mkdir()
     bootstrap.PYTHON.touch()
     (bootstrap.VENV / ".flashsdk-build").write_text(bootstrap.state(bootstrap.packages("build")))
-    for old in (None, "/a/checkout/that/was/moved\n"):
-        if old is not None:
-            link.write_text(old)
-        bootstrap.install("build")
-        (link,) = site.iterdir()
-        assert link.read_text() == f"{SCRIPT.parents[1] / 'python'}\n"
+    link = site / "flashsdk-source.pth"
+    bootstrap.install("build")
+    assert link.read_text() == f"{SCRIPT.parents[1] / 'python'}\n"
+    link.write_text("/a/checkout/that/was/moved\n")
+    bootstrap.install("build")
+    assert link.read_text() == f"{SCRIPT.parents[1] / 'python'}\n"
 
 
 def test_a_gpu_is_known_by_the_files_that_cmake_looks_for(bootstrap, tmp_path, monkeypatch):

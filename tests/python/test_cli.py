@@ -257,6 +257,12 @@ def small_demo(monkeypatch):
     monkeypatch.setattr(demo, "SHAPES", tuple(s for s in small if s.seqlen <= 256))
 
 
+@pytest.fixture
+def smallest_demo(small_demo, monkeypatch):
+    """One shape, for what goes wrong with each alike."""
+    monkeypatch.setattr(demo, "SHAPES", demo.SHAPES[:1])
+
+
 @has_matplotlib
 def test_demo_draws_and_records(small_demo, tmp_path, capsys):
     picture, record = tmp_path / "demo.png", tmp_path / "demo.json"
@@ -272,7 +278,7 @@ def test_demo_draws_and_records(small_demo, tmp_path, capsys):
     assert "measured on 1/16384 and 5/8 of" in demo.describe(data)
 
 
-def test_demo_fails_when_a_result_is_wrong(small_demo, tmp_path, monkeypatch, capsys):
+def test_demo_fails_when_a_result_is_wrong(smallest_demo, tmp_path, monkeypatch, capsys):
     forward = fs.mha_fwd
 
     def wrong(*args, **kwargs):
@@ -285,7 +291,7 @@ def test_demo_fails_when_a_result_is_wrong(small_demo, tmp_path, monkeypatch, ca
     assert "error bound missed" in capsys.readouterr().out
 
 
-def test_demo_fails_on_nan(small_demo, tmp_path, monkeypatch):
+def test_demo_fails_on_nan(smallest_demo, tmp_path, monkeypatch):
     backward = fs.mha_bwd
 
     def wrong(*args, **kwargs):

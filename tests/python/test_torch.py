@@ -358,7 +358,7 @@ def test_autocast(dtype):
 
 
 def test_autocast_leaves_float64_to_be_refused():
-    refused = pytest.raises(fs.Error, match="^q: dtype float64; ")
+    refused = pytest.raises(fs.Error, match=r"^q: dtype float64; ")
     with torch.autocast("cpu", torch.bfloat16), refused:
         attention(*(x.double() for x in qkv()))
 
