@@ -192,7 +192,7 @@ def test_every_section_runs_and_renders(modules, put, monkeypatch, tmp_path):
     bench, calls = modules.bench, modules.calls
     for module in (bench, calls):
         monkeypatch.setattr(module, "DEVICE", "cpu")
-        monkeypatch.setattr(module, "TOKENS", 256)
+        monkeypatch.setattr(module, "TOKENS", 512)
         monkeypatch.setattr(module, "WIDTH", 256)
     monkeypatch.setattr(calls, "SDPA", dict.fromkeys(calls.SDPA, SDPBackend.MATH))
     monkeypatch.setattr(modules.card, "nvidia_smi", lambda query: ["no-such-program", query])
