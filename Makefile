@@ -86,13 +86,14 @@ coverage-python:
 
 coverage-cpp:
 	@$(BOOTSTRAP) test coverage
-	@$(WATCHED) -B build/gcov -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -fprofile-update=atomic" \
+	@$(WATCHED) -B build/gcov -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -fprofile-update=atomic -Og" \
 		-DFLASHSDK_CPU_ISAS=$(VECTOR_ISA) $(CMAKE_ARGS)
 	@$(CMAKE) --build build/gcov -j $(JOBS) --target flashsdk_tests
 	@find build/gcov -name '*.gcda' -delete
 	@$(CTEST) --test-dir build/gcov -j $(JOBS) -E '^package' $(CTEST_ARGS)
 	@mkdir -p build/coverage
-	@$(BIN)/gcovr -j $(JOBS) -r . -f cpp/ --object-directory build/gcov --html-details build/coverage/cpp.html --txt -
+	@$(BIN)/gcovr -j $(JOBS) -r . -f cpp/ --object-directory build/gcov --exclude-directories '.*CompilerId' --merge-lines \
+		--html-details build/coverage/cpp.html --txt -
 
 # AddressSanitizer and UndefinedBehaviorSanitizer over every gtest.
 test-asan:
