@@ -45,11 +45,11 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo test coverage coverage-python coverage-cpp test-asan test-tsan test-package test-jax \
 	test-gpu bench-gpu build-cuda-ci bench lint lint-tools lint-ruff lint-format lint-mypy lint-clang-format \
-	lint-columns format wheel clean distclean
+	lint-columns format site wheel clean distclean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
-	@echo "also: setup build bench lint format wheel coverage-python coverage-cpp test-asan test-tsan test-package test-jax build-cuda-ci clean distclean"
+	@echo "also: setup build bench lint format site wheel coverage-python coverage-cpp test-asan test-tsan test-package test-jax build-cuda-ci clean distclean"
 
 setup:
 	@$(BOOTSTRAP) $(TEST_GROUPS) lint
@@ -157,6 +157,11 @@ lint-clang-format:
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 lint-columns:
 	@! LC_ALL=C.UTF-8 grep -nE '.{121}' $(CPP_FILES) || { echo "lint: longer than 120 columns"; exit 1; }
+
+# The pages of docs/ as a site, in build/site. A link that leads nowhere fails it.
+site:
+	@$(BOOTSTRAP) docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format:
 	@$(BOOTSTRAP) lint

@@ -4,10 +4,10 @@
     python3 benchmarks/gpu_bench.py --only dense --head-dims 128 --ops bwd --libraries sm90 cudnn
 
 `make bench-gpu` builds first, also the library of single kernels that `features_off` launches from.
-Writes OUT.json, the record that docs/benchmarks.md is made from, and OUT.csv, its dense cells. How
-calls are made: gpu_calls.py; how they are timed: `flashsdk._commands.gpu_timing`. FLOPs: forward
-4·batch·heads·seqlen²·head_dim, half of it when causal; backward 2.5 forwards. A backward's time
-holds all of its passes.
+Writes OUT.json, the record that docs/dev/benchmarks.md is made from, and OUT.csv, its dense cells.
+How calls are made: gpu_calls.py; how they are timed: `flashsdk._commands.gpu_timing`. FLOPs:
+forward 4·batch·heads·seqlen²·head_dim, half of it when causal; backward 2.5 forwards. A backward's
+time holds all of its passes.
 """
 
 from __future__ import annotations

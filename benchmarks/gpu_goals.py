@@ -51,8 +51,7 @@ def text(record: Record) -> str:
         "What is asked of the kernels, in how many cells this run shows it, and the lowest and "
         "highest of them. Why some are missed: [gpu.md](gpu.md). A cell's goal is the fastest "
         f"peer's ratio to cuDNN {CUDNN}, on an H100 or an H200, whichever is larger "
-        "([H100](../benchmarks/results/peers_h100.csv), "
-        "[H200](../benchmarks/results/peers_h200.csv)).",
+        "(`benchmarks/results/peers_h100.csv`, `peers_h200.csv`).",
     ]
     if not version.startswith(CUDNN):
         parts.append(f"This run's cuDNN is {version}: its ratios are not to the same library.")

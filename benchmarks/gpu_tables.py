@@ -1,4 +1,4 @@
-"""Sections of docs/benchmarks.md from the records of `make bench-gpu` and `make test-gpu`."""
+"""Sections of docs/dev/benchmarks.md from the records of `make bench-gpu` and `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ FURTHER = (  # cells besides the dense ones
 )  # fmt: skip
 
 
-def bench_section(name: str, record: Record, goals_text: str) -> str:
+def bench_section(picture: str, record: Record, goals_text: str) -> str:
     parts = [
         f"## {record['device']}: `make bench-gpu`",
         about(record),
         clocks(record),
-        f"![{name}](images/{name}.png)",
+        picture,
         "bf16, batch × seqlen = 16384, heads × head_dim = 2048, TFLOP/s. cuDNN and FA2 are "
         f"PyTorch's scaled_dot_product_attention, timed in turns with ours. {how(record)}",
         "### Goals",

@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md, its pictures and the README's figures from the records in results/.
+"""Writes docs/dev/benchmarks.md, its pictures and the figures of other pages from results/.
 
     python benchmarks/render.py            # write
     python benchmarks/render.py --check    # exit 1 if a text is stale
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -27,19 +28,21 @@ from gpu_tables import about
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENT = ROOT / "docs" / "benchmarks.md"
-IMAGES = ROOT / "docs" / "images"
+DOCS = ROOT / "docs"
+DOCUMENT = DOCS / "dev" / "benchmarks.md"
+IMAGES = DOCS / "images"
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "docs" / "torch_sdpa.md")  # with marked blocks
+PAGES = (README, DOCS / "benchmarks.md", DOCS / "torch_sdpa.md")  # with marked blocks
 
 Record = dict[str, Any]
 
 INTRODUCTION = """\
 <!-- Written by benchmarks/render.py from benchmarks/results/; change it there. -->
-# How fast
+# How fast: all tables
 
-`python -m flashsdk bench` measures; `benchmarks/README.md` says how, and how to add a machine.
-Compare figures of one run only: absolute ones move with clocks and load.
+The main ones are in [benchmarks.md](../benchmarks.md). `python -m flashsdk bench` measures;
+`benchmarks/README.md` says how, and how to add a machine. Compare figures of one run only: absolute
+ones move with clocks and load.
 """
 
 
@@ -49,7 +52,7 @@ def records() -> dict[str, Record]:
 
 
 def image(name: str) -> str:
-    return f"![{name}]({(IMAGES / name).relative_to(DOCUMENT.parent)}.png)"
+    return f"![{name}]({os.path.relpath(IMAGES / name, DOCUMENT.parent)}.png)"
 
 
 def bench_section(name: str, record: Record) -> str:
@@ -76,7 +79,7 @@ SECTIONS = {
     "demo": demo_section,
     "bench": bench_section,
     "gpu_bench": lambda name, record: gpu_tables.bench_section(
-        name, record, gpu_goals.text(record)
+        image(name), record, gpu_goals.text(record)
     ),
     "gpu_tests": lambda _, record: gpu_tables.tests_section(record),
     transformers_step.KIND: lambda _, record: transformers_step.section(record, about(record)),

@@ -9,7 +9,7 @@ median of all rounds is given, and the 10th and the 90th percentile; "ratio" is 
 ratios, above 1 where ours is faster.
 
 ``--threads 1 --clock cpu`` is for a CPU that has other work: the time that one thread ran. A record
-in benchmarks/results/ is put into docs/benchmarks.md by benchmarks/render.py.
+in benchmarks/results/ is put into docs/dev/benchmarks.md by benchmarks/render.py.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def spread(samples: list[float], form: str) -> str:
 
 
 def section(record: dict[str, Any], about: str) -> str:
-    """Of docs/benchmarks.md."""
+    """Of docs/dev/benchmarks.md."""
     where = record["device"]
     if where == "cpu":
         threads = record["threads"]

@@ -1,8 +1,6 @@
-# CPU kernels: one source, compiled for several instruction sets and chosen at run time.
-#
-# flashsdk_add_cpu_kernels() writes build/generated/cpu_<isa>_<dtype>_<op>.cpp from the table in
-# cpp/kernels/instantiate/cpu_table.cmake and compiles them, one object library per instruction set.
+# CPU kernels: one source, compiled for several instruction sets and chosen at run time, an object library for each.
 include(CheckCXXSourceCompiles)
+include(KernelSources)
 
 set(FLASHSDK_CPU_FLAGS_portable "")
 set(FLASHSDK_CPU_FLAGS_avx2 -march=x86-64-v3)
@@ -18,37 +16,31 @@ set(all_isas portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
   list(APPEND all_isas avx2 avx512 avx512_bf16 avx512_amx)
 endif()
-include(${PROJECT_SOURCE_DIR}/cpp/kernels/instantiate/cpu_table.cmake)
 
 set(FLASHSDK_CPU_ISAS all CACHE STRING
   "Instruction sets of the CPU kernels: all, native (the fastest that this machine runs) or part of: ${all_isas}")
-set(FLASHSDK_CPU_DTYPES "${FLASHSDK_CPU_ALL_DTYPES}" CACHE STRING
-  "Data types of the CPU kernels, part of: ${FLASHSDK_CPU_ALL_DTYPES}")
-set(FLASHSDK_CPU_HEAD_DIMS "${FLASHSDK_CPU_ALL_HEAD_DIMS}" CACHE STRING
-  "Head dimensions of the CPU kernels, part of: ${FLASHSDK_CPU_ALL_HEAD_DIMS}")
-
-# Dropped sets are named, a misspelt one is an error.
-function(flashsdk_check_list name allowed)
-  foreach(item IN LISTS ${name})
-    if(NOT item IN_LIST allowed)
-      message(FATAL_ERROR "${name}: ${item}; allowed here are ${allowed}")
-    endif()
-  endforeach()
-  if(NOT ${name})
-    message(FATAL_ERROR "${name}: empty; allowed here are ${allowed}")
-  endif()
-endfunction()
-flashsdk_check_list(FLASHSDK_CPU_ISAS "all;native;${all_isas}")
-flashsdk_check_list(FLASHSDK_CPU_DTYPES "${FLASHSDK_CPU_ALL_DTYPES}")
-flashsdk_check_list(FLASHSDK_CPU_HEAD_DIMS "${FLASHSDK_CPU_ALL_HEAD_DIMS}")
+set(FLASHSDK_CPU_DTYPES "" CACHE STRING "Data types of the CPU kernels, part of: fp32 bf16 fp16; empty: all")
+set(FLASHSDK_CPU_HEAD_DIMS "" CACHE STRING "Head dimensions of the CPU kernels, part of: 128 256; empty: all")
 
 # The instruction sets asked for, less those that the compiler refuses.
 function(flashsdk_select_isas result)
   set(asked ${FLASHSDK_CPU_ISAS})
+  set(allowed all native ${all_isas})
+  foreach(isa IN LISTS asked)
+    if(NOT isa IN_LIST allowed)
+      message(FATAL_ERROR "FLASHSDK_CPU_ISAS: ${isa}; allowed here are ${allowed}")
+    endif()
+  endforeach()
+  if(NOT asked)
+    message(FATAL_ERROR "FLASHSDK_CPU_ISAS: empty; allowed here are ${allowed}")
+  endif()
   if("all" IN_LIST asked)
     set(asked ${all_isas})
   elseif("native" IN_LIST asked)
-    flashsdk_native_isas(native)
+    if(CMAKE_CROSSCOMPILING)
+      message(FATAL_ERROR "FLASHSDK_CPU_ISAS: native, when cross-compiling; allowed here are all ${all_isas}")
+    endif()
+    flashsdk_run_here(native native_isas)
     list(APPEND asked ${native})
   endif()
   set(usable "")
@@ -70,29 +62,6 @@ function(flashsdk_select_isas result)
   set(${result} "${usable}" PARENT_SCOPE)
 endfunction()
 
-# What this machine needs: its fastest instruction set, by the library's own detection, and where that one has kernels
-# for some dtypes only, the next slower.
-function(flashsdk_native_isas result)
-  try_run(exit_code compiled ${PROJECT_BINARY_DIR}/native_isas ${PROJECT_SOURCE_DIR}/cmake/native_isas.cpp
-    CMAKE_FLAGS -DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR}/cpp/src RUN_OUTPUT_VARIABLE fastest_first)
-  if(NOT compiled OR NOT exit_code EQUAL 0)
-    message(FATAL_ERROR "FLASHSDK_CPU_ISAS: native; this machine does not run what it compiles: name the sets")
-  endif()
-  set(needed "")
-  foreach(isa IN LISTS fastest_first)
-    list(APPEND needed ${isa})
-    if(NOT DEFINED FLASHSDK_CPU_ONLY_DTYPES_${isa})
-      break()
-    endif()
-  endforeach()
-  set(${result} "${needed}" PARENT_SCOPE)
-endfunction()
-
-# Writes a file only when its contents change, so that configuring again recompiles nothing.
-function(flashsdk_generate template output)
-  configure_file(${PROJECT_SOURCE_DIR}/cpp/kernels/instantiate/${template} ${PROJECT_BINARY_DIR}/generated/${output} @ONLY)
-endfunction()
-
 # An object library of kernel code for one instruction set.
 function(flashsdk_add_isa_objects target isa)
   # NaN and infinity must work, so not -ffast-math.
@@ -109,54 +78,19 @@ function(flashsdk_add_isa_objects target isa)
   endif()
 endfunction()
 
-# The lines of one generated file: smallest head dimension first, and without score features before with them.
-function(flashsdk_cpu_entries op type)
-  set(entries "")
-  set(count 0)
-  foreach(head_dim IN LISTS FLASHSDK_CPU_HEAD_DIMS)
-    foreach(policy IN LISTS FLASHSDK_CPU_POLICIES)
-      foreach(features false true)
-        string(APPEND entries "    ${op}_entry<${type}, ${head_dim}, ${policy}, ${features}>(),\n")
-        math(EXPR count "${count} + 1")
-      endforeach()
-    endforeach()
-  endforeach()
-  set(ENTRIES "${entries}" PARENT_SCOPE)
-  set(COUNT ${count} PARENT_SCOPE)
-endfunction()
-
+# Sets FLASHSDK_KERNEL_OBJECTS, FLASHSDK_KERNEL_TABLE (the source that lists all kernels) and FLASHSDK_CPU_BUILT_ISAS.
 function(flashsdk_add_cpu_kernels)
   flashsdk_select_isas(isas)
-
+  flashsdk_write_sources(cpu . isas FLASHSDK_CPU_DTYPES FLASHSDK_CPU_HEAD_DIMS)
   set(objects "")
-  set(DECLARATIONS "")
-  set(CALLS "")
-  list(REVERSE isas)  # the fastest is first in the table
-  foreach(ISA IN LISTS isas)
-    set(sources "")
-    foreach(DTYPE IN LISTS FLASHSDK_CPU_DTYPES)
-      if(DEFINED FLASHSDK_CPU_ONLY_DTYPES_${ISA} AND NOT DTYPE IN_LIST FLASHSDK_CPU_ONLY_DTYPES_${ISA})
-        continue()
-      endif()
-      foreach(OP IN LISTS FLASHSDK_CPU_OPS)
-        set(NAME cpu_${ISA}_${DTYPE}_${OP})
-        flashsdk_cpu_entries(${OP} ${FLASHSDK_CPU_TYPE_${DTYPE}})  # ENTRIES, COUNT
-        flashsdk_generate(cpu.cpp.in ${NAME}.cpp)
-        list(APPEND sources ${PROJECT_BINARY_DIR}/generated/${NAME}.cpp)
-        string(APPEND DECLARATIONS "extern const KernelEntry ${NAME}[${COUNT}];\n")
-        string(APPEND CALLS "  for (const KernelEntry& entry : ${NAME}) table.add(entry);\n")
-      endforeach()
-    endforeach()
-    if(NOT sources)
-      continue()
+  foreach(isa IN LISTS isas)
+    if(SOURCES_${isa})  # not where it adds nothing for the dtypes asked for
+      flashsdk_add_isa_objects(flashsdk_cpu_${isa} ${isa} ${SOURCES_${isa}})
+      list(APPEND objects $<TARGET_OBJECTS:flashsdk_cpu_${isa}>)
     endif()
-    flashsdk_add_isa_objects(flashsdk_cpu_${ISA} ${ISA} ${sources})
-    list(APPEND objects $<TARGET_OBJECTS:flashsdk_cpu_${ISA}>)
   endforeach()
-  flashsdk_generate(kernel_table.cpp.in kernel_table.cpp)
-
-  list(REVERSE isas)
-  message(STATUS "CPU kernels: ${isas}; ${FLASHSDK_CPU_DTYPES}; head_dim ${FLASHSDK_CPU_HEAD_DIMS}")
+  message(STATUS "CPU kernels: ${isas}")
   set(FLASHSDK_KERNEL_OBJECTS ${objects} PARENT_SCOPE)
+  set(FLASHSDK_KERNEL_TABLE ${SOURCES_table} PARENT_SCOPE)
   set(FLASHSDK_CPU_BUILT_ISAS ${isas} PARENT_SCOPE)
 endfunction()

@@ -77,7 +77,7 @@ if(FLASHSDK_CUDA_ENABLED)
     message(FATAL_ERROR
             "FLASHSDK_CUDA: nvcc ${CMAKE_CUDA_COMPILER_VERSION}; ${FLASHSDK_OLDEST_NVCC} or newer is needed")
   endif()
-  set(CMAKE_CUDA_STANDARD 17)
+  set(CMAKE_CUDA_STANDARD 20)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
   add_subdirectory(third_party/cutlass)
   message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}")

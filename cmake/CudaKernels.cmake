@@ -1,133 +1,54 @@
-# GPU kernels: one tile a generated file, from the table in cpp/kernels/instantiate/sm80_table.cmake.
-#
-# flashsdk_add_cuda_kernels() writes build/generated/cuda/*.cu and the function that lists them, and appends the
-# objects to FLASHSDK_KERNEL_OBJECTS. Call it after flashsdk_add_cpu_kernels(), where FLASHSDK_CUDA_ENABLED.
-include(${PROJECT_SOURCE_DIR}/cpp/kernels/instantiate/sm80_table.cmake)
-include(${PROJECT_SOURCE_DIR}/cmake/Sm90Kernels.cmake)
+# GPU kernels: a file a tile, from the tables in cpp/kernels/table.
+include(KernelSources)
 
 set(FLASHSDK_CUDA_SUBSET all CACHE STRING "Which GPU kernels: all, or ci (a few of every kind, quick to compile)")
 set_property(CACHE FLASHSDK_CUDA_SUBSET PROPERTY STRINGS all ci)
-if(FLASHSDK_CUDA_SUBSET STREQUAL "ci")
-  set(default_dtypes ${FLASHSDK_SM80_CI_DTYPES})
-  set(default_head_dims ${FLASHSDK_SM80_CI_HEAD_DIMS})
-  set(features_compiled ${FLASHSDK_SM80_CI_FEATURES})
-  set(policies_compiled ${FLASHSDK_SM80_CI_POLICIES})
-elseif(FLASHSDK_CUDA_SUBSET STREQUAL "all")
-  set(default_dtypes ${FLASHSDK_SM80_ALL_DTYPES})
-  set(default_head_dims ${FLASHSDK_SM80_ALL_HEAD_DIMS})
-  set(features_compiled ${FLASHSDK_SM80_ALL_FEATURES})
-  set(policies_compiled ${FLASHSDK_SM80_ALL_POLICIES})
-else()
-  message(FATAL_ERROR "FLASHSDK_CUDA_SUBSET: ${FLASHSDK_CUDA_SUBSET}; allowed are all, ci")
-endif()
-set(FLASHSDK_CUDA_DTYPES "" CACHE STRING "Data types of the GPU kernels, part of: ${FLASHSDK_SM80_ALL_DTYPES}; empty: those of the subset")
-set(FLASHSDK_CUDA_HEAD_DIMS "" CACHE STRING "Head dimensions of the GPU kernels, part of: ${FLASHSDK_SM80_ALL_HEAD_DIMS}; empty: those of the subset")
+set(FLASHSDK_CUDA_DTYPES "" CACHE STRING
+  "Data types of the GPU kernels, part of: float16 bfloat16; empty: those of the subset")
+set(FLASHSDK_CUDA_HEAD_DIMS "" CACHE STRING
+  "Head dimensions of the GPU kernels, part of: 32 64 96 128 192 256; empty: those of the subset")
 
-# Writes the file of one tile, which holds its kernels of all masks: most of a kernel's compile time goes into headers.
-# Appends to sources, DECLARATIONS and CALLS of the caller.
-macro(flashsdk_cuda_kernels name entries)
-  set(NAME ${name})  # a template sees variables, not a macro's arguments
-  set(entry_list ${entries})
-  list(LENGTH entry_list COUNT)
-  list(JOIN entry_list ",\n    " ENTRIES)
-  configure_file(${PROJECT_SOURCE_DIR}/cpp/kernels/instantiate/sm80.cu.in
-                 ${PROJECT_BINARY_DIR}/generated/cuda/${NAME}.cu @ONLY)
-  list(APPEND sources ${PROJECT_BINARY_DIR}/generated/cuda/${NAME}.cu)
-  math(EXPR count "${count} + ${COUNT}")
-  string(APPEND DECLARATIONS "extern const KernelEntry ${NAME}[${COUNT}];\n")
-  string(APPEND CALLS "  for (const KernelEntry& entry : ${NAME}) table.add(entry);\n")
-endmacro()
+# An object library of kernels, for architectures of its own where any are given.
+function(flashsdk_add_cuda_objects target sources)
+  add_library(${target} OBJECT ${sources})
+  target_link_libraries(${target} PRIVATE flashsdk_kernels flashsdk_cutlass)
+  target_compile_options(${target} PRIVATE
+    --expt-relaxed-constexpr --expt-extended-lambda -Xptxas=-v -Xcompiler=-fvisibility=hidden)
+  if(ARGN)
+    set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES ${ARGN})
+  endif()
+endfunction()
 
+# Appends the objects to FLASHSDK_KERNEL_OBJECTS. Call it after flashsdk_add_cpu_kernels(), where FLASHSDK_CUDA_ENABLED.
 function(flashsdk_add_cuda_kernels)
-  set(dtypes ${default_dtypes})
-  set(head_dims ${default_head_dims})
-  if(FLASHSDK_CUDA_DTYPES)
-    set(dtypes ${FLASHSDK_CUDA_DTYPES})
-  endif()
-  if(FLASHSDK_CUDA_HEAD_DIMS)
-    set(head_dims ${FLASHSDK_CUDA_HEAD_DIMS})
-  endif()
-  flashsdk_check_list(dtypes "${FLASHSDK_SM80_ALL_DTYPES}")
-  flashsdk_check_list(head_dims "${FLASHSDK_SM80_ALL_HEAD_DIMS}")
-
-  set(sources "")
-  set(count 0)
-  set(DECLARATIONS "")
-  set(CALLS "")
-  # The order is the priority: smallest head dimension first, its fastest tile first, without features before with.
-  foreach(head_dim IN LISTS head_dims)
-    foreach(op forward split_forward backward)
-      foreach(dtype IN LISTS dtypes)
-        foreach(features IN LISTS features_compiled)
-          set(compiled_in ${features})
-          if(DEFINED FLASHSDK_SM80_FEATURES_${features})
-            set(compiled_in ${FLASHSDK_SM80_FEATURES_${features}})
-          endif()
-          set(tiles "")  # of all masks
-          foreach(policy IN LISTS policies_compiled)
-            flashsdk_sm80_tiles(tiles_${policy} ${op} ${head_dim} ${policy} ${features})
-            list(APPEND tiles ${tiles_${policy}})
-          endforeach()
-          list(REMOVE_DUPLICATES tiles)
-          foreach(tile IN LISTS tiles)
-            string(REGEX MATCH "^[0-9]+x[0-9]+" size ${tile})
-            string(REGEX REPLACE "[x_]" ", " arguments ${tile})
-            if(op MATCHES "forward")
-              set(traits "sm80::ForwardTraits<${FLASHSDK_SM80_TYPE_${dtype}}, ${head_dim}, ${arguments}>")
-            else()
-              set(traits "sm80::BackwardTraits<${FLASHSDK_SM80_TYPE_${dtype}}, ${head_dim}, ${arguments}>")
-            endif()
-            set(entries "")
-            foreach(policy IN LISTS policies_compiled)
-              if(tile IN_LIST tiles_${policy})
-                list(APPEND entries
-                  "sm80::${op}_entry<${traits}, ${policy}Policy, cuda::Features::k${compiled_in}>()")
-              endif()
-            endforeach()
-            flashsdk_cuda_kernels(sm80_${op}_${dtype}_d${head_dim}_${features}_${size} "${entries}")
-          endforeach()
-        endforeach()
-      endforeach()
-    endforeach()
-  endforeach()
-  flashsdk_sm90_kernels("${dtypes}" "${head_dims}")
-  string(PREPEND DECLARATIONS "${SM90_DECLARATIONS}")
-  string(PREPEND CALLS "${SM90_CALLS}")
-  list(JOIN CMAKE_CUDA_ARCHITECTURES " " ARCHITECTURES)
-  configure_file(${PROJECT_SOURCE_DIR}/cpp/kernels/instantiate/cuda_table.cpp.in
-                 ${PROJECT_BINARY_DIR}/generated/cuda/cuda_table.cpp @ONLY)
-
+  flashsdk_write_sources(gpu cuda
+    CMAKE_CUDA_ARCHITECTURES FLASHSDK_CUDA_SUBSET FLASHSDK_CUDA_DTYPES FLASHSDK_CUDA_HEAD_DIMS)
   find_package(CUDAToolkit REQUIRED)
-  set(FLASHSDK_NVCC_OPTIONS --expt-relaxed-constexpr --expt-extended-lambda -Xptxas=-v -Xcompiler=-fvisibility=hidden)
-  add_library(flashsdk_cuda OBJECT ${sources})
-  target_link_libraries(flashsdk_cuda PRIVATE flashsdk_kernels flashsdk_cutlass)
-  target_compile_options(flashsdk_cuda PRIVATE ${FLASHSDK_NVCC_OPTIONS})
+
+  set(one_architecture "")
   if(FLASHSDK_CUDA_SUBSET STREQUAL "ci")
-    list(GET CMAKE_CUDA_ARCHITECTURES 0 first_architecture)
-    set_target_properties(flashsdk_cuda PROPERTIES CUDA_ARCHITECTURES ${first_architecture})
+    list(GET CMAKE_CUDA_ARCHITECTURES 0 one_architecture)
   endif()
+  flashsdk_add_cuda_objects(flashsdk_cuda "${SOURCES_sm80}" ${one_architecture})
   set(objects $<TARGET_OBJECTS:flashsdk_cuda> $<TARGET_OBJECTS:flashsdk_cuda_host>)
-  if(SM90_SOURCES)
-    add_library(flashsdk_cuda_sm90 OBJECT ${SM90_SOURCES})
-    set_target_properties(flashsdk_cuda_sm90 PROPERTIES CUDA_ARCHITECTURES 90a-real)
-    target_link_libraries(flashsdk_cuda_sm90 PRIVATE flashsdk_kernels flashsdk_cutlass)
+  # The host's part: no CUTLASS, compiled by the C++ compiler.
+  add_library(flashsdk_cuda_host OBJECT ${SOURCES_table} ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/host/device.cpp
+    ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/host/context.cpp)
+  target_link_libraries(flashsdk_cuda_host PRIVATE flashsdk_kernels flashsdk_warnings CUDA::cudart_static)
+  if(SOURCES_sm90)
+    flashsdk_add_cuda_objects(flashsdk_cuda_sm90 "${SOURCES_sm90}" 90a-real)
     target_compile_definitions(flashsdk_cuda_sm90 PRIVATE CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
-    target_compile_options(flashsdk_cuda_sm90 PRIVATE ${FLASHSDK_NVCC_OPTIONS})
+    target_sources(flashsdk_cuda_host PRIVATE ${PROJECT_SOURCE_DIR}/cpp/kernels/sm90/tensor_map.cpp)
     list(APPEND objects $<TARGET_OBJECTS:flashsdk_cuda_sm90>)
   endif()
-  # The host's part: no CUTLASS, compiled by the C++ compiler.
-  add_library(flashsdk_cuda_host OBJECT ${PROJECT_BINARY_DIR}/generated/cuda/cuda_table.cpp
-    ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/device.cpp ${PROJECT_SOURCE_DIR}/cpp/src/gpu/context.cpp
-    ${SM90_HOST_SOURCES})
-  target_link_libraries(flashsdk_cuda_host PRIVATE flashsdk_kernels flashsdk_warnings CUDA::cudart_static)
 
   # Single kernels for tests/cpp/gpu, without the CPU's.
   add_library(flashsdk_gpu_harness SHARED EXCLUDE_FROM_ALL ${PROJECT_SOURCE_DIR}/tests/cpp/gpu/harness.cpp
     ${PROJECT_SOURCE_DIR}/cpp/src/tensor.cpp ${objects})
   target_link_libraries(flashsdk_gpu_harness PRIVATE flashsdk_kernels CUDA::cudart_static)
 
-  list(LENGTH sources files)
-  list(LENGTH SM90_SOURCES sm90_files)
-  message(STATUS "GPU kernels: ${count} in ${files} files, and ${sm90_files} files for sm_90a; ${dtypes}; head_dim ${head_dims}")
+  list(LENGTH SOURCES_sm80 sm80_files)
+  list(LENGTH SOURCES_sm90 sm90_files)
+  message(STATUS "GPU kernels: ${sm80_files} files, and ${sm90_files} for sm_90a")
   set(FLASHSDK_KERNEL_OBJECTS ${FLASHSDK_KERNEL_OBJECTS} ${objects} PARENT_SCOPE)
 endfunction()

@@ -11,7 +11,7 @@ install(DIRECTORY cpp/include/flashsdk ${PROJECT_BINARY_DIR}/generated/include/f
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT development FILES_MATCHING PATTERN "*.h")
 # The kernels' headers, for mask policies of a user's own: flashsdk::kernels.
 install(DIRECTORY cpp/kernels/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/flashsdk/kernels
-  COMPONENT development FILES_MATCHING PATTERN "*.h" PATTERN "instantiate" EXCLUDE)
+  COMPONENT development FILES_MATCHING PATTERN "*.h")
 
 install(FILES docs/semantics.md docs/numerics.md LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT development)
 

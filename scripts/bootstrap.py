@@ -1,6 +1,7 @@
 """Sets up .venv with what one make target needs, and skips what is done.
 
-    python3 scripts/bootstrap.py GROUP...     build  demo  test  coverage  lint  jax  transformers
+    python3 scripts/bootstrap.py GROUP...     build  demo  test  coverage  lint  docs  jax
+                                              transformers
 
 The packages of a group are read from pyproject.toml, the only place that lists them. Runs on the
 system's Python with nothing but the standard library. Missing Debian packages are installed when
@@ -157,6 +158,7 @@ def packages(group: str) -> list[str]:
         "demo": extras["plot"],
         "test": groups["test"],
         "coverage": groups["coverage"],
+        "docs": groups["docs"],
         "lint": groups["lint"],
         "jax": [*([JAX_SPEC] if JAX_SPEC else extras["jax"]), *groups["test-jax"]],
         "transformers": extras["transformers"],

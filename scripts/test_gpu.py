@@ -332,7 +332,7 @@ def sanitizer(m: Machine) -> Part:
     return part
 
 
-# Before it, racecheck does not see all that orders the warps of these kernels: docs/gpu.md.
+# Before it, racecheck does not see all that orders the warps of these kernels: docs/dev/gpu.md.
 RACECHECK_OF_SM90 = (2026, 4)
 
 

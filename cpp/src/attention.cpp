@@ -3,8 +3,8 @@
 
 #include "check.h"
 #if FLASHSDK_HAVE_CUDA
-#include "cuda/device.h"
-#include "gpu/context.h"
+#include "cuda/host/context.h"
+#include "cuda/host/device.h"
 #endif
 #include "kernel_registry.h"
 #include "pack_heads.h"
@@ -28,10 +28,10 @@ void check_call(const AttentionArgs& args, bool packed) {
 }
 
 template <class Args>
-auto plan_as(Op op, const Args& args, Completeness completeness) {
+auto plan_as(const Args& args, Completeness completeness) {
   Plan<decltype(validate(args))> result{pack_query_heads(validate(args, completeness)), nullptr, 0, 0};
-  const ForwardParams& p = result.params;
-  result.entry = &KernelRegistry::instance().select(op, p, forced_backend(args));
+  const auto& p = result.params;
+  result.entry = &KernelRegistry::instance().select(p, forced_backend(args));
   result.num_threads = p.device.type == DeviceType::kCPU ? num_threads() : 1;
   result.workspace_size = result.entry->workspace_size(p, result.num_threads);
   return result;
@@ -77,20 +77,16 @@ template struct Plan<BackwardParams>;
 
 Plan<ForwardParams> plan(const ForwardArgs& args, bool packed) {
   check_call(args, packed);
-  return plan_as(Op::kForward, args, Completeness::kLaunch);
+  return plan_as(args, Completeness::kLaunch);
 }
 
 Plan<BackwardParams> plan(const BackwardArgs& args, bool packed) {
   check_call(args, packed);
-  return plan_as(Op::kBackward, args, Completeness::kLaunch);
+  return plan_as(args, Completeness::kLaunch);
 }
 
-std::size_t workspace_size(const ForwardArgs& args) {
-  return plan_as(Op::kForward, args, Completeness::kQuery).workspace_size;
-}
-std::size_t workspace_size(const BackwardArgs& args) {
-  return plan_as(Op::kBackward, args, Completeness::kQuery).workspace_size;
-}
+std::size_t workspace_size(const ForwardArgs& args) { return plan_as(args, Completeness::kQuery).workspace_size; }
+std::size_t workspace_size(const BackwardArgs& args) { return plan_as(args, Completeness::kQuery).workspace_size; }
 
 void mha_fwd(const ForwardArgs& args, const LaunchOptions& options) { plan(args, false).launch(options); }
 void mha_bwd(const BackwardArgs& args, const LaunchOptions& options) { plan(args, false).launch(options); }

@@ -51,11 +51,11 @@ bool tile_registers_granted() {
 #endif
 }
 
-struct Features {
+struct Processor {
   bool v3 = false, v4 = false, bf16 = false, amx = false;
   bool intel = cpuid(0).ebx == 0x756E6547;  // "Genu" of GenuineIntel
 
-  Features() {
+  Processor() {
     const Registers basic = cpuid(1), extended = cpuid(7), extended1 = cpuid(7, 1), amd = cpuid(0x80000001);
     if (!has(basic.ecx, {27})) return;  // OSXSAVE: xgetbv exists
     const std::uint64_t states = saved_states();
@@ -70,8 +70,8 @@ struct Features {
   }
 };
 
-const Features& features() {
-  static const Features found;
+const Processor& processor() {
+  static const Processor found;
   return found;
 }
 
@@ -86,17 +86,17 @@ const std::vector<std::string>& known_cpu_isas() {
 bool cpu_supports(const std::string& isa) {
   if (isa == "portable") return true;
 #if defined(__x86_64__)
-  if (isa == "avx2") return features().v3;
-  if (isa == "avx512") return features().v4;
-  if (isa == "avx512_bf16") return features().bf16;
-  if (isa == "avx512_amx") return features().amx;
+  if (isa == "avx2") return processor().v3;
+  if (isa == "avx512") return processor().v4;
+  if (isa == "avx512_bf16") return processor().bf16;
+  if (isa == "avx512_amx") return processor().amx;
 #endif
   return false;
 }
 
 bool cpu_prefers(const std::string& isa) {
 #if defined(__x86_64__)
-  if (isa == "avx512_bf16" && features().intel) return false;
+  if (isa == "avx512_bf16" && processor().intel) return false;
 #endif
   return cpu_supports(isa);
 }

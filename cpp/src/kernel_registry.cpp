@@ -3,18 +3,20 @@
 #include <algorithm>
 #include <cstdlib>
 #include <map>
+#include <set>
 #include <tuple>
 
 #include "check.h"
 #include "cpu_features.h"
 #if FLASHSDK_HAVE_CUDA
-#include "cuda/device.h"
+#include "cuda/host/device.h"
 #endif
 
 namespace flashsdk {
 namespace {
 
-const char* name_of(Op op) { return op == Op::kForward ? "fwd" : "bwd"; }
+template <class Params>
+constexpr const char* kOp = std::is_same_v<Params, ForwardParams> ? "fwd" : "bwd";
 
 const char* name_of(Backend backend) {
   switch (backend) {
@@ -53,14 +55,36 @@ const char* short_name_of(DType dtype) {
   }
 }
 
-// "cpu_avx2_bf16_d128_band_fwd", "sm90_bf16_d128_band_features_fwd", "sm80_bf16_d128_dense_split_fwd"
-std::string name_of(const KernelKey& key) {
+std::vector<std::string> words_of(Features features) {
+  std::vector<std::string> words;
+  if (has_softcap(features)) words.emplace_back("softcap");
+  if (has_bias(features)) words.emplace_back("bias");
+  if (has_alibi(features)) words.emplace_back("alibi");
+  if (has_dropout(features)) words.emplace_back("dropout");
+  return words;
+}
+
+// "cpu_avx2_bf16_d128_band_fwd", "sm90_bf16_d192x128_dense_softcap_dropout_128x128_fwd",
+// "sm80_bf16_d64_dense_features_split_64x128_fwd": no two kernels of a build have the same.
+std::string name_of(const KernelKey& key, Tile tile, const char* op) {
   std::string name = name_of(key.backend);
-  if (key.backend == Backend::kCpu) name += std::string("_") + key.arch;
-  name += std::string("_") + short_name_of(key.dtype) + "_d" + std::to_string(key.head_dim) + "_" + name_of(key.mask);
-  if (key.score_features) name += "_features";
-  if (key.splits_keys) name += "_split";
-  return name + "_" + name_of(key.op);
+  const auto add = [&](const std::string& word) { (name += '_') += word; };
+  if (key.backend == Backend::kCpu) add(key.arch);
+  add(short_name_of(key.dtype));
+  std::string dims = "d";
+  dims += std::to_string(key.head_dim);
+  if (key.head_dim_v != key.head_dim) (dims += 'x') += std::to_string(key.head_dim_v);
+  add(dims);
+  add(name_of(key.mask));
+  if (key.features == Features::kAll)
+    add("features");
+  else
+    for (const std::string& word : words_of(key.features)) add(word);
+  if (key.any_alignment) add("unaligned");
+  if (key.splits_keys) add("split");
+  if (key.backend != Backend::kCpu) add(std::to_string(tile.m) + "x" + std::to_string(tile.n));
+  add(op);
+  return name;
 }
 
 // Its place among the known instruction sets, slowest first; behind all of them for an unknown one.
@@ -125,43 +149,50 @@ std::string isa_in_use(const std::vector<std::string>& built, const std::string&
 
 }  // namespace
 
-KernelRegistry::KernelRegistry(const std::vector<KernelEntry>& entries, const std::string& forced_isa) {
+template <class Params>
+KernelRegistry::Rows<Params>::Rows(const std::vector<KernelEntry<Params>>& entries, const std::string& forced_isa) {
   std::vector<std::string> archs;  // in order of appearance
-  for (const KernelEntry& entry : entries) {
+  for (const KernelEntry<Params>& entry : entries) {
     const auto arch = std::find(archs.begin(), archs.end(), entry.key.arch);
     const auto rank = static_cast<int>(arch - archs.begin());
     if (arch == archs.end()) archs.emplace_back(entry.key.arch);
-    rows_.push_back({entry, rank, name_of(entry.key), machine_refusal(entry.key, forced_isa),
-                     preference_refusal(entry.key, forced_isa)});
+    all.push_back({entry, rank, name_of(entry.key, entry.tile, kOp<Params>), machine_refusal(entry.key, forced_isa),
+                   preference_refusal(entry.key, forced_isa)});
   }
   // The smallest head_dim that fits is the fastest, and what is not asked for is better not compiled in.
-  std::stable_sort(rows_.begin(), rows_.end(), [](const Row& a, const Row& b) {
-    auto order = [](const Row& row) {
+  std::stable_sort(all.begin(), all.end(), [](const Row<Params>& a, const Row<Params>& b) {
+    const auto order = [](const Row<Params>& row) {
       const KernelKey& key = row.entry.key;
-      return std::tuple(-static_cast<int>(key.backend), row.arch_rank, key.head_dim, key.score_features);
+      return std::tuple(-static_cast<int>(key.backend), row.arch_rank, key.head_dim, key.head_dim_v,
+                        count(key.features), key.any_alignment);
     };
     return order(a) < order(b);
   });
+  // Kernels that split keys take few calls, and those whatever the backend: they are asked first.
+  for (const bool splits_keys : {true, false})
+    for (const Row<Params>& row : all) {
+      const KernelKey& key = row.entry.key;
+      if (key.splits_keys != splits_keys) continue;
+      bucket(key.dtype, key.mask, false).push_back(&row);
+      if (key.features != Features::kNone) bucket(key.dtype, key.mask, true).push_back(&row);
+    }
+}
+
+KernelRegistry::KernelRegistry(const KernelEntries& entries, const std::string& forced_isa)
+    : forward_(entries.forward, forced_isa), backward_(entries.backward, forced_isa) {
   try {
     cpu_isa_ = isa_in_use(cpu_isas(), forced_isa);
   } catch (const Error& e) {
     isa_error_ = e;
   }
-  // Kernels that split keys take few calls, and those whatever the backend: they are asked first.
-  for (const bool splits_keys : {true, false})
-    for (const Row& row : rows_) {
-      const KernelKey& key = row.entry.key;
-      if (key.splits_keys != splits_keys) continue;
-      bucket(key.op, key.dtype, key.mask, false).push_back(&row);
-      if (key.score_features) bucket(key.op, key.dtype, key.mask, true).push_back(&row);
-    }
 }
 
 const KernelRegistry& KernelRegistry::instance() {
   static const KernelRegistry registry = [] {
     struct Collector final : KernelTable {
-      std::vector<KernelEntry> entries;
-      void add(const KernelEntry& entry) override { entries.push_back(entry); }
+      KernelEntries entries;
+      void add(const ForwardEntry& entry) override { entries.forward.push_back(entry); }
+      void add(const BackwardEntry& entry) override { entries.backward.push_back(entry); }
     } collector;
     add_all_kernels(collector);
     const char* forced = std::getenv("FLASHSDK_CPU_ISA");
@@ -170,26 +201,15 @@ const KernelRegistry& KernelRegistry::instance() {
   return registry;
 }
 
-KernelRegistry::Bucket& KernelRegistry::bucket(Op op, DType dtype, MaskKind mask, bool score_features) {
-  auto index = static_cast<std::size_t>(op);
-  index = index * kDTypes + static_cast<std::size_t>(dtype);
-  index = index * kMasks + static_cast<std::size_t>(mask);
-  return bucket_[index * 2 + (score_features ? 1 : 0)];
-}
-
-const KernelRegistry::Bucket& KernelRegistry::bucket(Op op, DType dtype, MaskKind mask, bool score_features) const {
-  return const_cast<KernelRegistry*>(this)->bucket(op, dtype, mask, score_features);
-}
-
-template <class Refuse>
-const KernelRegistry::Row* KernelRegistry::search(Op op, const ForwardParams& p, std::optional<Backend> forced,
-                                                  Refuse refuse) const {
-  const int head_dim = std::max(p.head_dim, p.head_dim_v);
+template <class Params, class Refuse>
+const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, std::optional<Backend> forced,
+                                                          Refuse refuse) const {
   int refused_arch = -1;
   bool may_split = true;
-  for (const Row* row : bucket(op, p.dtype, p.mask.kind, p.score.any_feature())) {
+  for (const Row<Params>* row : rows<Params>().bucket(p.dtype, p.mask.kind, p.score.any_feature())) {
     const KernelKey& key = row->entry.key;
-    if (!same_device(key.backend, p.device) || key.head_dim < head_dim || (key.splits_keys && !may_split)) continue;
+    if (!same_device(key.backend, p.device) || key.head_dim < p.head_dim || key.head_dim_v < p.head_dim_v) continue;
+    if (key.splits_keys && !may_split) continue;
     may_split = false;  // the first that fits speaks for all: larger ones split where it says that it does not pay
     const char* refusal = nullptr;
     if (!row->available()) {
@@ -217,9 +237,10 @@ void KernelRegistry::check_isa(Device device) const {
   if (isa_error_ && device.type == DeviceType::kCPU) throw *isa_error_;
 }
 
-const KernelEntry& KernelRegistry::select(Op op, const ForwardParams& p, std::optional<Backend> forced) const {
+template <class Params>
+const KernelEntry<Params>& KernelRegistry::select(const Params& p, std::optional<Backend> forced) const {
   check_isa(p.device);
-  const Row* taken = search(op, p, forced, [](const Row&, const char*) {});
+  const Row<Params>* taken = search(p, forced, [](const Row<Params>&, const char*) {});
   if (taken != nullptr) return taken->entry;
   std::string problem = std::string(to_string(p.dtype)) + ", head_dim " +
                         std::to_string(std::max(p.head_dim, p.head_dim_v)) + ", " + name_of(p.mask.kind) + " mask" +
@@ -227,8 +248,8 @@ const KernelEntry& KernelRegistry::select(Op op, const ForwardParams& p, std::op
   // Each reason once, as any may be the one that a caller can change: where a kernel has no bias compiled in, the next
   // may have one and refuse its type. Of the backend that was asked for, else of the last one, which takes the most.
   // Kernels that split keys are passed over: their reason says that it would not pay.
-  std::vector<std::pair<const Row*, std::string>> refused;
-  search(op, p, forced, [&](const Row& row, const char* reason) {
+  std::vector<std::pair<const Row<Params>*, std::string>> refused;
+  search(p, forced, [&](const Row<Params>& row, const char* reason) {
     const KernelKey& key = row.entry.key;
     if (key.splits_keys || (forced && *forced != key.backend)) return;
     if (!refused.empty() && refused.back().first->entry.key.backend != key.backend) refused.clear();
@@ -239,14 +260,16 @@ const KernelEntry& KernelRegistry::select(Op op, const ForwardParams& p, std::op
   for (const auto& [row, reason] : refused) allowed += (allowed.empty() ? "" : "; ") + row->name + ": " + reason;
   allowed = "what flashsdk.kernels() lists" + (allowed.empty() ? "" : " (" + allowed + ")");
   const std::string none = forced ? std::string("no ") + name_of(*forced) + " kernel for " : "no kernel for ";
-  fail(op == Op::kForward ? "mha_fwd" : "mha_bwd", none + problem, allowed, ErrorCode::kUnsupported);
+  fail(std::string("mha_") + kOp<Params>, none + problem, allowed, ErrorCode::kUnsupported);
 }
 
-Explanation KernelRegistry::explain(Op op, const ForwardParams& p, std::optional<Backend> forced) const {
+template <class Params>
+Explanation KernelRegistry::explain(const Params& p, std::optional<Backend> forced) const {
   check_isa(p.device);
   Explanation result;
-  const Row* row = search(
-      op, p, forced, [&](const Row& refused, const char* reason) { result.refused.push_back({refused.name, reason}); });
+  const Row<Params>* row = search(p, forced, [&](const Row<Params>& refused, const char* reason) {
+    result.refused.push_back({refused.name, reason});
+  });
   if (row == nullptr) return result;
   result.kernel = row->name;
   result.tile_m = row->entry.tile.m;
@@ -254,28 +277,43 @@ Explanation KernelRegistry::explain(Op op, const ForwardParams& p, std::optional
   return result;
 }
 
+template const ForwardEntry& KernelRegistry::select(const ForwardParams&, std::optional<Backend>) const;
+template const BackwardEntry& KernelRegistry::select(const BackwardParams&, std::optional<Backend>) const;
+template Explanation KernelRegistry::explain(const ForwardParams&, std::optional<Backend>) const;
+template Explanation KernelRegistry::explain(const BackwardParams&, std::optional<Backend>) const;
+
+// Of both operations.
+template <class F>
+void KernelRegistry::for_each_key(F&& f) const {
+  for (const auto& row : forward_.all) f(row.entry.key);
+  for (const auto& row : backward_.all) f(row.entry.key);
+}
+
 std::vector<KernelInfo> KernelRegistry::list() const {
   std::vector<KernelInfo> kernels;
   std::map<std::string, bool> gpu;  // by architecture
-  for (const Row& row : rows_) {
+  const auto add = [&](const auto& row, const char* op) {
     const KernelKey& key = row.entry.key;
     bool available = row.available();
     if (key.backend != Backend::kCpu) {
       if (gpu.count(key.arch) == 0) gpu[key.arch] = gpu_available(key);
       available = gpu[key.arch];
     }
-    kernels.push_back({row.name, name_of(key.op), name_of(key.backend), key.arch, to_string(key.dtype), key.head_dim,
-                       name_of(key.mask), key.score_features, key.splits_keys, row.entry.tile.m, row.entry.tile.n,
-                       available});
-  }
+    kernels.push_back({row.name, op, name_of(key.backend), key.arch, to_string(key.dtype), key.head_dim, key.head_dim_v,
+                       name_of(key.mask), words_of(key.features), key.any_alignment, key.splits_keys, row.entry.tile.m,
+                       row.entry.tile.n, available});
+  };
+  for (const auto& row : forward_.all) add(row, kOp<ForwardParams>);
+  for (const auto& row : backward_.all) add(row, kOp<BackwardParams>);
   return kernels;
 }
 
 std::vector<std::string> KernelRegistry::cpu_isas() const {
+  std::set<std::string> built;
+  for_each_key([&](const KernelKey& key) { built.insert(key.arch); });
   std::vector<std::string> isas;
   for (const std::string& isa : known_cpu_isas())
-    if (std::any_of(rows_.begin(), rows_.end(), [&](const Row& row) { return row.entry.key.arch == isa; }))
-      isas.push_back(isa);
+    if (built.count(isa) != 0) isas.push_back(isa);
   return isas;
 }
 
@@ -286,10 +324,9 @@ std::string KernelRegistry::cpu_isa() const {
 
 std::vector<std::string> KernelRegistry::cuda_archs() const {
   std::vector<std::string> archs;
-  for (const Row& row : rows_)
-    if (row.entry.key.backend != Backend::kCpu &&
-        std::find(archs.begin(), archs.end(), row.entry.key.arch) == archs.end())
-      archs.emplace_back(row.entry.key.arch);
+  for_each_key([&](const KernelKey& key) {
+    if (key.backend != Backend::kCpu && !contains(archs, key.arch)) archs.emplace_back(key.arch);
+  });
   return archs;
 }
 

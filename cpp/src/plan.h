@@ -11,7 +11,7 @@ namespace flashsdk {
 template <class Params>
 struct Plan {
   Params params;  // what the kernel computes: pack_heads.h
-  const KernelEntry* entry;
+  const KernelEntry<Params>* entry;
   int num_threads;             // that the workspace is for
   std::size_t workspace_size;  // bytes
 

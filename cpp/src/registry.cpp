@@ -15,9 +15,9 @@ constexpr const char* kCompiler = "GCC " __VERSION__;
 #endif
 
 template <class Args>
-Explanation explain_as(Op op, const Args& args) {
+Explanation explain_as(const Args& args) {
   const auto asked = validate(args, Completeness::kQuery), taken = pack_query_heads(asked);
-  Explanation why = KernelRegistry::instance().explain(op, taken, forced_backend(args));
+  Explanation why = KernelRegistry::instance().explain(taken, forced_backend(args));
   if (const int rows = asked.num_heads / taken.num_heads; rows > 1)
     why.packing = "query heads packed: " + std::to_string(rows) + " rows a head of keys";
   return why;
@@ -27,8 +27,8 @@ Explanation explain_as(Op op, const Args& args) {
 
 std::vector<KernelInfo> kernels() { return KernelRegistry::instance().list(); }
 
-Explanation explain(const ForwardArgs& args) { return explain_as(Op::kForward, args); }
-Explanation explain(const BackwardArgs& args) { return explain_as(Op::kBackward, args); }
+Explanation explain(const ForwardArgs& args) { return explain_as(args); }
+Explanation explain(const BackwardArgs& args) { return explain_as(args); }
 
 BuildInfo build_info() {
   const KernelRegistry& registry = KernelRegistry::instance();

@@ -64,11 +64,12 @@ def kernels() -> list[dict[str, Any]]:
     """Every kernel of this build, in the order in which a call tries them, except that it tries
     those that split keys first.
 
-    Keys: name, op ("fwd", "bwd"), backend ("cpu", "sm80", "sm90"), arch (instruction set or GPU
-    architecture), dtype, head_dim (the largest it takes), mask ("dense", "band", "block_sparse"),
-    score_features (some of bias, ALiBi, softcap and dropout compiled in, on a CPU all: ``explain``
-    says whether a call gets the kernel), splits_keys (of few queries, among thread blocks of a
-    GPU), tile_m, tile_n (queries, keys), available (whether this machine runs it).
+    Keys: name (unique in a build), op ("fwd", "bwd"), backend ("cpu", "sm80", "sm90"), arch
+    (instruction set or GPU architecture), dtype, head_dim and head_dim_v (the largest it takes),
+    mask ("dense", "band", "block_sparse"), features (compiled in: a list of "softcap", "bias",
+    "alibi", "dropout"), any_alignment (of a GPU's: takes tensors not aligned to 16 bytes),
+    splits_keys (of few queries, among thread blocks of a GPU), tile_m, tile_n (queries, keys),
+    available (whether this machine runs it). ``explain`` says which of them a call gets.
     """
     return _bindings.kernels()
 

@@ -9,7 +9,7 @@
 #include "cpu_workspace.h"
 #include "gil.h"
 #if FLASHSDK_HAVE_CUDA
-#include "cuda/device.h"
+#include "cuda/host/device.h"
 #endif
 #include "flashsdk/flashsdk.h"
 #include "peak.h"
@@ -264,8 +264,10 @@ nb::list list_kernels() {
     d["arch"] = k.arch;
     d["dtype"] = k.dtype;
     d["head_dim"] = k.head_dim;
+    d["head_dim_v"] = k.head_dim_v;
     d["mask"] = k.mask;
-    d["score_features"] = k.score_features;
+    d["features"] = k.features;
+    d["any_alignment"] = k.any_alignment;
     d["splits_keys"] = k.splits_keys;
     d["tile_m"] = k.tile_m;
     d["tile_n"] = k.tile_n;

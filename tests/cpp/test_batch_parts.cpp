@@ -1,11 +1,11 @@
-// How a backward of many short sequences is cut into parts (cuda/batch_parts.h), as the host plans it.
+// How a backward of many short sequences is cut into parts (cuda/host/batch_parts.h), as the host plans it.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <vector>
 
-#include "cuda/backward_workspace.h"
-#include "cuda/batch_parts.h"
+#include "cuda/host/batch_parts.h"
+#include "cuda/pass/backward_workspace.h"
 #include "rng.h"
 
 namespace flashsdk::testing {

@@ -20,9 +20,15 @@ namespace {
 std::size_t no_workspace(const ForwardParams&, int) { return 0; }
 void no_launch(const ForwardParams&, const LaunchContext&) {}
 
-KernelEntry entry(const char* arch, int head_dim, bool features = false, DType dtype = DType::kFloat32,
-                  MaskKind mask = MaskKind::kDense, Op op = Op::kForward) {
-  return {{op, Backend::kCpu, arch, dtype, head_dim, mask, features}, {64, 64}, nullptr, no_workspace, no_launch};
+ForwardEntry entry(const char* arch, int head_dim, Features features = Features::kNone, DType dtype = DType::kFloat32) {
+  return {{Backend::kCpu, arch, dtype, head_dim, head_dim, MaskKind::kDense, features},
+          {64, 64},
+          nullptr,
+          no_workspace,
+          no_launch};
+}
+KernelRegistry registry_of(std::vector<ForwardEntry> entries, const std::string& forced_isa = "") {
+  return KernelRegistry({std::move(entries), {}}, forced_isa);
 }
 
 ForwardParams problem(int head_dim, int head_dim_v, DType dtype = DType::kFloat32) {
@@ -43,7 +49,7 @@ Reasons reasons(const Explanation& why) {
 std::string message_of(const KernelRegistry& registry, const ForwardParams& p,
                        std::optional<Backend> forced = std::nullopt) {
   try {
-    registry.select(Op::kForward, p, forced);
+    registry.select(p, forced);
   } catch (const Error& e) {
     return to_string(e.code()) + std::string(": ") + e.what();
   }
@@ -51,50 +57,50 @@ std::string message_of(const KernelRegistry& registry, const ForwardParams& p,
 }
 
 TEST(KernelRegistry, TakesTheSmallestHeadDimThatFits) {
-  const KernelRegistry registry({entry("portable", 256), entry("portable", 64), entry("portable", 128)}, "");
-  EXPECT_EQ(registry.explain(Op::kForward, problem(1, 1), {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
-  EXPECT_EQ(registry.explain(Op::kForward, problem(64, 64), {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
-  EXPECT_EQ(registry.explain(Op::kForward, problem(64, 65), {}).kernel, "cpu_portable_fp32_d128_dense_fwd");
-  EXPECT_EQ(registry.explain(Op::kForward, problem(129, 1), {}).kernel, "cpu_portable_fp32_d256_dense_fwd");
+  const KernelRegistry registry = registry_of({entry("portable", 256), entry("portable", 64), entry("portable", 128)});
+  EXPECT_EQ(registry.explain(problem(1, 1), {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
+  EXPECT_EQ(registry.explain(problem(64, 64), {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
+  EXPECT_EQ(registry.explain(problem(64, 65), {}).kernel, "cpu_portable_fp32_d128_dense_fwd");
+  EXPECT_EQ(registry.explain(problem(129, 1), {}).kernel, "cpu_portable_fp32_d256_dense_fwd");
 }
 
 TEST(KernelRegistry, TakesFeaturesOnlyWhereTheyAreAskedFor) {
-  const KernelRegistry registry({entry("portable", 64, true), entry("portable", 64, false)}, "");
+  const KernelRegistry registry = registry_of({entry("portable", 64, Features::kAll), entry("portable", 64)});
   ForwardParams p = problem(64, 64);
-  EXPECT_EQ(registry.explain(Op::kForward, p, {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
+  EXPECT_EQ(registry.explain(p, {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
   p.score.softcap = 1;
-  EXPECT_EQ(registry.explain(Op::kForward, p, {}).kernel, "cpu_portable_fp32_d64_dense_features_fwd");
+  EXPECT_EQ(registry.explain(p, {}).kernel, "cpu_portable_fp32_d64_dense_features_fwd");
 }
 
 TEST(KernelRegistry, KernelsThatSplitKeysAreAskedFirst) {
-  KernelEntry split = entry("portable", 256);
+  ForwardEntry split = entry("portable", 256);
   split.key.splits_keys = true;
   split.can_implement = [](const ForwardParams& p) { return p.seqlen_q == 1 ? nullptr : "too many queries"; };
-  const KernelRegistry registry({entry("portable", 64), split}, "");
+  const KernelRegistry registry = registry_of({entry("portable", 64), split});
   ForwardParams p = problem(64, 64);
   p.seqlen_q = 1;
-  EXPECT_EQ(registry.explain(Op::kForward, p, {}).kernel, "cpu_portable_fp32_d256_dense_split_fwd");
+  EXPECT_EQ(registry.explain(p, {}).kernel, "cpu_portable_fp32_d256_dense_split_fwd");
   p.seqlen_q = 2;
-  const Explanation why = registry.explain(Op::kForward, p, {});
+  const Explanation why = registry.explain(p, {});
   EXPECT_EQ(why.kernel, "cpu_portable_fp32_d64_dense_fwd");
   EXPECT_EQ(reasons(why), Reasons{"too many queries"});
 }
 
 TEST(KernelRegistry, TheFirstKernelThatSplitsKeysSpeaksForAll) {
-  KernelEntry small = entry("portable", 64), large = entry("portable", 128);
+  ForwardEntry small = entry("portable", 64), large = entry("portable", 128);
   small.key.splits_keys = large.key.splits_keys = true;
   small.can_implement = [](const ForwardParams&) { return "too few keys"; };
-  const KernelRegistry registry({entry("portable", 256), small, large}, "");
-  const Explanation why = registry.explain(Op::kForward, problem(64, 64), {});
+  const KernelRegistry registry = registry_of({entry("portable", 256), small, large});
+  const Explanation why = registry.explain(problem(64, 64), {});
   EXPECT_EQ(why.kernel, "cpu_portable_fp32_d256_dense_fwd");
   EXPECT_EQ(reasons(why), Reasons{"too few keys"});
-  EXPECT_EQ(registry.explain(Op::kForward, problem(65, 65), {}).kernel, "cpu_portable_fp32_d128_dense_split_fwd");
+  EXPECT_EQ(registry.explain(problem(65, 65), {}).kernel, "cpu_portable_fp32_d128_dense_split_fwd");
 }
 
 TEST(KernelRegistry, FasterInstructionSetsComeFirstWhereTheProcessorHasThem) {
-  const std::vector<KernelEntry> entries{entry("no_such_isa", 64), entry("avx2", 64), entry("portable", 64)};
-  const KernelRegistry registry(entries, "");
-  const Explanation why = registry.explain(Op::kForward, problem(64, 64), {});
+  const std::vector<ForwardEntry> entries{entry("no_such_isa", 64), entry("avx2", 64), entry("portable", 64)};
+  const KernelRegistry registry = registry_of(entries);
+  const Explanation why = registry.explain(problem(64, 64), {});
   EXPECT_EQ(why.kernel, cpu_supports("avx2") ? "cpu_avx2_fp32_d64_dense_fwd" : "cpu_portable_fp32_d64_dense_fwd");
   ASSERT_FALSE(why.refused.empty());
   EXPECT_EQ(why.refused[0].kernel, "cpu_no_such_isa_fp32_d64_dense_fwd");
@@ -103,57 +109,61 @@ TEST(KernelRegistry, FasterInstructionSetsComeFirstWhereTheProcessorHasThem) {
 }
 
 TEST(KernelRegistry, AForcedInstructionSetRefusesFasterOnes) {
-  const KernelRegistry registry({entry("avx2", 64), entry("portable", 64)}, "portable");
-  const Explanation why = registry.explain(Op::kForward, problem(64, 64), {});
+  const KernelRegistry registry = registry_of({entry("avx2", 64), entry("portable", 64)}, "portable");
+  const Explanation why = registry.explain(problem(64, 64), {});
   EXPECT_EQ(why.kernel, "cpu_portable_fp32_d64_dense_fwd");
   EXPECT_EQ(reasons(why), Reasons{"FLASHSDK_CPU_ISA=portable"});
   EXPECT_EQ(registry.cpu_isa(), "portable");
 }
 
 TEST(KernelRegistry, AnUnknownForcedInstructionSetIsAnErrorOfEveryCpuCall) {
-  const KernelRegistry unknown({entry("portable", 64)}, "sse9"), missing({entry("portable", 64)}, "avx2");
+  const KernelRegistry unknown = registry_of({entry("portable", 64)}, "sse9");
+  const KernelRegistry missing = registry_of({entry("portable", 64)}, "avx2");
   EXPECT_EQ(message_of(unknown, problem(64, 64)), "invalid_argument: FLASHSDK_CPU_ISA: sse9; portable");
   EXPECT_EQ(message_of(missing, problem(64, 64)), "unsupported: FLASHSDK_CPU_ISA: avx2 is not in this build; portable");
   EXPECT_THROW(unknown.cpu_isa(), Error);
 }
 
 TEST(KernelRegistry, AKernelMaySayNo) {
-  KernelEntry picky = entry("portable", 64);
+  ForwardEntry picky = entry("portable", 64);
   picky.can_implement = [](const ForwardParams& p) { return p.seqlen_q % 2 == 0 ? nullptr : "seqlen_q is odd"; };
-  const KernelRegistry registry({picky, entry("portable", 128)}, "");
+  const KernelRegistry registry = registry_of({picky, entry("portable", 128)});
   ForwardParams p = problem(64, 64);
   p.seqlen_q = 4;
-  EXPECT_EQ(registry.explain(Op::kForward, p, {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
+  EXPECT_EQ(registry.explain(p, {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
   p.seqlen_q = 5;
-  const Explanation why = registry.explain(Op::kForward, p, {});
+  const Explanation why = registry.explain(p, {});
   EXPECT_EQ(why.kernel, "cpu_portable_fp32_d128_dense_fwd");
   EXPECT_EQ(reasons(why), Reasons{"seqlen_q is odd"});
 }
 
 TEST(KernelRegistry, NoKernelIsOneLine) {
-  const KernelRegistry registry({entry("portable", 64)}, "");
+  const KernelRegistry registry = registry_of({entry("portable", 64)});
   EXPECT_EQ(
       message_of(registry, problem(65, 64)),
       "unsupported: mha_fwd: no kernel for float32, head_dim 65, dense mask on cpu; what flashsdk.kernels() lists");
   EXPECT_EQ(
       message_of(registry, problem(64, 64, DType::kBFloat16)),
       "unsupported: mha_fwd: no kernel for bfloat16, head_dim 64, dense mask on cpu; what flashsdk.kernels() lists");
-  EXPECT_EQ(registry.explain(Op::kBackward, problem(64, 64), {}).kernel, "");
+  BackwardParams backward;
+  backward.head_dim = backward.head_dim_v = 64;
+  EXPECT_EQ(registry.explain(backward, {}).kernel, "");
 }
 
 TEST(KernelRegistry, ABackendThatWasAskedForSaysWhyItRefuses) {
-  KernelEntry sm90 = entry("sm_90a", 128, true, DType::kBFloat16), sm80 = entry("sm_80", 256, true, DType::kBFloat16);
+  ForwardEntry sm90 = entry("sm_90a", 128, Features::kAll, DType::kBFloat16),
+               sm80 = entry("sm_80", 256, Features::kAll, DType::kBFloat16);
   sm90.key.backend = Backend::kSm90;
   sm80.key.backend = Backend::kSm80;
   sm90.can_implement = [](const ForwardParams&) { return "bias"; };
-  const KernelRegistry registry({sm90, sm80}, "");
+  const KernelRegistry registry = registry_of({sm90, sm80});
   ForwardParams p = problem(64, 64, DType::kBFloat16);
   p.device = {DeviceType::kCUDA, 0};
   EXPECT_EQ(message_of(registry, p), "");
   EXPECT_EQ(message_of(registry, p, Backend::kSm80), "");
   EXPECT_EQ(message_of(registry, p, Backend::kSm90),
             "unsupported: mha_fwd: no sm90 kernel for bfloat16, head_dim 64, dense mask on cuda:0; what "
-            "flashsdk.kernels() lists (sm90_bf16_d128_dense_features_fwd: bias)");
+            "flashsdk.kernels() lists (sm90_bf16_d128_dense_features_64x64_fwd: bias)");
   p.head_dim = 200;
   EXPECT_EQ(message_of(registry, p, Backend::kSm90),
             "unsupported: mha_fwd: no sm90 kernel for bfloat16, head_dim 200, dense mask on cuda:0; what "
@@ -162,7 +172,7 @@ TEST(KernelRegistry, ABackendThatWasAskedForSaysWhyItRefuses) {
 
 TEST(KernelRegistry, EveryReasonOfABackendIsToldOnce) {
   auto gpu_entry = [](Backend backend, int head_dim, const char* (*can_implement)(const ForwardParams&)) {
-    KernelEntry e = entry(backend == Backend::kSm90 ? "sm_90a" : "sm_80", head_dim, true, DType::kBFloat16);
+    ForwardEntry e = entry(backend == Backend::kSm90 ? "sm_90a" : "sm_80", head_dim, Features::kAll, DType::kBFloat16);
     e.key.backend = backend;
     e.can_implement = can_implement;
     return e;
@@ -170,22 +180,21 @@ TEST(KernelRegistry, EveryReasonOfABackendIsToldOnce) {
   auto no_bias = [](const ForwardParams&) { return "a bias is not compiled in"; };
   auto other_type = [](const ForwardParams&) { return "a bias is of another type"; };
   auto unaligned = [](const ForwardParams&) { return "unaligned"; };
-  KernelEntry split = gpu_entry(Backend::kSm80, 64, [](const ForwardParams&) { return "too few keys"; });
+  ForwardEntry split = gpu_entry(Backend::kSm80, 64, [](const ForwardParams&) { return "too few keys"; });
   split.key.splits_keys = true;
-  const KernelRegistry registry(
-      {gpu_entry(Backend::kSm90, 64, no_bias), gpu_entry(Backend::kSm90, 64, other_type),
-       gpu_entry(Backend::kSm90, 128, no_bias), split, gpu_entry(Backend::kSm80, 64, unaligned)},
-      "");
+  const KernelRegistry registry =
+      registry_of({gpu_entry(Backend::kSm90, 64, no_bias), gpu_entry(Backend::kSm90, 64, other_type),
+                   gpu_entry(Backend::kSm90, 128, no_bias), split, gpu_entry(Backend::kSm80, 64, unaligned)});
   ForwardParams p = problem(64, 64, DType::kBFloat16);
   p.device = {DeviceType::kCUDA, 0};
   p.score.softcap = 1;
   const std::string lists = "dense mask, score features on cuda:0; what flashsdk.kernels() lists ";
   EXPECT_EQ(message_of(registry, p, Backend::kSm90),
             "unsupported: mha_fwd: no sm90 kernel for bfloat16, head_dim 64, " + lists +
-                "(sm90_bf16_d64_dense_features_fwd: a bias is not compiled in; "
-                "sm90_bf16_d64_dense_features_fwd: a bias is of another type)");
+                "(sm90_bf16_d64_dense_features_64x64_fwd: a bias is not compiled in; "
+                "sm90_bf16_d64_dense_features_64x64_fwd: a bias is of another type)");
   // Splitting is for speed, and where no backend is asked for the last one takes the most.
-  const std::string by_sm80 = lists + "(sm80_bf16_d64_dense_features_fwd: unaligned)";
+  const std::string by_sm80 = lists + "(sm80_bf16_d64_dense_features_64x64_fwd: unaligned)";
   EXPECT_EQ(message_of(registry, p, Backend::kSm80),
             "unsupported: mha_fwd: no sm80 kernel for bfloat16, head_dim 64, " + by_sm80);
   EXPECT_EQ(message_of(registry, p), "unsupported: mha_fwd: no kernel for bfloat16, head_dim 64, " + by_sm80);
@@ -199,8 +208,12 @@ TEST(Registry, ListsEveryKernelOnceUnderItsName) {
   for (const KernelInfo& k : all) {
     EXPECT_TRUE(names.insert(k.name).second) << k.name << " is there twice";
     EXPECT_TRUE(k.op == "fwd" || k.op == "bwd") << k.name;
-    EXPECT_NE(k.name.find("_d" + std::to_string(k.head_dim) + "_" + k.mask), std::string::npos) << k.name;
-    EXPECT_EQ(k.name.find("_features_") != std::string::npos, k.score_features) << k.name;
+    EXPECT_NE(k.name.find("_d" + std::to_string(k.head_dim)), std::string::npos) << k.name;
+    EXPECT_NE(k.name.find("_" + k.mask + "_"), std::string::npos) << k.name;
+    EXPECT_EQ(k.name.find("_features_") != std::string::npos, k.features.size() == 4) << k.name;
+    for (const std::string& feature : k.features) {
+      EXPECT_TRUE(k.features.size() == 4 || k.name.find("_" + feature + "_") != std::string::npos) << k.name;
+    }
     EXPECT_EQ(k.name.find("_split_") != std::string::npos, k.splits_keys) << k.name;
     EXPECT_EQ(k.name.substr(k.name.size() - 4), "_" + k.op) << k.name;
     EXPECT_TRUE(k.tile_m > 0 && k.tile_n > 0) << k.name;
@@ -219,7 +232,7 @@ TEST(Registry, TheCpuImplementsEveryCombination) {
           EXPECT_TRUE(std::any_of(all.begin(), all.end(),
                                   [&](const KernelInfo& k) {
                                     return k.backend == "cpu" && k.available && k.op == op && k.dtype == dtype &&
-                                           k.mask == mask && k.score_features == features && k.head_dim == 256;
+                                           k.mask == mask && k.features.empty() != features && k.head_dim == 256;
                                   }))
               << op << " " << dtype << " " << mask << (features ? " with features" : "");
         }
@@ -247,7 +260,7 @@ TEST(Registry, ExplainNamesTheKernelOfACall) {
     EXPECT_TRUE(info->available);
     EXPECT_EQ(info->dtype, "bfloat16");
     EXPECT_EQ(info->mask, "band");
-    EXPECT_FALSE(info->score_features);
+    EXPECT_TRUE(info->features.empty());
     EXPECT_GE(info->head_dim, 40);
     EXPECT_EQ(std::make_pair(why.tile_m, why.tile_n), std::make_pair(info->tile_m, info->tile_n));
   }

@@ -1,11 +1,11 @@
-// The order in which thread blocks take tiles (cuda/tile_scheduler.h), as the host plans it.
+// The order in which thread blocks take tiles (cuda/schedule/tile_scheduler.h), as the host plans it.
 #include <gtest/gtest.h>
 
 #include <set>
 #include <tuple>
 #include <utility>
 
-#include "cuda/tile_scheduler.h"
+#include "cuda/schedule/tile_scheduler.h"
 #include "rng.h"
 
 namespace flashsdk::testing {

@@ -10,7 +10,7 @@
 
 #include "block_lists.h"
 #include "common/mask_policy.h"
-#include "cuda/tile_scheduler.h"
+#include "cuda/schedule/tile_scheduler.h"
 #include "rng.h"
 
 namespace flashsdk::testing {

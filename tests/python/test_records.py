@@ -18,7 +18,7 @@ from flashsdk._commands import bench_cpu, bench_cpu_tables, gpu_record
 
 @pytest.fixture
 def checkout(tmp_path):
-    for name in ("common", "cuda", "sm80", "sm90", "instantiate", "cpu"):
+    for name in ("common", "cuda", "sm80", "sm90", "table", "cpu"):
         folder = tmp_path / "cpp" / "kernels" / name
         folder.mkdir(parents=True)
         (folder / "code.h").write_text(name)
@@ -41,7 +41,7 @@ def test_a_record_of_these_sources(checkout):
     assert gpu_record.staleness(checkout) is None
 
 
-@pytest.mark.parametrize("folder", ["common", "cuda", "sm80", "sm90", "instantiate"])
+@pytest.mark.parametrize("folder", ["common", "cuda", "sm80", "sm90", "table"])
 def test_a_record_of_other_sources(checkout, folder):
     write(checkout)
     (checkout / "cpp" / "kernels" / folder / "code.h").write_text("changed")
@@ -50,12 +50,12 @@ def test_a_record_of_other_sources(checkout, folder):
 
 def test_comments_do_not_matter(checkout):
     header = checkout / "cpp" / "kernels" / "sm90" / "code.h"
-    table = checkout / "cpp" / "kernels" / "instantiate" / "table.cmake"
+    table = checkout / "cpp" / "kernels" / "table" / "sm90.h"
     header.write_text("#include <a>\nint a = 1;  // one\n")
-    table.write_text("set(a 1)  # one\n")
+    table.write_text("constexpr int kA = 1;  // one\n")
     write(checkout)
     header.write_text("// What it is.\n#include <a>\nint a =\n    1;\n")
-    table.write_text("# What it is.\nset(a 1)\n")
+    table.write_text("// What it is.\nconstexpr int kA = 1;\n")
     assert gpu_record.staleness(checkout) is None
     header.write_text("#include <b>\nint a = 1;\n")
     assert gpu_record.staleness(checkout) is not None
@@ -218,7 +218,7 @@ def machine_code():
 
 def test_every_set_of_features_has_a_name(machine_code):
     """A set without one would be a KeyError after a build of an hour."""
-    source = (ROOT / "cpp" / "kernels" / "cuda" / "score_features.h").read_text()
+    source = (ROOT / "cpp" / "kernels" / "common" / "features.h").read_text()
     body = re.search(r"enum class Features : unsigned \{(.*?)\};", source, re.S)[1]
     bits: dict[str, int] = {}
     for name, value in re.findall(r"(k\w+) = ([\w |]+)", body):
@@ -358,7 +358,7 @@ def test_nvcc_is_that_of_the_newest_configuration(tmp_path):
 
 def test_the_page_counts_the_tests_of_the_record():
     step = json.loads((ROOT / gpu_record.TESTS).read_text())["steps"]["pytest"]
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    page = (ROOT / "docs" / "dev" / "gpu.md").read_text()
     assert f"({step['passed']} passed, {step['skipped']} skipped by name)" in page
 
 
@@ -431,7 +431,7 @@ def test_every_goal_of_the_record_has_cells(monkeypatch):
 
 def test_every_row_of_a_table_has_a_cell_for_each_column():
     """What has no header is not shown."""
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "dev" / "benchmarks.md").read_text(encoding="utf-8")
     tables = re.findall(r"(?:^\|.*\n)+", text, re.M)
     assert len(tables) > 10
     for table in tables:

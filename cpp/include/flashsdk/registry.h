@@ -14,12 +14,13 @@ struct KernelInfo {
   std::string backend;  // "cpu", "sm80", "sm90"
   std::string arch;     // instruction set or GPU architecture: "avx512_bf16", "sm_90a"
   std::string dtype;
-  int head_dim;         // largest head_dim and head_dim_v it takes
-  std::string mask;     // "dense", "band", "block_sparse"
-  bool score_features;  // some of bias, ALiBi, softcap, dropout; on a CPU all
-  bool splits_keys;     // of few queries, among thread blocks of a GPU
-  int tile_m, tile_n;   // queries x keys
-  bool available;       // this machine can run it
+  int head_dim, head_dim_v;           // the largest that it takes
+  std::string mask;                   // "dense", "band", "block_sparse"
+  std::vector<std::string> features;  // compiled in, of "softcap", "bias", "alibi", "dropout"
+  bool any_alignment;                 // of a GPU's: takes tensors that are not aligned to 16 bytes
+  bool splits_keys;                   // of few queries, among thread blocks of a GPU
+  int tile_m, tile_n;                 // queries x keys
+  bool available;                     // this machine can run it
 };
 
 FLASHSDK_API std::vector<KernelInfo> kernels();

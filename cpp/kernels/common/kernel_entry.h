@@ -4,23 +4,23 @@
 #include <cstddef>
 #include <string>
 
+#include "common/features.h"
 #include "common/mask_policy.h"
 #include "common/params.h"
 
 namespace flashsdk {
 
-enum class Op : std::uint8_t { kForward, kBackward };
 enum class Backend : std::uint8_t { kCpu, kSm80, kSm90 };
 
 struct KernelKey {
-  Op op;
   Backend backend;
   const char* arch;  // instruction set ("avx512") or GPU architecture ("sm_90a")
   DType dtype;
-  int head_dim;  // largest head_dim and head_dim_v
+  int head_dim, head_dim_v;  // the largest
   MaskKind mask;
-  bool score_features;       // bias, ALiBi, softcap, dropout compiled in
-  bool splits_keys = false;  // among thread blocks, where there are few queries
+  Features features;           // compiled in
+  bool any_alignment = false;  // of a GPU's: takes tensors that are not aligned to 16 bytes
+  bool splits_keys = false;    // among thread blocks, where there are few queries
 };
 
 // Runs fn(context, slot) on up to num_threads threads at once, one of them the caller, and returns when all are done.
@@ -42,21 +42,25 @@ struct LaunchContext {
   ParallelRunner parallel;  // CPU
 };
 
-// Functions of a BackwardParams are called with one, by its base.
+// Params is ForwardParams or BackwardParams.
+template <class Params>
 struct KernelEntry {
   KernelKey key;
   Tile tile;
   // Why the kernel does not take a problem that its key admits, or null when it does. The function may be null: it
   // takes them all.
-  const char* (*can_implement)(const ForwardParams&);
-  std::size_t (*workspace_size)(const ForwardParams&, int num_threads);
-  void (*launch)(const ForwardParams&, const LaunchContext&);
+  const char* (*can_implement)(const Params&);
+  std::size_t (*workspace_size)(const Params&, int num_threads);
+  void (*launch)(const Params&, const LaunchContext&);
 };
+using ForwardEntry = KernelEntry<ForwardParams>;
+using BackwardEntry = KernelEntry<BackwardParams>;
 
 // Filled by explicit calls from generated code, in priority order.
 class KernelTable {
  public:
-  virtual void add(const KernelEntry& entry) = 0;
+  virtual void add(const ForwardEntry& entry) = 0;
+  virtual void add(const BackwardEntry& entry) = 0;
 
  protected:
   ~KernelTable() = default;

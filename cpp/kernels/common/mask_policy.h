@@ -159,4 +159,20 @@ class BlockSparsePolicy {
   int seqlen_q_, seqlen_k_;
 };
 
+// The mask that a policy is of; a user's own policy has none.
+template <class Policy>
+constexpr MaskKind mask_kind_of() = delete;
+template <>
+constexpr MaskKind mask_kind_of<DensePolicy>() {
+  return MaskKind::kDense;
+}
+template <>
+constexpr MaskKind mask_kind_of<BandPolicy>() {
+  return MaskKind::kBand;
+}
+template <>
+constexpr MaskKind mask_kind_of<BlockSparsePolicy>() {
+  return MaskKind::kBlockSparse;
+}
+
 }  // namespace flashsdk

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/features.h"
 #include "common/host_device.h"
 #include "flashsdk/tensor.h"
 
@@ -59,7 +60,7 @@ struct DropoutParam {
   const std::uint64_t* state = nullptr;
   std::int64_t state_batch = 0;
   // A head's number among all is first_head + batch·heads_each + head: heads_each is num_heads, or 0 where each
-  // sequence has a state of its own; first_head is of a part of a batch (cuda/batch_parts.h).
+  // sequence has a state of its own; first_head is of a part of a batch (cuda/host/batch_parts.h).
   int first_head = 0, heads_each = 0;
   FLASHSDK_HD float scale() const { return 256.f / (256.f - static_cast<float>(threshold)); }
 };
@@ -71,9 +72,15 @@ struct ScoreParam {
   const float* alibi_slopes = nullptr;  // (batch | 1, num_heads); null = off
   std::int64_t alibi_batch = 0;
   DropoutParam dropout;
-  FLASHSDK_HD bool any_feature() const {
-    return softcap > 0.f || bias.ptr != nullptr || alibi_slopes != nullptr || dropout.threshold > 0;
+
+  // What the call asks for.
+  Features features() const {
+    return (softcap > 0.f ? Features::kSoftcap : Features::kNone) |
+           (bias.ptr != nullptr ? Features::kBias : Features::kNone) |
+           (alibi_slopes != nullptr ? Features::kAlibi : Features::kNone) |
+           (dropout.threshold > 0 ? Features::kDropout : Features::kNone);
   }
+  bool any_feature() const { return features() != Features::kNone; }
 };
 
 struct ForwardParams {

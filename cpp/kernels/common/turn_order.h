@@ -1,9 +1,9 @@
 // The order in which key tiles add to a tile of queries of dQ, where it is fixed (deterministic calls).
 //
 // A tile of queries counts its turns, and whoever adds to it waits for its own. Thread blocks take key tiles off a
-// schedule (cuda/tile_scheduler.h), and turns are in the order of that, so that a thread block waits only for work that
-// was taken earlier: the earliest that is not done waits for nothing, and all end, however few blocks run and in
-// whatever order they walk. The rest is about speed. All walk queries in ascending order, so under a band key tiles
+// schedule (cuda/schedule/tile_scheduler.h), and turns are in the order of that, so that a thread block waits only for
+// work that was taken earlier: the earliest that is not done waits for nothing, and all end, however few blocks run and
+// in whatever order they walk. The rest is about speed. All walk queries in ascending order, so under a band key tiles
 // that begin together never meet if the last keys have the first turn: tile n is where n + 1 was a step ago.
 #pragma once
 

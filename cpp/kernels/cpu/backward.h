@@ -35,12 +35,11 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
  public:
   static constexpr Tile kTile{kQueries, kKeys};
 
-  static std::size_t workspace_size(const ForwardParams& params, int num_threads) {
-    return BackwardBuffers(params, tile_for(params)).bytes() + sizeof(Scratch) * num_threads;
+  static std::size_t workspace_size(const BackwardParams& p, int num_threads) {
+    return BackwardBuffers(p, tile_for(p)).bytes() + sizeof(Scratch) * num_threads;
   }
 
-  static void launch(const ForwardParams& params, const LaunchContext& context) {
-    const auto& p = static_cast<const BackwardParams&>(params);
+  static void launch(const BackwardParams& p, const LaunchContext& context) {
     const Tile tile = tile_for(p);
     const ParallelRunner runner = runner_for(context.parallel, 2.5 * forward_flops(p));
     BackwardBuffers buffers(p, tile);
@@ -193,8 +192,9 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
 };
 
 template <class T, int kHeadDim, class Policy, bool kFeatures>
-consteval KernelEntry backward_entry() {
-  return make_entry<Backward<T, kHeadDim, Policy, kFeatures>, T, Policy>(Op::kBackward, kHeadDim, kFeatures);
+consteval BackwardEntry backward_entry() {
+  constexpr Features kCompiledIn = kFeatures ? Features::kAll : Features::kNone;
+  return make_entry<BackwardParams, Backward<T, kHeadDim, Policy, kFeatures>, T, Policy>(kHeadDim, kCompiledIn);
 }
 
 }  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

@@ -9,18 +9,11 @@
 
 namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 
-template <class Policy>
-inline constexpr MaskKind kMaskKindOf = MaskKind::kDense;
-template <>
-inline constexpr MaskKind kMaskKindOf<BandPolicy> = MaskKind::kBand;
-template <>
-inline constexpr MaskKind kMaskKindOf<BlockSparsePolicy> = MaskKind::kBlockSparse;
-
 // The CPU kernels take every problem their key admits.
-template <class Kernel, class T, class Policy>
-consteval KernelEntry make_entry(Op op, int head_dim, bool score_features) {
-  return {{op, Backend::kCpu, FLASHSDK_STRINGIFY(FLASHSDK_ISA_NS), kDTypeOf<T>, head_dim, kMaskKindOf<Policy>,
-           score_features},
+template <class Params, class Kernel, class T, class Policy>
+consteval KernelEntry<Params> make_entry(int head_dim, Features features) {
+  return {{Backend::kCpu, FLASHSDK_STRINGIFY(FLASHSDK_ISA_NS), kDTypeOf<T>, head_dim, head_dim, mask_kind_of<Policy>(),
+           features},
           Kernel::kTile,
           nullptr,
           &Kernel::workspace_size,

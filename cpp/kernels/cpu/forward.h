@@ -244,8 +244,9 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
 };
 
 template <class T, int kHeadDim, class Policy, bool kFeatures>
-consteval KernelEntry forward_entry() {
-  return make_entry<Forward<T, kHeadDim, Policy, kFeatures>, T, Policy>(Op::kForward, kHeadDim, kFeatures);
+consteval ForwardEntry forward_entry() {
+  constexpr Features kCompiledIn = kFeatures ? Features::kAll : Features::kNone;
+  return make_entry<ForwardParams, Forward<T, kHeadDim, Policy, kFeatures>, T, Policy>(kHeadDim, kCompiledIn);
 }
 
 }  // namespace flashsdk::cpu::FLASHSDK_ISA_NS

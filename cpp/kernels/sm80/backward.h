@@ -6,10 +6,10 @@
 #pragma once
 
 #include "common/kernel_entry.h"
-#include "cuda/backward_passes.h"
-#include "cuda/backward_scores.h"
-#include "cuda/backward_stream.h"
-#include "cuda/bias_tile.h"
+#include "cuda/pass/backward_passes.h"
+#include "cuda/schedule/backward_stream.h"
+#include "cuda/tile/backward_scores.h"
+#include "cuda/tile/bias_tile.h"
 #include "sm80/gemm.h"
 #include "sm80/tile_io.h"
 
@@ -61,7 +61,10 @@ __device__ void accumulate_dq(const Accumulator& acc, const ForwardParams& p, co
   if (p.deterministic) {
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) *static_cast<volatile int*>(ws.turn + tile) += 1;
+    if (threadIdx.x == 0) {
+      auto* const turn = static_cast<volatile int*>(ws.turn + tile);
+      *turn = *turn + 1;
+    }
   }
 }
 
@@ -207,7 +210,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     gemm(mma_scores, acc_dp, operand_a(mma_scores, row_major(smem_v, SmemKV{}), SumContiguous{}),
          operand_b(mma_scores, row_major(dout, SmemQ{}), SumContiguous{}));
     auto probabilities = cute::make_tensor<Element>(acc_s.layout());  // that weigh dO
-    if constexpr (cuda::caps_scores(kFeatures)) {
+    if constexpr (cuda::has_softcap(kFeatures)) {
       wait_for_bias();
       const auto kept = scores.featured(as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, lse_log2,
                                         minus_delta, top, bias);

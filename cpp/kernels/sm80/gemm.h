@@ -3,7 +3,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "cuda/fragments.h"
+#include "cuda/tile/fragments.h"
 #include "sm80/traits.h"
 
 namespace flashsdk::sm80 {

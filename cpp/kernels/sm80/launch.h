@@ -7,10 +7,11 @@
 #include <cuda_runtime.h>
 
 #include "common/kernel_entry.h"
-#include "cuda/batch_parts.h"
-#include "cuda/device.h"
-#include "cuda/launch.h"
-#include "cuda/packed_tail.h"
+#include "cuda/host/batch_parts.h"
+#include "cuda/host/device.h"
+#include "cuda/host/launch.h"
+#include "cuda/pass/packed_tail.h"
+#include "cuda/tile/element.h"
 #include "sm80/backward.h"
 #include "sm80/forward.h"
 #include "sm80/join_parts.h"
@@ -20,27 +21,34 @@ namespace flashsdk::sm80 {
 
 using cuda::allow_shared_memory;
 using cuda::kDType;
-using cuda::kMaskKind;
 
 constexpr const char* kArch = "sm_80";
 
-// Null, or why tensors do not come in whole vectors of 16 bytes.
-inline const char* refuse_alignment(const ForwardParams& p, bool backward) {
-  if (p.head_dim % cuda::kVectorElements != 0 || p.head_dim_v % cuda::kVectorElements != 0) {
-    return "head_dim is not a multiple of 8";
-  }
+// Whether all of a call's tensors come in whole vectors of 16 bytes.
+inline bool vector_aligned(const ForwardParams& p) {
   bool aligned = true;
   for (const TensorParam* t : {&p.q, &p.k, &p.v, &p.out}) aligned = aligned && cuda::vector_aligned(*t);
-  if (backward) {
-    const auto& b = static_cast<const BackwardParams&>(p);
-    for (const TensorParam* t : {&b.dout, &b.dq, &b.dk, &b.dv}) aligned = aligned && cuda::vector_aligned(*t);
-  }
-  return aligned ? nullptr : "a tensor's address or strides are not multiples of 16 bytes";
+  return aligned;
+}
+inline bool vector_aligned(const BackwardParams& p) {
+  bool aligned = vector_aligned(static_cast<const ForwardParams&>(p));
+  for (const TensorParam* t : {&p.dout, &p.dq, &p.dk, &p.dv}) aligned = aligned && cuda::vector_aligned(*t);
+  return aligned;
+}
+
+// Thread blocks that a call takes, a part of the keys each counted once.
+template <class Traits>
+std::int64_t grid_size(const ForwardParams& p) {
+  return std::int64_t{ceil_div(p.seqlen_q, Traits::kBlockM)} * p.num_heads * p.batch;
+}
+template <class Traits>
+std::int64_t grid_size(const BackwardParams& p) {
+  return std::int64_t{ceil_div(p.seqlen_k, Traits::kBlockN)} * p.num_heads_kv * p.batch;
 }
 
 // Null, or why kernels of this tile and size do not take the problem.
-template <class Traits, cuda::Features kFeatures>
-const char* refuse(const ForwardParams& p, bool backward, int shared_bytes) {
+template <class Traits, cuda::Features kFeatures, class Params>
+const char* refuse(const Params& p, int shared_bytes) {
   static_assert(kFeatures != cuda::Features::kBiasDropout, "kernels with all features take these");
   if (const char* reason = cuda::refuse_features<kFeatures>(p.score)) return reason;
   if (max_of(p.head_dim, p.head_dim_v) > Traits::kHeadDim) return "head_dim is larger than the kernel's";
@@ -49,11 +57,11 @@ const char* refuse(const ForwardParams& p, bool backward, int shared_bytes) {
     return "the mask's blocks are not multiples of the kernel's tile";
   }
   if constexpr (!Traits::kAnyAlignment) {
-    if (const char* reason = refuse_alignment(p, backward)) return reason;
+    if (p.head_dim % cuda::kVectorElements != 0 || p.head_dim_v % cuda::kVectorElements != 0)
+      return "head_dim is not a multiple of 8";
+    if (!vector_aligned(p)) return "a tensor's address or strides are not multiples of 16 bytes";
   }
-  const std::int64_t blocks = backward ? std::int64_t{ceil_div(p.seqlen_k, Traits::kBlockN)} * p.num_heads_kv * p.batch
-                                       : std::int64_t{ceil_div(p.seqlen_q, Traits::kBlockM)} * p.num_heads * p.batch;
-  if (blocks > INT32_MAX) return "there are more tiles than a grid has blocks";
+  if (grid_size<Traits>(p) > INT32_MAX) return "there are more tiles than a grid has blocks";
   const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
   if (device.capability < 80) return "the device is older than compute capability 8.0";
   if (device.shared_memory_per_block < shared_bytes) return "the device has too little shared memory";
@@ -63,14 +71,15 @@ const char* refuse(const ForwardParams& p, bool backward, int shared_bytes) {
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
-KernelKey key_of(Op op, bool splits_keys = false) {
-  return {op,
-          Backend::kSm80,
+KernelKey key_of(bool splits_keys = false) {
+  return {Backend::kSm80,
           kArch,
           kDType<typename Traits::Element>,
           Traits::kHeadDim,
-          kMaskKind<Policy>,
-          kFeatures != cuda::Features::kNone,
+          Traits::kHeadDim,
+          mask_kind_of<Policy>(),
+          kFeatures,
+          Traits::kAnyAlignment,
           splits_keys};
 }
 
@@ -104,7 +113,7 @@ void start_forward(const ForwardParams& p, cudaStream_t stream, const Keys& keys
 template <class Traits, class Policy, cuda::Features kFeatures>
 void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   if constexpr (kTakesPlainCalls<Traits, Policy, kFeatures>) {
-    // What is compiled in and not asked for still takes registers (docs/gpu.md): such a call does without.
+    // What is compiled in and not asked for still takes registers (docs/dev/gpu.md): such a call does without.
     if (!p.score.any_feature()) return launch_forward<Traits, Policy, cuda::Features::kNone>(p, context);
   }
   cuda::DeviceGuard guard(p.device.index);
@@ -114,10 +123,10 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
-KernelEntry forward_entry() {
-  return {key_of<Traits, Policy, kFeatures>(Op::kForward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+ForwardEntry forward_entry() {
+  return {key_of<Traits, Policy, kFeatures>(), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           [](const ForwardParams& p) {
-            return refuse<Traits, kFeatures>(p, false, forward_smem_bytes<Traits, kFeatures, AllKeys>(p));
+            return refuse<Traits, kFeatures>(p, forward_smem_bytes<Traits, kFeatures, AllKeys>(p));
           },
           [](const ForwardParams&, int) { return std::size_t{0}; }, launch_forward<Traits, Policy, kFeatures>};
 }
@@ -145,10 +154,10 @@ void launch_split_forward(const ForwardParams& p, const LaunchContext& context) 
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
-KernelEntry split_forward_entry() {
-  return {key_of<Traits, Policy, kFeatures>(Op::kForward, true), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+ForwardEntry split_forward_entry() {
+  return {key_of<Traits, Policy, kFeatures>(true), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           [](const ForwardParams& p) {
-            const char* reason = refuse<Traits, kFeatures>(p, false, Traits::kSmemBytes);
+            const char* reason = refuse<Traits, kFeatures>(p, Traits::kSmemBytes);
             if (reason == nullptr && key_parts<Traits>(p) == 1)
               reason = "too many queries or too few keys to split these";
             return reason;
@@ -205,13 +214,10 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
-void launch_backward(const ForwardParams& params, const LaunchContext& context) {
+void launch_backward(const BackwardParams& p, const LaunchContext& context) {
   if constexpr (kTakesPlainCalls<Traits, Policy, kFeatures>) {  // as launch_forward()
-    if (!params.score.any_feature()) {
-      return launch_backward<Traits, Policy, cuda::Features::kNone>(params, context);
-    }
+    if (!p.score.any_feature()) return launch_backward<Traits, Policy, cuda::Features::kNone>(p, context);
   }
-  const auto& p = static_cast<const BackwardParams&>(params);
   cuda::DeviceGuard guard(p.device.index);
   cuda::for_each_part(p, kBackwardTile<Traits>, cuda::workers_of(p.device.index), [&](const BackwardParams& part) {
     launch_backward_kernels<Traits, Policy, kFeatures>(part, context);
@@ -220,15 +226,14 @@ void launch_backward(const ForwardParams& params, const LaunchContext& context) 
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
-KernelEntry backward_entry() {
-  return {
-      key_of<Traits, Policy, kFeatures>(Op::kBackward), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
-      [](const ForwardParams& p) { return refuse<Traits, kFeatures>(p, true, kBackwardSmemBytes<Traits, kFeatures>); },
-      [](const ForwardParams& p, int) {
-        const ForwardParams part = cuda::largest_part(p, kBackwardTile<Traits>, cuda::workers_of(p.device.index));
-        return cuda::BackwardWorkspace(part, Traits::kBlockM, Traits::kHeadDim, nullptr).size;
-      },
-      launch_backward<Traits, Policy, kFeatures>};
+BackwardEntry backward_entry() {
+  return {key_of<Traits, Policy, kFeatures>(), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+          [](const BackwardParams& p) { return refuse<Traits, kFeatures>(p, kBackwardSmemBytes<Traits, kFeatures>); },
+          [](const BackwardParams& p, int) {
+            const ForwardParams part = cuda::largest_part(p, kBackwardTile<Traits>, cuda::workers_of(p.device.index));
+            return cuda::BackwardWorkspace(part, Traits::kBlockM, Traits::kHeadDim, nullptr).size;
+          },
+          launch_backward<Traits, Policy, kFeatures>};
 }
 
 }  // namespace flashsdk::sm80

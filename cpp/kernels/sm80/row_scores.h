@@ -1,7 +1,7 @@
-// Scores for sums that are taken anew (cuda/row_sums.h), by one warp on mma.sync.
+// Scores for sums that are taken anew (cuda/pass/row_sums.h), by one warp on mma.sync.
 #pragma once
 
-#include "cuda/row_sums.h"
+#include "cuda/pass/row_sums.h"
 #include "sm80/traits.h"
 
 namespace flashsdk::sm80 {

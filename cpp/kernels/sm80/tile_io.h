@@ -3,7 +3,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "cuda/vector_io.h"
+#include "cuda/tile/vector_io.h"
 #include "sm80/traits.h"
 
 namespace flashsdk::sm80 {

@@ -5,7 +5,8 @@
 #include <cute/tensor.hpp>
 
 #include "common/tile_walk.h"
-#include "cuda/backward_workspace.h"
+#include "cuda/pass/backward_workspace.h"
+#include "table/sm80.h"
 
 namespace flashsdk::sm80 {
 
@@ -113,5 +114,15 @@ struct BackwardTraits {
           (2 * SmemKV::kElements + 2 * kStages * SmemQ::kElements + kScoreBuffers * SmemScores::kElements) +
       kStages * kRowWords * static_cast<int>(sizeof(float));
 };
+
+// Row::kRow is a row of the table. The parameters are in the kernels' names, with which these were measured.
+template <class Row, class Element>
+using ForwardTraitsOf =
+    ForwardTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n, Row::kRow.warps, Row::kRow.stages,
+                  Row::kRow.q_in_registers, Row::kRow.blocks, Row::kRow.any_alignment>;
+template <class Row, class Element>
+using BackwardTraitsOf = BackwardTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n,
+                                        Row::kRow.warps, Row::kRow.warps_s, Row::kRow.warps_dk, Row::kRow.warps_dq,
+                                        Row::kRow.blocks, Row::kRow.staggered, Row::kRow.any_alignment>;
 
 }  // namespace flashsdk::sm80

@@ -6,8 +6,8 @@
 
 #include <cute/tensor.hpp>
 
-#include "cuda/fragments.h"
-#include "cuda/math.h"
+#include "cuda/tile/fragments.h"
+#include "cuda/tile/math.h"
 #include "sm90/traits.h"
 
 namespace flashsdk::sm90 {
@@ -142,7 +142,8 @@ __device__ __forceinline__ void store_accumulator(const Fragment& fragment, Elem
 
 // Like store_accumulator() from row 0 on, but all lanes exchange before anything is stored, and stores are predicated
 // instead of branched around: there, what is exchanged for one store waits for the branch of the one before. It takes
-// more registers; which is faster differs by kernel (docs/sm90-backward.md, version 12; docs/sm90-forward.md, 14).
+// more registers; which is faster differs by kernel (docs/dev/log-sm90-backward.md, version 12, and
+// docs/dev/log-sm90-forward.md, version 14).
 template <class Fragment, class Element>
 __device__ __forceinline__ void store_accumulator_at_once(const Fragment& fragment, Element* target,
                                                           std::int64_t row_stride, int end, int columns) {

@@ -2,10 +2,11 @@
 #pragma once
 
 #include "common/kernel_entry.h"
-#include "cuda/bias_tile.h"
-#include "cuda/device.h"
-#include "cuda/launch.h"
-#include "cuda/score_features.h"
+#include "cuda/host/device.h"
+#include "cuda/host/launch.h"
+#include "cuda/tile/bias_tile.h"
+#include "cuda/tile/element.h"
+#include "cuda/tile/score_features.h"
 #include "sm90/tensor_map.h"
 
 namespace flashsdk::sm90 {
@@ -34,14 +35,9 @@ const char* refuse(const ForwardParams& p) {
 }
 
 template <class Traits, cuda::Features kFeatures>
-KernelKey key_of(Op op, MaskKind mask) {
-  return {op,
-          Backend::kSm90,
-          kArch,
-          cuda::kDType<typename Traits::Element>,
-          max_of(Traits::kHeadDim, Traits::kHeadDimV),
-          mask,
-          kFeatures != cuda::Features::kNone};
+KernelKey key_of(MaskKind mask) {
+  return {Backend::kSm90, kArch,    cuda::kDType<typename Traits::Element>, Traits::kHeadDim, Traits::kHeadDimV,
+          mask,           kFeatures};
 }
 
 }  // namespace flashsdk::sm90

@@ -37,7 +37,7 @@ struct EmptyRing {
     if (thread % 32 == 0) empty[s.stage].arrive();
   }
   // Where lanes have read words that are stored anew, and nothing has brought them together since, each releases for
-  // itself (docs/gpu.md, racecheck).
+  // itself (docs/dev/gpu.md, racecheck).
   __device__ __forceinline__ void release_by_lane(const State& s) const { empty[s.stage].arrive(); }
   // The same by one lane, where the copy engine stores: behind a fence of all.
   __device__ __forceinline__ void release_after_reading(const State& s, int thread = threadIdx.x) const {

@@ -6,7 +6,7 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
-#include "cuda/device.h"
+#include "cuda/host/device.h"
 #include "flashsdk/status.h"
 
 namespace flashsdk::sm90 {

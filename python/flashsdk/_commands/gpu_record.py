@@ -24,7 +24,8 @@ def sources_hash(root: Path | None = None) -> str | None:
         return None
     kernels = root / "cpp" / "kernels"
     files = [p for name in ("common", "cuda", "sm80", "sm90") for p in (kernels / name).rglob("*")]
-    files += [p for p in (kernels / "instantiate").iterdir() if not p.name.startswith("cpu")]
+    of_the_cpu = ("cpu.h", "native_isas.cpp")
+    files += [p for p in (kernels / "table").iterdir() if p.name not in of_the_cpu]
     return hash_of(root, files)
 
 

@@ -10,6 +10,7 @@ from flashsdk._commands import machine
 from flashsdk._commands.table import text_table
 
 Kernel = dict[str, Any]
+FEATURES = ("softcap", "bias", "alibi", "dropout")
 
 
 def run(*, every: bool, as_json: bool) -> int:
@@ -57,7 +58,7 @@ def summary(kernels: list[Kernel]) -> str:
     for key, dtypes in groups.items():
         for dtype, of in dtypes.items():
             rows.setdefault((*key, *_abilities(of)), []).append(dtype)
-    header = ["backend", "arch", "op", "dtypes", "head_dim up to", "masks", "score features"]
+    header = ["backend", "arch", "op", "dtypes", "head_dim up to", "masks", "features"]
     cells = [[*key[:3], ", ".join(dtypes), *key[3:]] for key, dtypes in rows.items()]
     return text_table([[*header, "tile", "runs here"]], cells, left=9)
 
@@ -66,19 +67,18 @@ def _abilities(kernels: list[Kernel]) -> tuple[str, ...]:
     dims = ", ".join(map(str, sorted({k["head_dim"] for k in kernels})))
     masks = ", ".join(dict.fromkeys(k["mask"] for k in kernels))
     tiles = ", ".join(f"{m}×{n}" for m, n in sorted({(k["tile_m"], k["tile_n"]) for k in kernels}))
-    features, available = (
-        "yes" if any(k[name] for k in kernels) else "no" for name in ("score_features", "available")
-    )
-    return dims, masks, features, tiles, available
+    features = [w for w in FEATURES if any(w in k["features"] for k in kernels)]
+    available = "yes" if any(k["available"] for k in kernels) else "no"
+    return dims, masks, ", ".join(features) or "none", tiles, available
 
 
 def listing(kernels: list[Kernel]) -> str:
     rows = [
         [
-            k["name"], str(k["head_dim"]), k["mask"], "yes" if k["score_features"] else "no",
+            k["name"], str(k["head_dim"]), k["mask"], ", ".join(k["features"]) or "none",
             f"{k['tile_m']} × {k['tile_n']}", "yes" if k["available"] else "no",
         ]
         for k in kernels
     ]  # fmt: skip
-    header = ["kernel", "head_dim up to", "mask", "score features", "tile", "runs here"]
+    header = ["kernel", "head_dim up to", "mask", "features", "tile", "runs here"]
     return text_table([header], rows, left=len(header))

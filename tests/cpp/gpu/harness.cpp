@@ -2,10 +2,11 @@
 #include <cstdint>
 #include <cstdio>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "common/kernel_entry.h"
-#include "cuda/device.h"
+#include "cuda/host/device.h"
 #include "flashsdk/status.h"
 
 namespace flashsdk {
@@ -13,13 +14,17 @@ void add_cuda_kernels(KernelTable& table);
 
 namespace {
 
+// Of either operation: what the functions below pass on is a BackwardParams, which is a ForwardParams too.
+using Entry = std::variant<ForwardEntry, BackwardEntry>;
+
 class List final : public KernelTable {
  public:
   List() { add_cuda_kernels(*this); }
-  void add(const KernelEntry& entry) override { entries.push_back(entry); }
-  std::vector<KernelEntry> entries;
+  void add(const ForwardEntry& entry) override { entries.emplace_back(entry); }
+  void add(const BackwardEntry& entry) override { entries.emplace_back(entry); }
+  std::vector<Entry> entries;
 };
-const std::vector<KernelEntry>& entries() {
+const std::vector<Entry>& entries() {
   static const List list;
   return list.entries;
 }
@@ -118,33 +123,39 @@ extern "C" {
 
 __attribute__((visibility("default"))) int harness_count() { return static_cast<int>(flashsdk::entries().size()); }
 
-// op, dtype, head_dim, mask kind, features, tile m, tile n, splits keys
+// op, dtype, largest head_dim, mask kind, number of features, tile m, tile n, splits keys
 __attribute__((visibility("default"))) void harness_describe(int index, int* out) {
-  const flashsdk::KernelEntry& e = flashsdk::entries()[index];
-  out[0] = static_cast<int>(e.key.op);
-  out[1] = static_cast<int>(e.key.dtype);
-  out[2] = e.key.head_dim;
-  out[3] = static_cast<int>(e.key.mask);
-  out[4] = e.key.score_features;
-  out[5] = e.tile.m;
-  out[6] = e.tile.n;
-  out[7] = e.key.splits_keys;
+  const flashsdk::Entry& entry = flashsdk::entries()[index];
+  std::visit(
+      [&](const auto& e) {
+        out[0] = static_cast<int>(entry.index());
+        out[1] = static_cast<int>(e.key.dtype);
+        out[2] = flashsdk::max_of(e.key.head_dim, e.key.head_dim_v);
+        out[3] = static_cast<int>(e.key.mask);
+        out[4] = flashsdk::count(e.key.features);
+        out[5] = e.tile.m;
+        out[6] = e.tile.n;
+        out[7] = e.key.splits_keys;
+      },
+      entry);
 }
 
 __attribute__((visibility("default"))) const char* harness_architecture(int index) {
-  return flashsdk::entries()[index].key.arch;
+  return std::visit([](const auto& e) { return e.key.arch; }, flashsdk::entries()[index]);
 }
 
 __attribute__((visibility("default"))) const char* harness_refusal(int index, const std::int64_t* words, double scale,
                                                                    double softcap) {
   flashsdk::Words w(words);
-  return flashsdk::entries()[index].can_implement(flashsdk::read_params(w, scale, softcap));
+  const flashsdk::BackwardParams p = flashsdk::read_params(w, scale, softcap);
+  return std::visit([&](const auto& e) { return e.can_implement(p); }, flashsdk::entries()[index]);
 }
 
 __attribute__((visibility("default"))) std::int64_t harness_workspace(int index, const std::int64_t* words) {
   flashsdk::Words w(words);
-  flashsdk::BackwardParams p = flashsdk::read_params(w, 1, 0);
-  return static_cast<std::int64_t>(flashsdk::entries()[index].workspace_size(p, 1));
+  const flashsdk::BackwardParams p = flashsdk::read_params(w, 1, 0);
+  return static_cast<std::int64_t>(
+      std::visit([&](const auto& e) { return e.workspace_size(p, 1); }, flashsdk::entries()[index]));
 }
 
 // As if the card had no more: persistent kernels then have several tiles a thread block in a small problem too.
@@ -162,7 +173,7 @@ __attribute__((visibility("default"))) const char* harness_launch(int index, con
   context.workspace = workspace;
   context.stream = stream;
   try {
-    flashsdk::entries()[index].launch(p, context);
+    std::visit([&](const auto& e) { e.launch(p, context); }, flashsdk::entries()[index]);
     return nullptr;
   } catch (const flashsdk::Error& e) {
     flashsdk::last_message = e.what();

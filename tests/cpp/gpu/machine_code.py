@@ -1,6 +1,10 @@
 """What ptxas made of each kernel: registers, tensor core instructions, local memory, by its place.
 
-python machine_code.py LIBRARY [--jobs N] > kernels.csv
+python machine_code.py LIBRARY [--jobs N] [--against OLD.csv] > kernels.csv
+
+`code` is a hash of a kernel's machine code. With --against it names, on stderr, the kernels whose
+code is not that of an earlier list, and exits with 1 if there are any: a step that should change no
+kernel shows so.
 
 Reads a library or extension with cuobjdump. Kernels are those that compute, and the joins of split
 forwards, not the first and last passes of a backward, which have no products; one that two files
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
+import hashlib
 import itertools
 import os
 import re
@@ -30,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 KERNEL = re.compile(r"flashsdk.*(?:forward|backward|backward_cluster|join_parts)_kernel")
+NAMED_BY = ("backend", "op", "dtype", "head_dim", "mask", "features", "tile", "more", "arch")
 TENSOR_CORES = ("HGMMA", "HMMA")
 COUNTED = {"hgmma": ("HGMMA",), "hmma": ("HMMA",), "local": ("LDL", "STL")}
 POLICY = {
@@ -37,11 +43,11 @@ POLICY = {
     "10BandPolicy": "band",
     "17BlockSparsePolicy": "block_sparse",
 }
-# Of Features in score_features.h; another set is a KeyError.
+# Of Features in features.h; another set is a KeyError.
 FEATURES = {
     0: "none", 1: "dropout", 3: "capped", 4: "bias", 5: "bias and dropout", 8: "alibi", 15: "all"
 }  # fmt: skip
-# Traits that the build names (cmake/Sm90Kernels.cmake): head_dim, block_m, block_n.
+# Traits that the build names (write_sources.cpp): head_dim, block_m, block_n.
 NAMED = re.compile(r"Traits_sm90_forward_[a-z]+16_d(\d+(?:x\d+)?)_[A-Za-z]+_(\d+)x(\d+)")
 
 
@@ -73,7 +79,7 @@ def described(name: str) -> dict[str, str]:
         "mask": next((short for long, short in POLICY.items() if long in name), "all masks"),
         "features": features,
         "tile": f"{m}x{n}",
-        "more": "_".join(rest),  # of sm80's traits: warps, stages and so on, as in sm80_table.cmake
+        "more": "_".join(rest),  # of sm80's traits: warps, stages and so on, as in table/sm80.h
     }
 
 
@@ -254,8 +260,33 @@ def kernels_of(cubin: Path) -> list[dict[str, Any]]:
         name = name.strip()
         if KERNEL.search(name):
             code = Code(Instruction.all_of(body))
-            kernels.append({**described(name), "arch": arch, **used[name], **counted(code)})
+            kernels.append(
+                {
+                    **described(name), "arch": arch, **used[name], **counted(code),
+                    "code": hash_of(body),
+                }
+            )  # fmt: skip
     return kernels
+
+
+def hash_of(listing: str) -> str:
+    """Of the encoded instructions of cuobjdump's listing."""
+    encoded = re.findall(r"/\* (0x[0-9a-f]{16}) \*/", listing)
+    return hashlib.sha256("".join(encoded).encode()).hexdigest()[:16]
+
+
+def changed(kernels: list[dict[str, Any]], old: list[dict[str, str]]) -> list[str]:
+    """Kernels that both lists have, with other code."""
+
+    def codes(kernels: list[Any]) -> dict[str, list[str]]:
+        by_name: dict[str, list[str]] = {}
+        for kernel in kernels:
+            name = " ".join(str(kernel[field]) for field in NAMED_BY)
+            by_name.setdefault(name, []).append(kernel["code"])
+        return by_name
+
+    before = codes(old)
+    return [n for n, c in codes(kernels).items() if n in before and sorted(c) != sorted(before[n])]
 
 
 def cuobjdump(*arguments: str, cwd: str | None = None) -> str:
@@ -269,6 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("library", type=Path)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--against", type=Path, metavar="OLD.csv")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         cuobjdump("-xelf", "all", str(args.library.resolve()), cwd=folder)
@@ -280,6 +312,10 @@ def main() -> None:
     writer = csv.DictWriter(sys.stdout, list(kernels[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(kernels)
+    if args.against:
+        with args.against.open(newline="") as file:
+            other = changed(kernels, list(csv.DictReader(file)))
+        sys.exit("".join(f"machine_code: changed: {name}\n" for name in other) or 0)
 
 
 if __name__ == "__main__":

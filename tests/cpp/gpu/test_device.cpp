@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/device.h"
+#include "cuda/host/device.h"
 #include "flashsdk/flashsdk.h"
 
 namespace flashsdk {

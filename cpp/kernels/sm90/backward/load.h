@@ -1,0 +1,373 @@
+// The roles of the SM90 backward that do not compute, one warp each, of which one thread works: one walks the queries
+// and tells the others, one loads, and one for each computing warpgroup adds to dq_accum. In packed calls the other
+// lanes of the first help it to find its next tile.
+#pragma once
+
+#include "cuda/pass/backward_workspace.h"
+#include "cuda/schedule/backward_stream.h"
+#include "cuda/schedule/packed_schedule.h"
+#include "sm90/backward/traits.h"
+#include "sm90/tma.h"
+
+namespace flashsdk::sm90 {
+
+struct BackwardMaps {
+  CUtensorMap q, k, v, dout;
+};
+
+// What every role but the walking one does, by whole warps or by one thread: f(work) for each key tile of this thread
+// block.
+template <class Traits, class F>
+__device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
+  for (unsigned n = 0;; ++n) {
+    const auto use = RingState<2>::after(n);
+    smem.full_work.wait_full(use);
+    const BackwardWork work = smem.work[use.stage];
+    smem.full_work.release_by_lane(use);
+    if (work.stop) return;
+    f(work);
+  }
+}
+
+// f(planned step) for each tile of queries of a key tile, by one thread. steps: so far, of all key tiles.
+template <class Traits, class F>
+__device__ __forceinline__ void for_each_step(typename Traits::Smem& smem, unsigned& steps, F&& f) {
+  for (bool last = false; !last; ++steps) {
+    const auto use = RingState<kPlannedSteps>::after(steps);
+    smem.full_plan.wait_full(use);
+    const PlannedStep planned = smem.plan[use.stage];
+    smem.full_plan.release(use, 0);
+    last = planned.step.last;
+    f(planned);
+  }
+}
+
+// One thread: Q and lse, or dO and delta, of the next step. The barrier is told of their bytes. Other key tiles read
+// them soon, and add to the same dQ: L2 should keep these rather than keys and gradients, which are touched once.
+template <class Tile, int kClusterSize, class Element, int kRows>
+__device__ __forceinline__ void load_queries(const CUtensorMap& map, cutlass::arch::ClusterTransactionBarrier& barrier,
+                                             Element* smem, TileOrigin at, const float* rows,
+                                             float (&smem_rows)[kRows]) {
+  constexpr int kRowBytes = kRows * static_cast<int>(sizeof(float));
+  barrier.arrive_and_expect_tx(Tile::kBytes + kRowBytes);
+  load_shared_tile<Tile, kClusterSize>(map, barrier, smem, at, CacheHint::EVICT_LAST);
+  cute::SM90_BULK_COPY_G2S::copy(rows, reinterpret_cast<std::uint64_t*>(&barrier), smem_rows, kRowBytes);
+}
+
+// The first key that this CTA owns, of a key tile.
+template <class Traits>
+__device__ __forceinline__ int first_key(const cuda::TileWork& work) {
+  return work.block * Traits::kBlockN + (Traits::kClusterSize > 1 ? cluster_rank() * Traits::kCtaKeys : 0);
+}
+
+// One thread: a tile of K or V, when its place is free.
+template <class Tile, class Traits, bool kPacked, int kBuffers>
+__device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring<kBuffers>& ring, unsigned n,
+                                          typename Traits::Element* smem, const cuda::TileWork& work,
+                                          const SeqlenInfo& seq) {
+  const auto use = RingState<kBuffers>::after(n);
+  ring.wait_empty(use);
+  ring.announce(use, Tile::kBytes);
+  load_tile<Tile>(map, ring.full[use.stage], smem + use.stage * Tile::kElements,
+                  {seq.offset_k + first_key<Traits>(work), work.head, kPacked ? 0 : work.batch},
+                  CacheHint::EVICT_FIRST);
+}
+
+// In a cluster: K, and of the other CTA's K the columns whose dQ this CTA computes.
+template <class Traits, bool kPacked>
+__device__ __forceinline__ void load_pair_keys(const CUtensorMap& map, typename Traits::Smem& smem, unsigned n,
+                                               const cuda::TileWork& work, const SeqlenInfo& seq) {
+  using SmemK = typename Traits::SmemK;
+  using SmemPeerK = typename Traits::SmemPeerK;
+  const auto use = RingState<1>::after(n);
+  const int row = seq.offset_k + work.block * Traits::kBlockN, batch = kPacked ? 0 : work.batch;
+  smem.full_k.wait_empty(use);
+  smem.full_k.announce(use, SmemK::kBytes + SmemPeerK::kBytes);
+  load_tile<SmemK>(map, smem.full_k.full[0], smem.k, {row + cluster_rank() * Traits::kCtaKeys, work.head, batch});
+  load_tile<SmemPeerK>(map, smem.full_k.full[0], smem.peer_k, {row + peer_rank() * Traits::kCtaKeys, work.head, batch},
+                       CacheHint::EVICT_NORMAL, cluster_rank() * SmemPeerK::kColumns);
+}
+
+// Takes key tiles off the schedule, walks the queries that see them, and tells all what comes. A walk does not fit the
+// few registers of these warps and is slow, so one thread does nothing else and is several steps ahead of the others.
+// kPacked: called by its whole warp.
+template <class Traits, class Policy, bool kPacked>
+__device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspace& ws,
+                           const cuda::BackwardSchedule& schedule, typename Traits::Smem& smem) {
+  using Stream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy, Traits::kStaggered>;
+  const bool leads = !kPacked || threadIdx.x % 32 == 0;
+  unsigned works = 0, steps = 0;  // so far
+  [[maybe_unused]] unsigned taken = 0;
+  auto tell = [&](const BackwardWork& work) {
+    const auto use = RingState<2>::after(works++);
+    smem.full_work.wait_empty(use);
+    smem.work[use.stage] = work;
+    smem.full_work.arrive_full(use);
+  };
+  // The first is that of the block's index, or the cluster's, and the next is taken before work on one begins, so that
+  // nobody waits for the counter. Not so where blocks wait for each other (turn_order.h): only a block that runs may
+  // take work, and it soon begins what it has taken: all but the last kStepsLeft steps of the work before have been
+  // read.
+  const bool ahead = !p.deterministic;
+  constexpr unsigned kStepsLeft = 2;
+  const int workers = gridDim.x / Traits::kClusterSize;  // a cluster's CTAs take the same work
+  auto take = [&]() -> int {
+    if (!leads) return 0;
+    auto draw = [&] { return workers + atomicAdd(ws.next_work, 1); };
+    if constexpr (Traits::kClusterSize > 1) return smem.next_index.next(taken++, draw);
+    if (ahead) return draw();
+    smem.full_plan.wait_empty(RingState<kPlannedSteps>::after(steps + kPlannedSteps - 1 - kStepsLeft));
+    return atomicAdd(ws.next_work, 1);
+  };
+  cuda::PackedTiles<cuda::PackedRows::kKeys> packed(p, Traits::kBlockN);
+  const int count = static_cast<int>(schedule.size());
+  auto find = [&](int index, cuda::TileWork& work) -> bool {
+    if constexpr (kPacked) {
+      cuda::SequenceTile tile;
+      if (!packed.find(__shfl_sync(0xffffffffu, index, 0), tile)) return false;
+      work = schedule.of_sequence(tile.blocks).work(tile.index);
+      work.batch = tile.batch;
+    } else {
+      if (index >= count) return false;
+      work = schedule.work(index);
+    }
+    return true;
+  };
+  cuda::TileWork work;
+  for (int index = ahead ? blockIdx.x / Traits::kClusterSize : take(), next_index = 0; find(index, work);
+       index = ahead ? next_index : take()) {
+    if (!leads) continue;
+    if (ahead) next_index = take();
+    const SeqlenInfo seq(p, work.batch);
+    const std::int64_t first_tile = ws.first_tile<Traits::kBlockM>(p, seq, work.batch);
+    Stream stream(p, seq, work);
+    typename Stream::Item item, next;
+    bool more = stream.next(item);
+    tell({work, more, false});
+    for (; more; item = next) {
+      more = stream.next(next);
+      const int turn = p.deterministic ? stream.turn(item) : 0;
+      const auto tile = static_cast<int>(item.head * ws.tiles_per_head + first_tile + item.tile.index);
+      const auto use = RingState<kPlannedSteps>::after(steps++);
+      smem.full_plan.wait_empty(use);
+      smem.plan[use.stage] = {{item.head, item.tile.index, item.tile.partial, !more}, tile, turn};
+      smem.full_plan.arrive_full(use);
+    }
+  }
+  if (leads) tell({{}, false, true});
+}
+
+// One thread: loads Q, dO, K and V, those of a new key tile in the order in which their places become free: K first
+// where it has two, else last, as it is needed until the last dQ.
+template <class Traits, bool kPacked>
+__device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps, const cuda::BackwardWorkspace& ws,
+                              typename Traits::Smem& smem) {
+  using SmemQ = typename Traits::SmemQ;
+  using SmemDo = typename Traits::SmemDo;
+  unsigned steps = 0, key_tiles = 0;
+  for_each_work<Traits>(smem, [&](const BackwardWork& work) {
+    if (work.visited) {
+      const SeqlenInfo seq(p, work.tile.batch);
+      const int batch = kPacked ? 0 : work.tile.batch;
+      auto load_k = [&] {
+        if constexpr (Traits::kClusterSize > 1)
+          load_pair_keys<Traits, kPacked>(maps.k, smem, key_tiles, work.tile, seq);
+        else
+          load_keys<typename Traits::SmemK, Traits, kPacked>(maps.k, smem.full_k, key_tiles, smem.k, work.tile, seq);
+      };
+      if (Traits::kKeysAhead) load_k();
+      bool first = true;
+      for_each_step<Traits>(smem, steps, [&](const PlannedStep& planned) {
+        const TileOrigin at{seq.offset_q + planned.step.m_block * Traits::kBlockM, planned.step.head, batch};
+        const auto q = RingState<Traits::kQueryStages>::after(steps);
+        smem.full_q.wait_empty(q);
+        smem.step[q.stage] = planned.step;
+        if constexpr (Traits::kClusterSize > 1) smem.tile[q.stage] = planned.tile;
+        load_queries<SmemQ, Traits::kClusterSize>(maps.q, smem.full_q.full[q.stage],
+                                                  smem.q + q.stage * SmemQ::kElements, at, ws.lse_of(planned.tile),
+                                                  smem.lse_log2[q.stage]);
+        const auto dout = RingState<Traits::kStages>::after(steps);
+        smem.full_do.wait_empty(dout);
+        load_queries<SmemDo, Traits::kClusterSize>(
+            maps.dout, smem.full_do.full[dout.stage], smem.dout + dout.stage * SmemDo::kElements, at,
+            ws.minus_delta + std::int64_t{planned.tile} * Traits::kBlockM, smem.minus_delta[dout.stage]);
+        if (first) {
+          load_keys<typename Traits::SmemV, Traits, kPacked>(maps.v, smem.full_v, key_tiles, smem.v, work.tile, seq);
+          if (!Traits::kKeysAhead) load_k();
+          ++key_tiles;
+          first = false;
+        }
+      });
+    }
+  });
+}
+
+// global = shared, or += where it adds, in fp32, by the copy engine. Returns when shared has been read.
+__device__ __forceinline__ void bulk_write(float* global, const float* shared, int bytes, bool adds) {
+  const std::uint32_t from = cute::cast_smem_ptr_to_uint(shared);
+  if (adds) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;" ::"l"(global),
+        "r"(from), "r"(bytes), "l"(CacheHint::EVICT_LAST)
+        : "memory");
+  } else {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(from), "r"(bytes)
+                 : "memory");
+  }
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// A piece of dq_accum is handed from block to block, by what one thread of each knows of it.
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ void after_acquire() {
+  asm volatile("fence.proxy.async;" ::: "memory");  // from here on also for the copy engine
+}
+// When this thread's bulk_write()s are done, but for the last kNewer.
+template <int kNewer>
+__device__ __forceinline__ void store_release(int* to, int x) {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kNewer) : "memory");
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
+// One thread, where dq_accum is not cleared: who comes first to a piece writes it, and the others add after that.
+class DqTurn {
+ public:
+  explicit __device__ DqTurn(int* turn) : turn_(turn) {}
+
+  // Whether the piece has been written.
+  __device__ __forceinline__ bool written() const {
+    if (load_acquire(turn_) != kWritten) return false;
+    after_acquire();
+    return true;
+  }
+  // Whether this thread is to write it; else it has been written by now. Its dQ must be at hand: others wait.
+  __device__ __forceinline__ bool claim() const {
+    if (atomicCAS(turn_, kNothing, kWriting) == kNothing) return true;
+    while (!written()) {
+    }
+    return false;
+  }
+  // Once bulk_write() is done.
+  __device__ __forceinline__ void publish() const { store_release<0>(turn_, kWritten); }
+
+ private:
+  static constexpr int kNothing = 0, kWriting = 1, kWritten = 2;
+  int* turn_;
+};
+
+// What one thread does with the dQ that warpgroups leave in shared memory: it brings each piece to dq_accum.
+template <class Traits>
+class DqAdder {
+ public:
+  __device__ DqAdder(const cuda::BackwardWorkspace& ws, typename Traits::Smem& smem, int warp)
+      : ws_(ws), smem_(smem), warp_(warp) {}
+
+  // The pieces of the warpgroup with this warp's number. step: how many were before.
+  __device__ void add(int tile, unsigned step) const {
+    for (int i = 0; i < kPieces; ++i) {
+      const DqTurn first(ws_.turn + piece_of(tile, warp_, i));
+      bool adds = Traits::kClearsDq || first.written();  // asked before there is something to add
+      smem_.full_dq[warp_].wait_full(use_of(step, i));
+      if (!adds) adds = !first.claim();
+      write(tile, warp_, step, i, adds);
+      if (!adds) first.publish();
+    }
+  }
+
+  // The same when a key tile's turn has come (turn_order.h). To see a turn, to add and to pass the turn on takes longer
+  // than a step. So the warps alternate, and each adds all pieces of every second step.
+  __device__ void add_in_turn(int tile, unsigned step, int mine) {
+    if (step % Traits::kWarpgroups != static_cast<unsigned>(warp_)) return;
+    int* const turn = ws_.turn + piece_of(tile, 0, 0);
+    const auto use = use_of(step, 0);
+    bool come = load_acquire(turn) == mine;
+    if (!come || !smem_.full_dq[kEarlier].full[use.stage].test_wait(use.phase)) pass_turn<0>();  // nothing else to do
+    while (!come) come = load_acquire(turn) == mine;
+    after_acquire();
+    for (int n = 0; n < Traits::kWarpgroups; ++n) {
+      const int warpgroup = (kEarlier + n) % Traits::kWarpgroups;
+      for (int i = 0; i < kPieces; ++i) {
+        smem_.full_dq[warpgroup].wait_full(use_of(step, i));
+        write(tile, warpgroup, step, i, true);
+      }
+      if (n == 0) pass_turn<kPieces>();  // of its last step; above head_dim 128 the other pieces come a step later
+    }
+    held_ = turn;
+    next_ = mine + 1;
+  }
+  // After the last step of a key tile.
+  __device__ void finish_turns() { pass_turn<0>(); }
+
+ private:
+  static constexpr int kPieces = Traits::kDqPieces / Traits::kWarpgroups;  // of a step, for each warpgroup
+  static constexpr int kEarlier = Traits::kWide ? 1 : 0;  // the warpgroup whose dQ of a step does not come later
+
+  __device__ static std::int64_t piece_of(int tile, int warpgroup, int i) {
+    return std::int64_t{tile} * Traits::kDqPieces + warpgroup * kPieces + i;
+  }
+  __device__ static auto use_of(unsigned step, int i) {
+    return RingState<Traits::kDqPieces>::after(step * kPieces + i);
+  }
+  __device__ __forceinline__ void write(int tile, int warpgroup, unsigned step, int i, bool adds) const {
+    bulk_write(ws_.dq_accum + piece_of(tile, warpgroup, i) * Traits::kDqElements, smem_.dq[warpgroup],
+               Traits::kDqElements * static_cast<int>(sizeof(float)), adds);
+    smem_.full_dq[warpgroup].release(use_of(step, i), 0);
+  }
+  // Passes on the turn that is still held, if one is, when all but the last kNewer bulk_write()s are done.
+  template <int kNewer>
+  __device__ __forceinline__ void pass_turn() {
+    if (held_ != nullptr) store_release<kNewer>(held_, next_);
+    held_ = nullptr;
+  }
+
+  const cuda::BackwardWorkspace& ws_;
+  typename Traits::Smem& smem_;
+  int warp_;
+  int* held_ = nullptr;
+  int next_ = 0;
+};
+
+// One thread of a cluster's CTA: sends dS of its keys to the other CTA, whose warpgroups need it for dQ.
+template <class Traits>
+__device__ void send_ds(typename Traits::Smem& smem) {
+  using Tile = typename Traits::SmemScores;
+  constexpr int kSlab = Tile::kElements / Tile::kSlabs;
+  unsigned steps = 0;
+  for_each_work<Traits>(smem, [&](const BackwardWork& work) {
+    if (!work.visited) return;
+    for_each_step<Traits>(smem, steps, [&](const PlannedStep&) {
+      const auto use = RingState<Traits::kScoreBuffers>::after(steps);
+      smem.own_ds.wait_full(use);
+      // Of the other's, which may be there already: see load_shared_tile().
+      smem.full_ds.announce(use, Tile::kSlabBytes);
+      auto* slab = smem.ds + use.stage * Tile::kElements;
+      copy_to_peer(slab + kSlab, slab, Tile::kSlabBytes, smem.full_ds.full[use.stage]);
+    });
+  });
+}
+
+// One thread of each of the warps that add.
+template <class Traits>
+__device__ void add_dq(const BackwardParams& p, const cuda::BackwardWorkspace& ws, typename Traits::Smem& smem,
+                       int warp) {
+  DqAdder<Traits> adder(ws, smem, warp);
+  unsigned steps = 0;
+  for_each_work<Traits>(smem, [&](const BackwardWork& work) {
+    if (work.visited) {
+      for_each_step<Traits>(smem, steps, [&](const PlannedStep& planned) {
+        if (p.deterministic)
+          adder.add_in_turn(planned.tile, steps, planned.turn);
+        else
+          adder.add(planned.tile, steps);
+      });
+      adder.finish_turns();
+    }
+  });
+}
+
+}  // namespace flashsdk::sm90

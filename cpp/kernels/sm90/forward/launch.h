@@ -1,0 +1,87 @@
+// Rows of the kernel table for the SM90 forward.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+
+#include "cuda/pass/packed_tail.h"
+#include "cuda/tile/builtin_policy.h"
+#include "sm90/forward/forward.h"
+#include "sm90/forward/tiles.h"
+#include "sm90/launch.h"
+
+namespace flashsdk::sm90 {
+
+// Says so to `explain` when the choice fell on another tile.
+template <class Traits, cuda::Features kFeatures>
+const char* refuse_forward(const ForwardParams& p) {
+  if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
+  if (Traits::kFromEnd && p.mask.kind == MaskKind::kBlockSparse)
+    return "tiles counted from the end of a sequence do not lie in the mask's blocks";
+  const std::int64_t tiles = std::int64_t{ceil_div(p.seqlen_q, Traits::kBlockM)} * p.num_heads * p.batch;
+  if (tiles > INT32_MAX / 2) return "there are too many tiles";
+  const flashsdk::Tile best = forward_tile(p);
+  if (best.m != Traits::kBlockM || best.n != Traits::kBlockN) return "another tile is faster for these lengths";
+  return nullptr;
+}
+
+// Whether all tiles of queries cost the same: where a mask hides nothing, or where sequences have one each.
+template <class Traits>
+bool uniform_tiles(const ForwardParams& p) {
+  const bool one_each = p.mask.kind == MaskKind::kBand && p.seqlen_q <= Traits::kBlockM;
+  return (p.mask.kind == MaskKind::kDense || one_each) && p.cu_seqlens_q == nullptr;
+}
+
+// Whether blocks draw tiles from a counter: where these differ in cost, and a block is not done after its first. Small
+// calls then need no workspace, whose making takes microseconds on the host.
+template <class Traits>
+bool draws_tiles(const ForwardParams& p) {
+  const std::int64_t tiles = std::int64_t{ceil_div(p.seqlen_q, Traits::kBlockM)} * p.num_heads * p.batch;
+  return !uniform_tiles<Traits>(p) && tiles > cuda::device_limits(p.device.index).multiprocessors;
+}
+
+// A number that no other launch has and that no memory holds by chance.
+inline std::uint64_t launch_name() {
+  static std::atomic<std::uint64_t> count{
+      static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count())};
+  std::uint64_t x = count.fetch_add(1, std::memory_order_relaxed) * 0x9E3779B97F4A7C15u;  // odd: a permutation
+  x ^= x >> 32;
+  return x != 0 ? x : 1;
+}
+
+template <class Traits, cuda::Features kFeatures>
+void launch_forward(const ForwardParams& p, const LaunchContext& context) {
+  static std::atomic<std::uint64_t> prepared{0};
+  constexpr DType kType = cuda::kDType<typename Traits::Element>;
+  cuda::DeviceGuard guard(p.device.index);
+  auto kernel = forward_kernel<Traits, cuda::BuiltinPolicy, kFeatures>;
+  constexpr int kSmemBytes = Traits::kSmemBytes + kBiasBytes<Traits, kFeatures>;
+  static_assert(kSmemBytes <= 227 * 1024);
+  cuda::allow_shared_memory(kernel, kSmemBytes, p.device.index, prepared);
+
+  const ForwardSchedule schedule{
+      cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), uniform_tiles<Traits>(p)),
+      draws_tiles<Traits>(p) ? static_cast<TicketCounter*>(context.workspace) : nullptr, launch_name()};
+  const int blocks =
+      min_of(cuda::device_limits(p.device.index).multiprocessors, static_cast<int>(schedule.tiles.size()));
+  const ForwardMaps maps{
+      make_tensor_map(p.q, query_extent(p, p.head_dim), kType, Traits::kBlockM, Traits::SmemQ::kSlabColumns),
+      make_tensor_map(p.k, key_extent(p, p.head_dim), kType, Traits::kBlockN, Traits::SmemK::kSlabColumns),
+      make_tensor_map(p.v, key_extent(p, p.head_dim_v), kType, Traits::kBlockN, Traits::SmemV::kSlabColumns)};
+  auto stream = static_cast<cudaStream_t>(context.stream);
+  if (blocks > 0) {  // packed rows may all lie behind the last sequence
+    cuda::launch("launching the forward kernel", kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
+                 kSmemBytes, stream, p, maps, schedule);
+  }
+  cuda::clear_out_tail<typename Traits::Element>(p, stream);
+}
+
+template <class Traits, cuda::Features kFeatures>
+ForwardEntry forward_entry(MaskKind mask) {
+  return {key_of<Traits, kFeatures>(mask), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+          refuse_forward<Traits, kFeatures>,
+          [](const ForwardParams& p, int) { return draws_tiles<Traits>(p) ? sizeof(TicketCounter) : 0; },
+          launch_forward<Traits, kFeatures>};
+}
+
+}  // namespace flashsdk::sm90

@@ -1,0 +1,253 @@
+// The loading warps of the forward: keep the rings of Q, K and V full.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include "common/kernel_entry.h"
+#include "cuda/tile/builtin_policy.h"
+#include "cuda/tile/math.h"
+#include "cuda/tile/score_features.h"
+#include "sm90/forward/schedule.h"
+#include "sm90/forward/traits.h"
+#include "sm90/tma.h"
+
+namespace flashsdk::sm90 {
+
+struct ForwardMaps {
+  CUtensorMap q, k, v;
+};
+
+// The queries of one tile, the one after `work` others. By a whole warp, of which the leader copies.
+template <class Traits>
+__device__ void load_queries(const ForwardMaps& maps, typename Traits::Smem& smem, unsigned work, TileOrigin at,
+                             bool leader) {
+  const auto state = RingState<Traits::kQueryStages>::after(work);
+  smem.q_ring.wait_empty(state);
+  if (!leader) return;
+  smem.q_ring.announce(state, Traits::SmemQ::kBytes);
+  load_tile<typename Traits::SmemQ>(maps.q, smem.q_ring.full[state.stage],
+                                    smem.q + state.stage * Traits::SmemQ::kElements, at, CacheHint::EVICT_FIRST);
+}
+
+// Two warps load, each of them 32 lanes that run alike, of which one starts the copies. The first walks the tiles that
+// the mask policy visits, announces them and loads K; the second follows its announcements and loads V. One warp alone
+// would need longer for a tile than the tensor cores do. Which of them loads Q is a property of the tile.
+//
+// Under a band, tiles that are tried come outwards from one of which all queries see the first key: tried by a few
+// keys' maximum, a first tile must not hide its first key, and rows of which it hides all have no maximum to try the
+// next one by. With kFromLastBegunByAll it is the last such tile, mostly the diagonal's: what the mask costs then falls
+// into a step that is long anyway. Else, and with a bool bias, it is the first.
+//
+// With ALiBi, and with a bias of numbers, which may be the same as a tensor, tiles that are tried and not listed come
+// from the diagonal outwards: scores then fall with the distance, and a try by the maximum so far fails no more often
+// than without. That goes before what a band asks for, of whose tile of the diagonal most queries see the first key.
+template <class Traits, class Policy, cuda::Features kFeatures>
+class KeyLoader {
+  using Smem = typename Traits::Smem;
+  // ALiBi's tiles with keys on both sides of the diagonal are told like those that a mask cuts.
+  static constexpr bool kTellsDiagonal = Traits::kTries && cuda::has_alibi(kFeatures);
+  static constexpr bool kBiasAlone = cuda::has_bias_alone(kFeatures);
+  static constexpr bool kOutward = kTellsDiagonal || (Traits::kTries && kBiasAlone);
+
+ public:
+  __device__ KeyLoader(const ForwardParams& p, const ForwardMaps& maps, Smem& smem)
+      : p_(p), maps_(maps), smem_(smem), leader_(threadIdx.x % 32 == 0) {}
+
+  __device__ void run(WorkStream stream) {
+    for (cuda::TileWork work; stream.next(work); ++works_) {
+      const SeqlenInfo seq(p_, work.batch);
+      const Policy policy(p_.mask, seq, work.batch, work.head);
+      QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, policy.diagonals()};
+      const auto load = [&](TileWalk walk, auto is_band) {
+        if constexpr (kOutward) {
+          const int diagonal = diagonal_of(of, seq) / Traits::kBlockN;
+          OutwardWalk outward(walk, scores_fall() ? diagonal : walk.full_begin());
+          load_work(of, seq, outward, stream);
+        } else if constexpr (Traits::kTries && is_band) {
+          OutwardWalk outward(walk, origin_in_band(walk, of));
+          load_work(of, seq, outward, stream);
+        } else {
+          load_work(of, seq, walk, stream);
+        }
+      };
+      policy.template visit_row_walk<Traits::kFromEnd>(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, work.block,
+                                                       of.m0, load);
+    }
+    const auto state = RingState<Traits::kKeyStages>::after(tiles_);
+    if (leader_) announce({0, KeyTile::kEnd, 0, 0});
+    smem_.k_ring.wait_empty(state);
+    if (leader_) smem_.k_ring.arrive_full(state);  // for those who wait for it to read the announcement
+  }
+
+ private:
+  template <class Walk>
+  __device__ void load_work(QueryTile of, const SeqlenInfo& seq, Walk& walk, WorkStream& stream) {
+    const int batch = p_.cu_seqlens_q != nullptr ? 0 : of.batch, head_kv = of.head / p_.heads_per_group();
+    TileRef tile{0, false};
+    // Queries that see nothing get one tile without a key: their output is written like any other. The tile lies behind
+    // all rows, where the copy engine gives zeros, as 0 times what K and V hold may be NaN.
+    of.key_end = walk.next(tile) ? seq.seqlen_k : 0;
+    constexpr int kBehindAll = 1 << 30;
+    const int row0 = of.key_end > 0 ? seq.offset_k : kBehindAll;
+    const int outside = Traits::kSkips ? of_each(is_outside(of, seq.seqlen_q)) * KeyTile::kHidden : 0;
+    for (bool first = true, more = true; more; first = false) {
+      TileRef next{0, false};
+      more = of.key_end > 0 && walk.next(next);
+      if (!more) stream.draw();
+      const int n0 = tile.index * Traits::kBlockN, rows = of.key_end - n0;
+      int flags = outside;
+      // Cut is the last tile, which may come first, else all is seen.
+      cuda::branch_if(first || !more || tile.partial || (kOutward && is_special(of, seq, n0)), [&] {
+        flags = (first ? KeyTile::kFirst : 0) | (more ? 0 : KeyTile::kLast) | (tile.partial ? KeyTile::kPartial : 0) |
+                what_is_seen(of, seq, n0, tile.partial, first);
+      });
+      const auto state = RingState<Traits::kKeyStages>::after(tiles_);
+      if (leader_) {
+        if (first) smem_.query_tiles[works_ % Traits::kSlots] = of;
+        announce({n0, flags, row0 + n0, rows});
+      }
+      smem_.k_ring.wait_empty(state);
+      if (leader_) {
+        smem_.k_ring.announce(state, Traits::SmemK::kBytes);
+        load_tile<typename Traits::SmemK>(maps_.k, smem_.k_ring.full[state.stage],
+                                          smem_.k + state.stage * Traits::SmemK::kElements,
+                                          {row0 + n0, head_kv, batch});
+      }
+      if constexpr (!Traits::kQueriesWithValues) {
+        if (first) load_queries<Traits>(maps_, smem_, works_, {seq.offset_q + of.m0, of.head, batch}, leader_);
+      }
+      ++tiles_;
+      tile = next;
+    }
+  }
+
+  // The flags that are of a warpgroup. For each of these a lane looks at its queries.
+  __device__ static int what_is_seen(const QueryTile& of, const SeqlenInfo& seq, int n0, bool partial, bool first) {
+    const int n1 = n0 + Traits::kBlockN;
+    const bool cut = of.key_end < n1;
+    const int first_row = first_of(of), last_row = first_row + kWarpgroupRows - 1;
+    const bool outside = is_outside(of, seq.seqlen_q);
+    bool hidden = outside, masked = cut || (kTellsDiagonal && has_diagonal(seq, first_row, last_row, n0)),
+         shows_first = n0 < of.key_end;
+    if (partial) {
+      const KeyRange d = of.diagonals;
+      hidden |= n0 >= last_row + d.end || n1 <= first_row + d.begin;
+      masked |= n0 < last_row + d.begin || n1 > first_row + d.end;
+      shows_first &= n0 >= last_row + d.begin && n0 < max_of(first_row, 0) + d.end;
+    }
+    return of_each(masked && !outside) * KeyTile::kMasked | of_each(shows_first) * KeyTile::kShowsFirst |
+           of_each(Traits::kSkips && hidden && !first) * KeyTile::kHidden;
+  }
+  // Whether scores may fall with the distance from the diagonal.
+  __device__ bool scores_fall() const { return !kBiasAlone || p_.score.bias.dtype != DType::kBool; }
+  // Of lengths that end together, as ALiBi is: the key there of the middle query; under a mask of the first, as all
+  // warpgroups then see something of its tile where the band is of that diagonal, too. Else the walk has a tile nearby.
+  __device__ int diagonal_of(const QueryTile& of, const SeqlenInfo& seq) const {
+    const int query = p_.mask.kind == MaskKind::kDense ? of.m0 + Traits::kBlockM / 2 : max_of(of.m0, 0);
+    return query + seq.seqlen_k - seq.seqlen_q;
+  }
+  // Where a walk along a band begins.
+  __device__ static int origin_in_band(const TileWalk& walk, const QueryTile& of) {
+    return Traits::kFromLastBegunByAll ? last_tile_begun_by_all(walk, of.diagonals, of.m0, Traits::kBlockN)
+                                       : walk.full_begin();
+  }
+  // Where tiles come in another order: cut, or with keys on both sides of the diagonal.
+  __device__ static bool is_special(const QueryTile& of, const SeqlenInfo& seq, int n0) {
+    return of.key_end < n0 + Traits::kBlockN ||
+           (kTellsDiagonal && has_diagonal(seq, of.m0, of.m0 + Traits::kBlockM - 1, n0));
+  }
+  __device__ static bool has_diagonal(const SeqlenInfo& seq, int first_row, int last_row, int n0) {
+    const int shift = seq.seqlen_k - seq.seqlen_q;
+    return n0 < last_row + shift && n0 + Traits::kBlockN - 1 > first_row + shift;
+  }
+  static __device__ int first_of(const QueryTile& of) { return of.m0 + threadIdx.x % 4 * kWarpgroupRows; }
+  static __device__ bool is_outside(const QueryTile& of, int seqlen_q) {
+    return first_of(of) >= seqlen_q || first_of(of) + kWarpgroupRows <= 0;
+  }
+  static __device__ int of_each(bool warpgroups) { return __ballot_sync(0xffffffffu, warpgroups) & 0xf; }
+
+  __device__ void announce(KeyTile tile) {
+    const unsigned slot = tiles_ % Traits::kSlots;
+    smem_.key_tiles[slot] = tile;
+    smem_.announced[slot].arrive();
+  }
+
+  const ForwardParams& p_;
+  const ForwardMaps& maps_;
+  Smem& smem_;
+  bool leader_;
+  unsigned tiles_ = 0, works_ = 0;  // of keys, of queries: so far
+};
+
+// All its lanes arrive at the ring: each has read the announcement, whose place is then used again.
+template <class Traits>
+class ValueLoader {
+  using Smem = typename Traits::Smem;
+  using SmemV = typename Traits::SmemV;
+
+ public:
+  __device__ ValueLoader(const ForwardParams& p, const ForwardMaps& maps, Smem& smem)
+      : p_(p), maps_(maps), smem_(smem), leader_(threadIdx.x % 32 == 0) {}
+
+  __device__ void run() {
+    const bool packed = p_.cu_seqlens_q != nullptr;
+    int head_kv = 0, batch = 0;
+    for (unsigned index = 0, work = 0;; ++index) {
+      const unsigned slot = index % Traits::kSlots;
+      smem_.announced[slot].wait(index / Traits::kSlots & 1);
+      const KeyTile tile = smem_.key_tiles[slot];
+      if (tile.has(KeyTile::kEnd)) return;
+      if (tile.has(KeyTile::kFirst)) {
+        const QueryTile of = smem_.query_tiles[work % Traits::kSlots];
+        head_kv = of.head / p_.heads_per_group();
+        batch = packed ? 0 : of.batch;
+        if constexpr (Traits::kQueriesWithValues) {
+          const int row0 = SeqlenInfo(p_, of.batch).offset_q;
+          load_queries<Traits>(maps_, smem_, work, {row0 + of.m0, of.head, batch}, leader_);
+        }
+        ++work;
+      }
+      const auto state = RingState<Traits::kValueStages>::after(index);
+      auto* buffer = smem_.v + state.stage * Traits::SmemV::kElements;
+      smem_.v_ring.wait_empty(state);
+      if (packed && tile.rows < Traits::kBlockN) {
+        load_cut(buffer, {tile.row, head_kv, batch}, max_of(0, tile.rows));
+        smem_.v_ring.arrive_full(state);
+      } else if (leader_) {
+        smem_.v_ring.announce(state, SmemV::kBytes);
+        load_tile<SmemV>(maps_.v, smem_.v_ring.full[state.stage], buffer, {tile.row, head_kv, batch});
+      } else {
+        smem_.v_ring.arrive_full(state);
+      }
+    }
+  }
+
+ private:
+  // The last rows of the box belong to the next packed sequence. Their probabilities are 0, but 0·inf is NaN: clear
+  // them before anyone else sees the buffer.
+  __device__ void load_cut(typename Traits::Element* buffer, TileOrigin at, int rows) {
+    if (leader_) {
+      smem_.tail.arrive_and_expect_tx(SmemV::kBytes);
+      load_tile<SmemV>(maps_.v, smem_.tail, buffer, at);
+    }
+    smem_.tail.wait(tail_phase_);
+    tail_phase_ ^= 1;
+    constexpr int kVectorsPerRow = SmemV::kSlabBytes / SmemV::kRows / 16;
+    for (int slab = 0; slab < SmemV::kSlabs; ++slab) {
+      auto* vectors = reinterpret_cast<uint4*>(reinterpret_cast<char*>(buffer) + slab * SmemV::kSlabBytes);
+#pragma unroll 1
+      for (int i = rows * kVectorsPerRow + threadIdx.x % 32; i < SmemV::kRows * kVectorsPerRow; i += 32)
+        vectors[i] = make_uint4(0, 0, 0, 0);
+    }
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+  }
+
+  const ForwardParams& p_;
+  const ForwardMaps& maps_;
+  Smem& smem_;
+  bool leader_;
+  std::uint32_t tail_phase_ = 0;
+};
+
+}  // namespace flashsdk::sm90

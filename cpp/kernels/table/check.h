@@ -1,0 +1,118 @@
+// What every row of the GPU tables promises, checked where it is compiled: a message names the row by its values.
+#pragma once
+
+#include <cstddef>
+#include <iterator>
+#include <type_traits>
+#include <utility>
+
+#include "sm90/forward/tiles.h"
+#include "table/sm80.h"
+#include "table/sm90.h"
+
+namespace flashsdk::table {
+
+constexpr int kSm90SharedBytes = 227 * 1024;  // that a CTA can have
+constexpr int kSmallSharedBytes = 99 * 1024;  // on the GPUs with the least: 8.6, 8.9, 12.0
+
+constexpr bool is_compiled(int head_dim) {
+  for (const int d : kGpuHeadDims)
+    if (d == head_dim) return true;
+  return false;
+}
+constexpr bool has_kernels(const Kernels& kernels) { return kernels.serving(kNone) != kNoMask; }
+
+// K, V and Q tiles of 16 bits.
+constexpr int smem_bytes(const Sm80Forward& row) {
+  return 2 * row.head_dim.qk * (row.tile.m + 2 * row.stages * row.tile.n);
+}
+constexpr int smem_bytes(const Sm90Forward& row) {
+  return 2 * (row.tile.m * row.stages_q * row.head_dim.qk + row.tile.n * row.stages_k * row.head_dim.qk +
+              row.tile.n * row.stages_v * row.head_dim.v);
+}
+
+template <Sm80Forward kRow>
+struct CheckedSm80Forward {
+  static_assert(is_compiled(kRow.head_dim.qk) && kRow.head_dim.qk == kRow.head_dim.v, "head_dim: see kGpuHeadDims");
+  static_assert(kRow.tile.m % (16 * kRow.warps) == 0, "tile.m: not a multiple of 16 rows a warp");
+  static_assert(kRow.tile.n % 16 == 0, "tile.n: not a multiple of 16");
+  static_assert(kRow.stages == 1 || kRow.stages == 2, "stages: not 1 or 2");
+  static_assert(has_kernels(kRow.kernels), "kernels: none");
+  static_assert(!kRow.any_alignment || smem_bytes(kRow) <= kSmallSharedBytes,
+                "any_alignment: more shared memory than every GPU has");
+};
+
+template <Sm80Backward kRow>
+struct CheckedSm80Backward {
+  static_assert(is_compiled(kRow.head_dim.qk) && kRow.head_dim.qk == kRow.head_dim.v, "head_dim: see kGpuHeadDims");
+  static_assert(kRow.tile.m % 16 == 0 && kRow.tile.n % 16 == 0, "tile: not a multiple of 16");
+  static_assert(kRow.warps % kRow.warps_s == 0 && kRow.warps % kRow.warps_dk == 0 && kRow.warps % kRow.warps_dq == 0,
+                "warps: not a multiple of those along one side of a product");
+  static_assert(has_kernels(kRow.kernels), "kernels: none");
+};
+
+// For every length at which the choice may change, mask, and set of features that some row serves.
+constexpr bool chosen_tiles_are_there(HeadDims head_dim) {
+  for (unsigned set = 0; set < kFeatureSets; ++set)
+    for (const MaskKind mask : {MaskKind::kDense, MaskKind::kBand, MaskKind::kBlockSparse})
+      for (int seqlen = 128; seqlen <= 4096; seqlen += 128) {
+        const auto features = static_cast<Features>(set);
+        const Tile tile = sm90::choose_forward_tile({head_dim, features, mask, seqlen, seqlen});
+        bool served = false, chosen = false;
+        for (const Sm90Forward& row : kSm90Forward) {
+          if (row.head_dim != head_dim || !has(row.kernels.serving(features), mask)) continue;
+          served = true;
+          chosen = chosen || (row.tile.m == tile.m && row.tile.n == tile.n);
+        }
+        if (served && !chosen) return false;
+      }
+  return true;
+}
+
+template <Sm90Forward kRow>
+struct CheckedSm90Forward {
+  static_assert(is_compiled(kRow.head_dim.qk), "head_dim: see kGpuHeadDims");
+  static_assert(kRow.tile.m % 64 == 0, "tile.m: not a multiple of 64 rows a warpgroup");
+  static_assert(kRow.tile.n % 16 == 0, "tile.n: not a multiple of 16");
+  static_assert(kRow.stages_k >= 1 && kRow.stages_v >= 1 && kRow.stages_q >= 1, "stages: less than 1");
+  static_assert(smem_bytes(kRow) < kSm90SharedBytes, "stages: more shared memory than a CTA has");
+  static_assert(has_kernels(kRow.kernels), "kernels: none");
+  static_assert(chosen_tiles_are_there(kRow.head_dim),
+                "choose_forward_tile(): gives calls of this head_dim a tile that no row has for their features");
+};
+
+template <Sm90Backward kRow>
+struct CheckedSm90Backward {
+  static_assert(is_compiled(kRow.head_dim.qk), "head_dim: see kGpuHeadDims");
+  static_assert(kRow.tile.m % 64 == 0 && kRow.tile.n % 64 == 0, "tile: not a multiple of 64");
+  static_assert(kRow.stages_do >= 1 && kRow.stages_k >= 1, "stages: less than 1");
+  static_assert(has_kernels(kRow.kernels), "kernels: none");
+};
+
+// Rows with kAll of a head_dim serve every mask: a call is refused for its size or device alone.
+template <class Row, std::size_t kRows>
+constexpr bool serves_everything(const Row (&rows)[kRows], int head_dim) {
+  unsigned masks = kNoMask;
+  for (const Row& row : rows)
+    if (row.head_dim.qk >= head_dim && row.any_alignment) masks |= row.kernels.of(kAll);
+  return masks == kEveryMask;
+}
+static_assert(serves_everything(kSm80Forward, 256) && serves_everything(kSm80Backward, 256),
+              "sm80: no kernel for calls that no other takes");
+
+// One check a row.
+constexpr auto each(auto check) {
+  return [check]<std::size_t... kIndices>(std::index_sequence<kIndices...>) {
+    (check(std::integral_constant<std::size_t, kIndices>()), ...);
+  };
+}
+constexpr void check_tables() {
+  each([](auto i) { CheckedSm80Forward<kSm80Forward[i]>(); })(std::make_index_sequence<std::size(kSm80Forward)>());
+  each([](auto i) { CheckedSm80Forward<kSm80SplitForward[i]>(); })(
+      std::make_index_sequence<std::size(kSm80SplitForward)>());
+  each([](auto i) { CheckedSm80Backward<kSm80Backward[i]>(); })(std::make_index_sequence<std::size(kSm80Backward)>());
+  each([](auto i) { CheckedSm90Forward<kSm90Forward[i]>(); })(std::make_index_sequence<std::size(kSm90Forward)>());
+  each([](auto i) { CheckedSm90Backward<kSm90Backward[i]>(); })(std::make_index_sequence<std::size(kSm90Backward)>());
+}
+
+}  // namespace flashsdk::table

@@ -1,0 +1,23 @@
+// The table of CPU kernels: one for every dtype, operation, head_dim, mask and set of features below, and for every
+// instruction set.
+#pragma once
+
+#include <string_view>
+
+#include "table/row.h"
+
+namespace flashsdk::table {
+
+constexpr DType kCpuDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+// Widths of packed tiles, not of loops: a smaller head_dim runs in the next one and computes no more for it.
+constexpr int kCpuHeadDims[] = {128, 256};
+constexpr Features kCpuFeatures[] = {kNone, kAll};
+
+// Whether an instruction set adds something for a dtype: where not, the next slower one has its kernels.
+constexpr bool cpu_has(std::string_view isa, DType dtype) {
+  if (isa == "avx512_bf16") return dtype == DType::kBFloat16;
+  if (isa == "avx512_amx") return dtype != DType::kFloat32;
+  return true;
+}
+
+}  // namespace flashsdk::table

@@ -1,0 +1,135 @@
+// The table of SM80 kernels. A row is a tile; for each dtype, set of features and mask that it names there is one
+// kernel. Measured on an H200.
+//
+// To add a tile, add a row. A call takes the first kernel that fits: smaller head dimensions first, then fewer
+// features, then in the order of this table. kAll serves every set of features that has no kernel of its own.
+#pragma once
+
+#include "table/row.h"
+
+namespace flashsdk::table {
+
+struct Sm80Forward {
+  HeadDims head_dim;
+  Tile tile;  // queries × keys
+  int warps;
+  int stages = 1;  // buffers of K and V
+  bool q_in_registers = false;
+  int blocks = 2;              // CTAs a multiprocessor should hold: caps the registers
+  bool any_alignment = false;  // takes tensors that are not aligned to 16 bytes, and head_dim that is no multiple of 8
+  Kernels kernels;
+};
+
+// CTAs of four warps, two a multiprocessor, leave 255 registers a thread, as one of eight in the backward. Some plain
+// kernels need a few more (gpu_kernels.csv, bytes of stack): forward 24 at head_dim 64, 48 at 32 with a band, 32 at 128
+// with a layout; backward 16 at 192 with a band, and at 256 40 with a band, 16 with a layout, 8 without a mask; in the
+// main loops these are 2 to 18 loads and stores. At head_dim 64, smaller tiles, which spill nothing, were slower.
+//
+// Tiles for layouts divide the usual blocks of 64 and 128, and leave registers for lists and features. All features
+// take registers that the other tiles do not have, a mask more of them: with fewer elements a thread, slower in
+// themselves, less is spilled (benchmarks/results/sm80_features.csv). ALiBi alone takes so few that it has the tiles of
+// kNone (alibi_bias.csv).
+// clang-format off
+constexpr Sm80Forward kSm80Forward[] = {
+    {.head_dim = 32, .tile = {128, 128}, .warps = 4, .q_in_registers = true, .kernels = no_layout(kNone, kAlibi)},
+    {.head_dim = 32, .tile = {128, 64}, .warps = 4, .q_in_registers = true,
+     .kernels = layouts(kNone) | every_mask(kDropout, kAll) | no_layout(kBias)},
+
+    {.head_dim = 64, .tile = {128, 128}, .warps = 4, .kernels = no_layout(kNone, kDropout, kAlibi)},
+    {.head_dim = 64, .tile = {128, 64}, .warps = 4, .q_in_registers = true,
+     .kernels = layouts(kNone, kDropout) | no_layout(kBias)},
+    {.head_dim = 64, .tile = {128, 64}, .warps = 4, .kernels = kernels_for(kDense, kAll)},
+    {.head_dim = 64, .tile = {64, 64}, .warps = 4, .blocks = 3, .kernels = kernels_for(kBandOrLayout, kAll)},
+
+    {.head_dim = 96, .tile = {128, 64}, .warps = 4,
+     .kernels = every_mask(kNone, kDropout, kAll) | no_layout(kAlibi, kBias)},
+
+    {.head_dim = 128, .tile = {128, 48}, .warps = 4, .kernels = no_layout(kNone, kAlibi)},
+    {.head_dim = 128, .tile = {128, 64}, .warps = 4,
+     .kernels = layouts(kNone) | every_mask(kDropout) | no_layout(kBias)},
+    {.head_dim = 128, .tile = {64, 64}, .warps = 4, .kernels = every_mask(kAll)},
+
+    {.head_dim = 192, .tile = {64, 64}, .warps = 4,
+     .kernels = every_mask(kNone, kDropout, kAll) | no_layout(kAlibi, kBias)},
+
+    {.head_dim = 256, .tile = {64, 64}, .warps = 4,
+     .kernels = every_mask(kNone, kDropout, kAll) | no_layout(kAlibi, kBias)},
+
+    // What takes the rest: tensors of any alignment, devices with less shared memory (99 KiB do for the last of each
+    // head_dim), and layouts with smaller blocks. They cover the smaller head dimensions too. One warp a tile of
+    // 16 × 16 takes any block size, at a price; it spills 360 to 800 bytes at head_dim 256.
+    {.head_dim = 64, .tile = {64, 64}, .warps = 4, .any_alignment = true, .kernels = every_mask(kAll)},
+    {.head_dim = 64, .tile = {16, 16}, .warps = 1, .blocks = 1, .any_alignment = true, .kernels = layouts(kAll)},
+    {.head_dim = 128, .tile = {64, 64}, .warps = 4, .any_alignment = true, .kernels = every_mask(kAll)},
+    {.head_dim = 128, .tile = {16, 16}, .warps = 1, .blocks = 1, .any_alignment = true, .kernels = layouts(kAll)},
+    {.head_dim = 256, .tile = {64, 64}, .warps = 4, .blocks = 1, .any_alignment = true, .kernels = every_mask(kAll)},
+    {.head_dim = 256, .tile = {16, 16}, .warps = 1, .blocks = 1, .any_alignment = true, .kernels = layouts(kAll)},
+};
+
+// Few queries: CTAs of four warps, two a multiprocessor, each with a part of the keys. Smaller head dimensions take
+// these too: what a tile leaves empty is not read from memory, which is what bounds them.
+constexpr Sm80Forward kSm80SplitForward[] = {
+    {.head_dim = 64, .tile = {64, 128}, .warps = 4, .stages = 2, .q_in_registers = true,
+     .kernels = no_layout(kNone, kAll)},
+    {.head_dim = 128, .tile = {64, 64}, .warps = 4, .stages = 2, .q_in_registers = true,
+     .kernels = no_layout(kNone, kAll)},
+    {.head_dim = 256, .tile = {64, 64}, .warps = 4, .kernels = no_layout(kNone, kAll)},
+};
+// clang-format on
+
+struct Sm80Backward {
+  HeadDims head_dim;
+  Tile tile;
+  int warps;
+  int warps_s, warps_dk, warps_dq;  // of these along the keys of S and of dK and dV, along the queries of dQ
+  int blocks = 1;
+  bool staggered = false;  // see cuda::QueryStream
+  bool any_alignment = false;
+  Kernels kernels;
+};
+
+// clang-format off
+constexpr Sm80Backward kSm80Backward[] = {
+    {.head_dim = 32, .tile = {32, 128}, .warps = 4, .warps_s = 4, .warps_dk = 4, .warps_dq = 2, .blocks = 2,
+     .staggered = true, .kernels = every_mask(kNone, kDropout, kAll) | no_layout(kAlibi, kBias)},
+
+    {.head_dim = 64, .tile = {32, 128}, .warps = 4, .warps_s = 4, .warps_dk = 4, .warps_dq = 2, .blocks = 2,
+     .staggered = true, .kernels = every_mask(kNone, kDropout) | no_layout(kAlibi, kBias)},
+    {.head_dim = 64, .tile = {64, 128}, .warps = 8, .warps_s = 8, .warps_dk = 8, .warps_dq = 4,
+     .kernels = every_mask(kAll)},
+
+    {.head_dim = 96, .tile = {64, 128}, .warps = 8, .warps_s = 4, .warps_dk = 4, .warps_dq = 4,
+     .staggered = true, .kernels = every_mask(kNone, kDropout) | no_layout(kAlibi, kBias)},
+    {.head_dim = 96, .tile = {64, 128}, .warps = 8, .warps_s = 4, .warps_dk = 4, .warps_dq = 4,
+     .kernels = every_mask(kAll)},
+
+    {.head_dim = 128, .tile = {64, 128}, .warps = 8, .warps_s = 4, .warps_dk = 4, .warps_dq = 2,
+     .kernels = every_mask(kNone, kDropout) | no_layout(kAlibi, kBias)},
+    {.head_dim = 128, .tile = {32, 128}, .warps = 8, .warps_s = 4, .warps_dk = 4, .warps_dq = 2,
+     .kernels = every_mask(kAll)},
+
+    {.head_dim = 192, .tile = {64, 64}, .warps = 8, .warps_s = 2, .warps_dk = 2, .warps_dq = 2,
+     .staggered = true, .kernels = every_mask(kNone, kDropout, kAll) | no_layout(kAlibi, kBias)},
+
+    {.head_dim = 256, .tile = {64, 64}, .warps = 8, .warps_s = 2, .warps_dk = 2, .warps_dq = 2,
+     .staggered = true, .kernels = every_mask(kNone, kDropout, kAll) | no_layout(kAlibi, kBias)},
+
+    // What takes the rest, as above. 16 × 32 is for GPUs with little shared memory; with a band it spills 56 bytes.
+    {.head_dim = 64, .tile = {64, 64}, .warps = 8, .warps_s = 4, .warps_dk = 4, .warps_dq = 4, .any_alignment = true,
+     .kernels = every_mask(kAll)},
+    {.head_dim = 64, .tile = {16, 16}, .warps = 1, .warps_s = 1, .warps_dk = 1, .warps_dq = 1, .any_alignment = true,
+     .kernels = layouts(kAll)},
+    {.head_dim = 128, .tile = {32, 64}, .warps = 8, .warps_s = 4, .warps_dk = 4, .warps_dq = 2, .any_alignment = true,
+     .kernels = every_mask(kAll)},
+    {.head_dim = 128, .tile = {16, 16}, .warps = 1, .warps_s = 1, .warps_dk = 1, .warps_dq = 1, .any_alignment = true,
+     .kernels = layouts(kAll)},
+    {.head_dim = 256, .tile = {32, 64}, .warps = 8, .warps_s = 4, .warps_dk = 4, .warps_dq = 2, .any_alignment = true,
+     .kernels = every_mask(kAll)},
+    {.head_dim = 256, .tile = {16, 32}, .warps = 2, .warps_s = 2, .warps_dk = 2, .warps_dq = 1, .any_alignment = true,
+     .kernels = every_mask(kAll)},
+    {.head_dim = 256, .tile = {16, 16}, .warps = 1, .warps_s = 1, .warps_dk = 1, .warps_dq = 1, .any_alignment = true,
+     .kernels = layouts(kAll)},
+};
+// clang-format on
+
+}  // namespace flashsdk::table
