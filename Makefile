@@ -86,10 +86,10 @@ coverage-python:
 
 coverage-cpp:
 	@$(BOOTSTRAP) test coverage
+	@rm -rf build/gcov  # gcovr ends at objects of files that are gone
 	@$(WATCHED) -B build/gcov -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -fprofile-update=atomic -Og" \
 		-DFLASHSDK_CPU_ISAS=$(VECTOR_ISA) $(CMAKE_ARGS)
 	@$(CMAKE) --build build/gcov -j $(JOBS) --target flashsdk_tests
-	@find build/gcov -name '*.gcda' -delete
 	@$(CTEST) --test-dir build/gcov -j $(JOBS) -E '^package' $(CTEST_ARGS)
 	@mkdir -p build/coverage
 	@$(BIN)/gcovr -j $(JOBS) -r . -f cpp/ --object-directory build/gcov --exclude-directories '.*CompilerId' --merge-lines \
