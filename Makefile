@@ -1,15 +1,19 @@
 # make demo    set up, build, and run attention at real model shapes
 # make test    set up, build, and run ctest and pytest
+# make coverage   which lines of the package, and of the C++ library, the tests reach: build/coverage
 # make test-gpu   on a machine with a GPU: build for it, test on it, write benchmarks/results/gpu_tests.json
 # make bench-gpu  the same for speed: our backends beside PyTorch's, benchmarks/results/gpu_bench.*
 #
 # Variables: PYTHON (base interpreter), JOBS, BUILD_DIR, CMAKE_ARGS (such as
 # -DFLASHSDK_CPU_ISAS=avx2), TORCH_SPEC, JAX_SPEC, JAX=0 and TRANSFORMERS=0 (without these and their tests), DEMO_ARGS,
-# BENCH_ARGS, PYTEST_ARGS, CTEST_ARGS; for the GPU targets GPU_ARGS, FLASHSDK_CUTLASS_DIR (a checkout of CUTLASS 4.2).
+# BENCH_ARGS, PYTEST_ARGS, CTEST_ARGS, WORKERS (of pytest; 0: one process); for the GPU targets GPU_ARGS,
+# FLASHSDK_CUTLASS_DIR (a checkout of CUTLASS 4.2).
 
 SHELL := /bin/bash
 PYTHON ?= python3
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# Each imports PyTorch, JAX and transformers: more than eight cost more than they bring.
+WORKERS ?= $(shell echo $$(($(JOBS) < 8 ? $(JOBS) : 8)))
 BUILD_DIR ?= build/dev
 JAX ?= 1
 TRANSFORMERS ?= 1
@@ -24,22 +28,28 @@ CMAKE := $(BIN)/cmake
 CONFIGURE = $(CMAKE) -S . -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DPython_EXECUTABLE=$(PY)
 CONFIGURE_DEV = $(CONFIGURE) -B $(BUILD_DIR) -DCMAKE_BUILD_TYPE=Release -DFLASHSDK_BUILD_PYTHON=ON
 CTEST := $(BIN)/ctest --output-on-failure
+# Neighbours in a file go to one worker, as they share references; one that is done takes from the other's end.
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations=25 --durations-min=1
 
-# Sanitized builds compile the kernels of one head dimension, the one that takes every smaller one too.
+# The tests start PyTorch some two hundred times: compiled once, that takes half as long.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Builds that watch compile the kernels of one head dimension, the one that takes every smaller one too.
 VECTOR_ISA := $(if $(filter x86_64,$(shell uname -m)),avx2,portable)
-SANITIZED = $(CONFIGURE) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFLASHSDK_BUILD_TESTS=ON -DFLASHSDK_CUDA=OFF \
-	-DFLASHSDK_CPU_HEAD_DIMS=256
+WATCHED = $(CONFIGURE) -DFLASHSDK_BUILD_TESTS=ON -DFLASHSDK_CUDA=OFF -DFLASHSDK_CPU_HEAD_DIMS=256
+SANITIZED = $(WATCHED) -DCMAKE_BUILD_TYPE=RelWithDebInfo
 
 PY_DIRS = $(wildcard python tests benchmarks examples scripts)
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-asan test-tsan test-package test-jax test-gpu bench-gpu build-cuda-ci bench lint format \
-	site wheel clean distclean
+.PHONY: help setup build demo test coverage coverage-python coverage-cpp test-asan test-tsan test-package test-jax \
+	test-gpu bench-gpu build-cuda-ci bench lint lint-tools lint-ruff lint-format lint-mypy lint-clang-format \
+	lint-columns format site wheel clean distclean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
-	@echo "also: setup build bench lint format site wheel test-asan test-tsan test-package test-jax build-cuda-ci clean distclean"
+	@echo "also: setup build bench lint format site wheel coverage-python coverage-cpp test-asan test-tsan test-package test-jax build-cuda-ci clean distclean"
 
 setup:
 	@$(BOOTSTRAP) $(TEST_GROUPS) lint
@@ -64,8 +74,26 @@ test:
 	@$(BOOTSTRAP) $(TEST_GROUPS)
 	@$(CONFIGURE_DEV) -DFLASHSDK_CPU_ISAS=all -DFLASHSDK_BUILD_TESTS=ON $(CMAKE_ARGS)
 	@$(CMAKE) --build $(BUILD_DIR) -j $(JOBS)
-	@$(CTEST) --test-dir $(BUILD_DIR) $(CTEST_ARGS)
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(CTEST) --test-dir $(BUILD_DIR) -j $(JOBS) $(CTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
+
+# Which lines the tests reach. The library is that of `make build`; gcov is told of another build, by ctest alone.
+coverage: coverage-python coverage-cpp
+
+coverage-python:
+	@$(BOOTSTRAP) $(TEST_GROUPS) coverage
+	@$(PYTEST) --cov --cov-report=term --cov-report=html:build/coverage/python $(PYTEST_ARGS)
+
+coverage-cpp:
+	@$(BOOTSTRAP) test coverage
+	@rm -rf build/gcov  # gcovr ends at objects of files that are gone
+	@$(WATCHED) -B build/gcov -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -fprofile-update=atomic -Og" \
+		-DFLASHSDK_CPU_ISAS=$(VECTOR_ISA) $(CMAKE_ARGS)
+	@$(CMAKE) --build build/gcov -j $(JOBS) --target flashsdk_tests
+	@$(CTEST) --test-dir build/gcov -j $(JOBS) -E '^package' $(CTEST_ARGS)
+	@mkdir -p build/coverage
+	@$(BIN)/gcovr -j $(JOBS) -r . -f cpp/ --object-directory build/gcov --exclude-directories '.*CompilerId' --merge-lines \
+		--html-details build/coverage/cpp.html --txt -
 
 # AddressSanitizer and UndefinedBehaviorSanitizer over every gtest.
 test-asan:
@@ -97,7 +125,7 @@ build-cuda-ci:
 	@$(BOOTSTRAP) build
 	@$(CONFIGURE) -B build/cuda-ci -DCMAKE_BUILD_TYPE=Release -DFLASHSDK_CUDA=ON -DFLASHSDK_CUDA_SUBSET=ci \
 		"-DCMAKE_CUDA_ARCHITECTURES=80-real;90a-real" \
-		-DFLASHSDK_CPU_ISAS=portable -DFLASHSDK_CPU_HEAD_DIMS=256 -DFLASHSDK_BUILD_PYTHON=ON \
+		-DFLASHSDK_CPU_ISAS=portable -DFLASHSDK_CPU_HEAD_DIMS=256 -DFLASHSDK_CPU_DTYPES=fp32 -DFLASHSDK_BUILD_PYTHON=ON \
 		-DFLASHSDK_BUILD_TESTS=ON -DFLASHSDK_EXTENSION_DIR=$(CURDIR)/build/cuda-ci/extension $(GPU_CMAKE_ARGS)
 	@$(CMAKE) --build build/cuda-ci -j $(JOBS) --target flashsdk _bindings flashsdk_device_tests flashsdk_gpu_harness
 	@$(CTEST) --test-dir build/cuda-ci -R '^Device'
@@ -113,12 +141,21 @@ test-package:
 	@$(BOOTSTRAP) build
 	@$(PY) scripts/test_package.py
 
-lint:
+# .pre-commit-config.yaml calls these one by one.
+lint: lint-ruff lint-format lint-mypy lint-clang-format lint-columns
+
+lint-ruff lint-format lint-mypy lint-clang-format: lint-tools
+lint-tools:
 	@$(BOOTSTRAP) lint
+lint-ruff:
 	@$(BIN)/ruff check $(PY_DIRS)
+lint-format:
 	@$(BIN)/ruff format --check $(PY_DIRS)
+lint-mypy:
 	@$(BIN)/mypy
+lint-clang-format:
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+lint-columns:
 	@! LC_ALL=C.UTF-8 grep -nE '.{121}' $(CPP_FILES) || { echo "lint: longer than 120 columns"; exit 1; }
 
 # The pages of docs/ as a site, in build/site. A link that leads nowhere fails it.

@@ -1,6 +1,7 @@
 """Sets up .venv with what one make target needs, and skips what is done.
 
-    python3 scripts/bootstrap.py GROUP...     build  demo  test  lint  docs  jax  transformers
+    python3 scripts/bootstrap.py GROUP...     build  demo  test  coverage  lint  docs  jax
+                                              transformers
 
 The packages of a group are read from pyproject.toml, the only place that lists them. Runs on the
 system's Python with nothing but the standard library. Missing Debian packages are installed when
@@ -102,7 +103,7 @@ def gpu_present() -> bool:
 
 
 def pip(*arguments: str, quiet_failure: bool = False) -> bool:
-    """Runs pip in the venv. Bytecode is left to the first import: that is faster here."""
+    """Runs pip in the venv. Bytecode is left to the first import: of most files there is none."""
     command = [str(PYTHON), "-m", "pip", "install", "-qq", "--no-compile", *arguments]
     env = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     result = subprocess.run(command, env=env, stderr=subprocess.DEVNULL if quiet_failure else None)
@@ -156,6 +157,7 @@ def packages(group: str) -> list[str]:
         "build": [*tools, *groups["build"], *project["dependencies"]],
         "demo": extras["plot"],
         "test": groups["test"],
+        "coverage": groups["coverage"],
         "docs": groups["docs"],
         "lint": groups["lint"],
         "jax": [*([JAX_SPEC] if JAX_SPEC else extras["jax"]), *groups["test-jax"]],
@@ -163,14 +165,18 @@ def packages(group: str) -> list[str]:
     }[group]
 
 
+def state(wanted: list[str]) -> str:
+    """What a stamp holds where these packages are installed."""
+    return hashlib.sha256(repr((wanted, TORCH_SPEC, sys.version)).encode()).hexdigest()
+
+
 def install(group: str) -> None:
     """Installs one group, unless its stamp says that these very packages are there."""
     wanted = packages(group)
-    state = hashlib.sha256(repr((wanted, TORCH_SPEC, sys.version)).encode()).hexdigest()
     stamp = VENV / f".flashsdk-{group}"
     if group == "build" and PYTHON.exists():
         link_sources()
-    if stamp.exists() and stamp.read_text() == state:
+    if stamp.exists() and stamp.read_text() == state(wanted):
         return
     if group == "build":
         check_system()
@@ -182,7 +188,7 @@ def install(group: str) -> None:
     pip(*wanted)
     if group in ("demo", "test"):
         install_torch(required=group == "test")
-    stamp.write_text(state)
+    stamp.write_text(state(wanted))
 
 
 def main() -> None:

@@ -8,10 +8,12 @@ as a static library, and used from CMake; ctest does the same with the shared on
 
 from __future__ import annotations
 
+import email
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,6 +83,16 @@ def static_library(folder: Path) -> None:
     run(example / "cpp_integration")
 
 
+def check_description(wheel: Path) -> None:
+    """What a package index shows of the wheel is docs/package.md."""
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        shown = email.message_from_bytes(files.read(name))
+    page = (ROOT / "docs" / "package.md").read_text("utf-8")
+    assert shown["Description-Content-Type"] == "text/markdown", shown["Description-Content-Type"]
+    assert shown.get_payload(decode=True).decode("utf-8").strip() == page.strip(), "another page"
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -93,6 +105,7 @@ def main() -> None:
 
         run(sys.executable, "-m", "pip", "wheel", *OFFLINE, *SMALL, "-w", folder / "dist", ".")
         (wheel,) = (folder / "dist").glob("flashsdk-*.whl")
+        check_description(wheel)
         for title, arguments in {
             f"pip install {wheel.name}": [wheel],
             "pip install .": [*SMALL, "."],

@@ -13,7 +13,16 @@ import pytest
 from runner import Runner, targets
 
 
-@pytest.fixture(params=targets(), ids=lambda target: target.name)
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc):
+    """Where a test runs varies fastest: its references are computed once, see runner.py."""
+    if "runner" in metafunc.fixturenames:
+        metafunc.parametrize("runner", targets(), ids=lambda target: target.name, indirect=True)
+    if "torch_way" in metafunc.fixturenames:
+        metafunc.parametrize("torch_way", ("native", "python"), indirect=True)
+
+
+@pytest.fixture
 def runner(request) -> Runner:
     """Where a problem runs: `runner.check(problem)`."""
     target = request.param
@@ -50,11 +59,6 @@ def seeded():
         torch.manual_seed(0)
 
 
-def pytest_generate_tests(metafunc):
-    if "torch_way" in metafunc.fixturenames:
-        metafunc.parametrize("torch_way", ("native", "python"), indirect=True)
-
-
 @pytest.fixture
 def torch_way(request, monkeypatch) -> str:
     """The two ways of eager calls of flashsdk.torch: for tests of what both have to do."""
@@ -82,21 +86,35 @@ def same_threads():
 
 @pytest.fixture(autouse=True)
 def errors_are_one_line(monkeypatch):
-    """Every Error that a test provokes, whatever else it asks of it."""
-    import flashsdk as fs
+    """Every Error that a test expects, whatever else the test asks of it."""
+    raises = pytest.raises
 
-    lines = []
-    make = fs.Error.__init__
+    def raises_one_line(expected, *args, **options):
+        context = raises(expected, *args, **options)
+        return context if args else Checked(context)
 
-    def made(self, message, *rest, **options):
-        make(self, message, *rest, **options)
-        lines.append(message)
+    monkeypatch.setattr(pytest, "raises", raises_one_line)
 
-    monkeypatch.setattr(fs.Error, "__init__", made)
-    yield
-    for line in lines:
-        assert len(line.splitlines()) == 1, line
-        assert ": " in line and "; " in line, line
+
+class Checked:
+    """The context of ``pytest.raises``, and a look at the Error that it caught."""
+
+    def __init__(self, context):
+        self.context = context
+
+    def __enter__(self):
+        self.info = self.context.__enter__()
+        return self.info
+
+    def __exit__(self, *raised):
+        from flashsdk import Error
+
+        caught = self.context.__exit__(*raised)
+        if caught and isinstance(self.info.value, Error):
+            line = str(self.info.value)
+            assert len(line.splitlines()) == 1, line
+            assert ": " in line and "; " in line, line
+        return caught
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -1,13 +1,15 @@
 """Standard attention in PyTorch, and how far from it the adapter may be (docs/numerics.md).
 
 A result may be as far from float64 as twice what standard attention in the same dtype is, plus
-1e-5. Both come from the same few lines, differentiated by autograd.
+1e-5. Both are the package's second definition, ``_testing.naive``, differentiated by autograd.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from flashsdk._testing import naive
+from flashsdk._testing.reference import Features
 from torch import Tensor
 
 
@@ -22,31 +24,33 @@ def standard(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """out (batch, seqlen_q, num_heads, head_dim_v), lse (batch, num_heads, seqlen_q)."""
-    group = q.shape[2] // k.shape[2]
+    """out (batch, seqlen_q, num_heads, head_dim_v), lse (batch, num_heads, seqlen_q).
+
+    Every tensor is rounded to the dtype of q, and so is its gradient; sums inside an operation are
+    float32.
+    """
+    dtype, device, group = q.dtype, q.device, q.shape[2] // k.shape[2]
+    held = torch.promote_types(dtype, torch.float32)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    s = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    if softcap > 0:
-        s = softcap * torch.tanh(s / softcap)
-    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    if bias is not None and bias.dtype != torch.bool:
-        s = s + bias.to(s.dtype)
+    f = Features(softmax_scale, softcap=softcap)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    head = naive.Heads(f, *(x.to(held) for x in (q, k, v)), None, None, scale)
+    added = None
+    if bias is not None and bias.dtype == torch.bool:
+        visible = bias if visible is None else bias & visible
     elif bias is not None:
-        seen = seen & bias
+        added = bias.to(held)
     if alibi_slopes is not None:
-        i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
-        slopes = alibi_slopes.reshape(-1, alibi_slopes.shape[-1], 1, 1).to(s.dtype)
-        s = s - slopes * (i + seqlen_k - seqlen_q - j).abs()
-    if visible is not None:
-        seen = seen & visible
-    lowest = torch.finfo(s.dtype).min
-    some = seen.any(-1, keepdim=True)
-    s = s.masked_fill(~seen, lowest)
-    p = torch.softmax(s, -1) * some
-    lse = torch.logsumexp(s, -1).masked_fill(~some.expand(*s.shape[:-1], 1)[..., 0], -torch.inf)
-    return (p @ v).transpose(1, 2), lse
+        i, j = (torch.arange(n, device=device) for n in (seqlen_q, seqlen_k))
+        distance = (i[:, None] + seqlen_k - seqlen_q - j).abs()
+        alibi = -alibi_slopes.reshape(-1, alibi_slopes.shape[-1], 1, 1).to(held) * distance
+        added = alibi if added is None else added + alibi
+    out, lse = naive.attention(
+        head, added, visible, round_to=lambda x: x.to(dtype).to(held), xp=torch
+    )
+    return out.to(dtype).transpose(1, 2), lse.to(dtype)
 
 
 def gradients(

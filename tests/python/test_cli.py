@@ -154,8 +154,15 @@ def test_as_many_threads_as_the_library_takes():
         (["demo", "--out", "demo.exe"], "--out: 'demo.exe'; a path that ends in .png, .svg, .pdf"),
     ],
 )
-def test_errors_are_one_line(args, says):
-    err = run(*args, code=2)
+def test_errors_are_one_line(args, says, capsys):
+    if "--isa" in args:  # which takes a process of its own
+        err = run(*args, code=2)
+    else:
+        try:
+            assert cli.main(args) == 2
+        except SystemExit as e:  # of argparse
+            assert e.code == 2
+        err = capsys.readouterr().err
     assert says in err
     assert len(err.strip().splitlines()) == 1
 
@@ -187,10 +194,24 @@ def test_verify_stops_at_a_count():
     assert out.endswith("no failure\n")
 
 
-def test_verify_stops_at_a_time():
-    begin = time.monotonic()
-    assert "no failure" in run("verify", "--seconds", "1", "--first-seed", "7")
-    assert time.monotonic() - begin < 60
+def test_verify_stops_at_a_time(monkeypatch, capsys):
+    """At the first problem that would begin after it, by a clock that each problem moves by 1 s."""
+    clock = 100.0
+
+    def check(problem, *_):
+        nonlocal clock
+        clock += 1
+        assert clock < 200, "it goes on for ever"
+        return Report(problem, "cpu", [], {})
+
+    monkeypatch.setattr(verify, "check", check)
+    monkeypatch.setattr(verify.time, "monotonic", lambda: clock)
+    for seconds, problems in ((2.5, 3), (3.0, 3), (None, verify.DEFAULT_SECONDS)):
+        clock = 100.0
+        code = verify.run(seconds=seconds, count=None, seed=None, backend="cpu", framework=None)
+        assert code == 0
+        out = capsys.readouterr().out
+        assert f"\n{problems:.0f} problems in {problems:.0f} s" in out and "no failure" in out
 
 
 def test_verify_ends_cleanly_on_ctrl_c():
@@ -243,6 +264,12 @@ def small_demo(monkeypatch):
     monkeypatch.setattr(demo, "SHAPES", tuple(s for s in small if s.seqlen <= 256))
 
 
+@pytest.fixture
+def smallest_demo(small_demo, monkeypatch):
+    """One shape, for what goes wrong with each alike."""
+    monkeypatch.setattr(demo, "SHAPES", demo.SHAPES[:1])
+
+
 @has_matplotlib
 def test_demo_draws_and_records(small_demo, tmp_path, capsys):
     picture, record = tmp_path / "demo.png", tmp_path / "demo.json"
@@ -258,7 +285,7 @@ def test_demo_draws_and_records(small_demo, tmp_path, capsys):
     assert "measured on 1/16384 and 5/8 of" in demo.describe(data)
 
 
-def test_demo_fails_when_a_result_is_wrong(small_demo, tmp_path, monkeypatch, capsys):
+def test_demo_fails_when_a_result_is_wrong(smallest_demo, tmp_path, monkeypatch, capsys):
     forward = fs.mha_fwd
 
     def wrong(*args, **kwargs):
@@ -271,7 +298,7 @@ def test_demo_fails_when_a_result_is_wrong(small_demo, tmp_path, monkeypatch, ca
     assert "error bound missed" in capsys.readouterr().out
 
 
-def test_demo_fails_on_nan(small_demo, tmp_path, monkeypatch):
+def test_demo_fails_on_nan(smallest_demo, tmp_path, monkeypatch):
     backward = fs.mha_bwd
 
     def wrong(*args, **kwargs):
@@ -349,14 +376,18 @@ def test_standard_attention_is_the_definition(kind, mask):
 
 @has_matplotlib
 def test_bench_writes_table_record_and_picture(tmp_path):
-    out = run("bench", "--quick", "--filter", "dense", "fp32", "d64", "--out", str(tmp_path))
+    isa, shares = fs.build_info()["cpu_isa"], []
+    for _ in range(3):  # a neighbour that takes a processor while the peak is measured makes it low
+        out = run("bench", "--quick", "--filter", "dense", "fp32", "d64", "--out", str(tmp_path))
+        record = json.loads((tmp_path / f"cpu_{isa}.json").read_text())
+        shares = [row["share"] for row in record["rows"]]
+        if max(shares) < 1.2:
+            break
+    assert all(0 < share < 1.2 for share in shares), shares
     assert "of peak" in out
-    isa = fs.build_info()["cpu_isa"]
-    record = json.loads((tmp_path / f"cpu_{isa}.json").read_text())
     assert (tmp_path / f"cpu_{isa}.png").read_bytes().startswith(PNG)
     assert {row["op"] for row in record["rows"]} == {"fwd", "bwd"}
     for row in record["rows"]:
-        assert 0 < row["share"] < 1.2
         assert len(row["peaks"]) == len(row["samples"]["ours"])
 
 

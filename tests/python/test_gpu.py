@@ -280,7 +280,7 @@ def test_outputs_are_untouched_by_bad_calls(backend):
     x = qkv()
     given = outputs(x)[0]
     for bad in ({"dropout_p": 1.0}, {"softmax_scale": float("nan")}, {"stream": "x"}):
-        with pytest.raises(fs.Error):
+        with pytest.raises(fs.Error, match=f"^{next(iter(bad))}: "):
             fs.mha_fwd(*x[:3], **given, backend=backend, **bad)
     torch.cuda.synchronize()
     assert all(t.isnan().all() for t in given.values())

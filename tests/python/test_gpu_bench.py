@@ -192,7 +192,7 @@ def test_every_section_runs_and_renders(modules, put, monkeypatch, tmp_path):
     bench, calls = modules.bench, modules.calls
     for module in (bench, calls):
         monkeypatch.setattr(module, "DEVICE", "cpu")
-        monkeypatch.setattr(module, "TOKENS", 1024)
+        monkeypatch.setattr(module, "TOKENS", 512)
         monkeypatch.setattr(module, "WIDTH", 256)
     monkeypatch.setattr(calls, "SDPA", dict.fromkeys(calls.SDPA, SDPBackend.MATH))
     monkeypatch.setattr(modules.card, "nvidia_smi", lambda query: ["no-such-program", query])
@@ -202,7 +202,7 @@ def test_every_section_runs_and_renders(modules, put, monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "GPT2_MEDIUM", (1, 32, 2, 64))
     monkeypatch.setattr(bench, "BEYOND_CACHES", 1 << 16)
     sections = {name: f for name, f in bench.SECTIONS.items() if name != "features_off"}
-    sections["sparse"] = lambda wanted: bench.sparse(wanted, block=32)
+    sections["sparse"] = lambda wanted: bench.sparse(wanted, block=16)
     monkeypatch.setattr(bench, "SECTIONS", sections)
     wanted = bench.Wanted(
         dims=(64, 128), lengths=(64, 128), libraries=("cpu", "cudnn", "fa2"), baseline=calls.fs

@@ -288,3 +288,36 @@ def test_problems_cover_the_features():
     assert any(p.num_heads_kv < p.num_heads for p in problems)
     assert any(p.head_dim > 192 for p in problems)
     assert str(generate(7)) == str(problems[7])
+
+
+STANDARD = {
+    "plain": {},
+    "band": {"mask": BandSpec(9, 2, "bottom_right")},
+    "rows without keys": {"mask": BandSpec(0, 0, "top_left")},
+    "bias": {"bias": np.where(np.arange(13) == 4, -np.inf, np.arange(13) / 5)[None, None, None]},
+    "boolean bias": {"bias": (np.arange(52) % 3 > 0).reshape(2, 2, 1, 13)},
+    "ALiBi and softcap": {"alibi_slopes": np.array([0.1, 0.3]), "softcap": 3.0},
+    "scale": {"softmax_scale": 0.25},
+}
+
+
+@pytest.mark.parametrize("features", STANDARD.values(), ids=STANDARD)
+def test_pytorch_s_standard_attention_agrees(features):
+    """With its gradients by autograd: the definition that the tests of flashsdk.torch go by."""
+    torch = pytest.importorskip("torch")
+    from standard_attention import gradients, standard
+
+    q, k, v, dout = (x.astype(np.float64) for x in qkv((17, 13), (2, 1), (4, 3)))
+    dlse = np.linspace(-1, 1, 68).reshape(2, 2, 17)
+    want = reference.forward_backward(dout, q, k, v, dlse=dlse, **features)
+    options = {n: torch.from_numpy(x) if n in ("bias", "alibi_slopes") else x
+               for n, x in features.items() if n != "mask"}  # fmt: skip
+    if band := features.get("mask"):
+        rows = [reference.visible_keys(band, 0, 0, i, 17, 13) for i in range(17)]
+        options["visible"] = torch.from_numpy(np.array(rows))
+    arrays = map(torch.from_numpy, (q, k, v))
+    got = gradients(
+        lambda *x: standard(*x, **options), [*arrays], [*map(torch.from_numpy, (dout, dlse))]
+    )
+    for ours, exact in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours.numpy(), exact, rtol=1e-12, atol=1e-12)

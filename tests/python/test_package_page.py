@@ -1,4 +1,4 @@
-"""docs/package.md, what a package index shows."""
+"""docs/package.md, what a package index shows: scripts/test_package.py looks for it in a wheel."""
 
 import re
 from pathlib import Path
@@ -14,12 +14,6 @@ def page():
     if not PAGE.exists():
         pytest.skip("not a checkout")
     return PAGE.read_text("utf-8")
-
-
-def test_it_is_the_description_of_the_package(page):
-    assert f'\nreadme = "{PAGE.relative_to(ROOT)}"\n' in (ROOT / "pyproject.toml").read_text(
-        "utf-8"
-    )
 
 
 def test_links_lead_somewhere_without_the_sources(page):

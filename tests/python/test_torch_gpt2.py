@@ -16,6 +16,7 @@ from runner import targets
 torch = pytest.importorskip("torch")
 
 from flashsdk.torch import attention  # noqa: E402
+from standard_attention import standard  # noqa: E402
 from torch import nn  # noqa: E402
 
 VOCABULARY = 1024
@@ -37,12 +38,11 @@ GPT2 = Size(layers=12, heads=12, seqlen=1024, batch=2)
 SMALL = Size(layers=12, heads=2, seqlen=80, batch=2)  # for CPUs
 
 
-def standard(q, k, v):
-    """Causal, with S and P in the dtype of q, (batch, seqlen, heads, head_dim)."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    s = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
-    return (torch.softmax(s, -1) @ v).transpose(1, 2)
+def causal(q, k, v):
+    """Standard attention of tensors (batch, seqlen, heads, head_dim)."""
+    seqlen = q.shape[1]
+    visible = torch.ones(seqlen, seqlen, dtype=torch.bool, device=q.device).tril()
+    return standard(q, k, v, visible=visible)[0]
 
 
 class Layer(nn.Module):
@@ -100,8 +100,8 @@ def distances(size, device, dtype, attend):
     torch.manual_seed(0)
     model = Gpt2(size).to(device)
     tokens = torch.randint(VOCABULARY, (size.batch, size.seqlen + 1), device=device)
-    exact = gradients(model, tokens, standard)
-    both = [gradients(model, tokens, in_16_bits(f, dtype)) for f in (attend, standard)]
+    exact = gradients(model, tokens, causal)
+    both = [gradients(model, tokens, in_16_bits(f, dtype)) for f in (attend, causal)]
     found = {}
     for (name, _), want, mine, theirs in zip(model.named_parameters(), exact, *both):
         error, yardstick = ((x - want).norm().item() for x in (mine, theirs))

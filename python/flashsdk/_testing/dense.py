@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import naive, tolerance
+from . import naive, philox, tolerance
 from .problems import BandSpec, Problem
 from .reference import Blocks, Features
 
 Tensor = Any
-MASK32 = 0xFFFFFFFF
 
 
 class Padding:
@@ -94,7 +93,8 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
     m: Any = naive.from_products(heads, q @ k.mT, added, visible, drop, xp=torch)
 
     out = (m.p * m.drop) @ v
-    exact: dict[str, Tensor] = {"out": out, "lse": torch.logsumexp(m.score, -1)}
+    lse: Any = naive.log_sum_exp(m.score, torch)
+    exact: dict[str, Tensor] = {"out": out, "lse": lse}
     exact |= naive.gradients(heads, m, out)
     bounds: Any = tolerance.bounds
     bound = bounds(heads, m, p.dtype, torch)
@@ -167,31 +167,16 @@ def _seeds(p: Problem) -> tuple[Any, Any]:
 def random_bytes(seed: Any, offset: Any, like: Tensor) -> Tensor:
     """The byte that decides over each element of ``like`` (batch, num_heads, seqlen_q, seqlen_k).
 
-    Where seed and offset are sequences' own, heads count from 0 in each. One call of Philox
-    (docs/semantics.md) holds those of two rows and eight columns.
+    Where seed and offset are sequences' own, heads count from 0 in each.
     """
     batch, num_heads, seqlen_q, seqlen_k = like.shape
-    i, j = (torch.arange(n, device=like.device) for n in (seqlen_q, seqlen_k))
-    rows = torch.arange(-(-seqlen_q // 16) * 8, device=like.device)[:, None]
-    columns = torch.arange(-(-seqlen_k // 32) * 4, device=like.device)
     heads = torch.arange(batch * num_heads, device=like.device).view(batch, num_heads, 1, 1)
     if not isinstance(seed, int):
         heads = heads % num_heads
         seed, offset = (
             torch.tensor(x, device=like.device)[:, None, None, None] for x in (seed, offset)
         )
-    zero = torch.zeros_like(heads + rows + columns)
-    c = [zero + rows, zero + columns, zero + heads, zero + (offset & MASK32)]
-    keys = [seed & MASK32, (seed >> 32 ^ offset >> 32) & MASK32]
-    for _ in range(7):
-        # The products wrap around 2^64, and what shifting their sign bit brings in is masked.
-        products = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
-        (high0, low0), (high1, low1) = ((x >> 32 & MASK32, x & MASK32) for x in products)
-        c = [high1 ^ c[1] ^ keys[0], low1, high0 ^ c[3] ^ keys[1], low0]
-        keys = [(keys[0] + 0x9E3779B9) & MASK32, (keys[1] + 0xBB67AE85) & MASK32]
-    words = torch.stack(c, -1).flatten(-2)[:, :, i // 16 * 8 + i % 8]
-    words = words[..., (j // 32 * 4 + j % 8 // 2) * 4 + j % 32 // 8]
-    return words >> 8 * ((i % 16 // 8)[:, None] + 2 * (j % 2)) & 0xFF
+    return philox.random_bytes(seed, offset, heads, seqlen_q, seqlen_k)
 
 
 def share(ours: Tensor, other: Tensor, bound: Tensor) -> Tensor:

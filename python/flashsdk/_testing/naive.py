@@ -1,10 +1,11 @@
-"""Attention of one head as whole matrices, with the rounding of a dtype: the yardstick of errors.
+"""Attention as whole matrices, with the rounding of a dtype: the yardstick of errors.
 
 ``standard`` rounds like a chain of framework operators, ``flash_backward`` like FlashAttention.
-With storage float64 nothing is rounded: a second opinion on reference.py.
+With storage float64 nothing is rounded: a second opinion on reference.py. There is no third one in
+Python: ``dense``, ``_commands.exact``, and the tests of PyTorch are all made of what is here.
 
 What ``xp`` is an argument of takes PyTorch's tensors too, with ``xp=torch`` and any dimensions
-before the two of a head: ``dense`` is made of it. So is ``_commands.exact``, of some rows at once.
+before the two of a head. PyTorch can differentiate ``attention``.
 """
 
 from __future__ import annotations
@@ -73,6 +74,21 @@ def matrices(head: Head, round_to: Round) -> Matrices:
     return from_products(head, score, added, visible, drop, round_to)
 
 
+def attention(
+    head: Any,
+    added: Array | None = None,  # bias and ALiBi
+    visible: Array | None = None,
+    drop: Array | None = None,
+    round_to: Round = lambda x: x,
+    xp: Any = np,
+) -> tuple[Array, Array]:
+    """out (..., seqlen_q, head_dim_v), lse (..., seqlen_q); of the head q, k, v, scale, softcap."""
+    m = from_products(
+        head, round_to(head.q @ transposed(head.k)), added, visible, drop, round_to, xp
+    )
+    return round_to(round_to(m.p * m.drop) @ head.v), round_to(log_sum_exp(m.score, xp))
+
+
 def from_products(
     head: Any,
     qk: Array,
@@ -99,12 +115,23 @@ def from_products(
     return Matrices(score, p, xp.ones_like(score) if drop is None else drop, slope)
 
 
+def log_sum_exp(score: Array, xp: Any = np) -> Array:
+    """Of each row (..., seqlen_q), -inf where it sees no key. There its gradient is 0, not NaN."""
+    top = finite_max(score, xp)
+    total = xp.exp(score - top).sum(-1)
+    lse: Array = xp.where(total > 0, xp.log(xp.clip(total, 1, None)) + top[..., 0], -np.inf)
+    return lse
+
+
 def finite_max(score: Array, xp: Any = np) -> Array:
-    """The largest score (..., seqlen_q, 1) of each row, 0 where it sees no key."""
+    """The largest score (..., seqlen_q, 1) of each row, 0 where it sees no key.
+
+    To PyTorch a constant: what it is subtracted from for safety does not depend on it.
+    """
     if score.shape[-1] == 0:
         zeros: Array = score.sum(-1)[..., None]
         return zeros
-    top = xp.amax(score, -1)[..., None]
+    top = xp.amax(score.detach() if hasattr(score, "detach") else score, -1)[..., None]
     finite: Array = xp.where(xp.isneginf(top), xp.zeros_like(top), top)
     return finite
 

@@ -13,91 +13,68 @@ import dataclasses
 import math
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
 from harness import Harness, Mask, Problem
 
+# Not through flashsdk, which this needs no build of.
+sys.path.insert(0, str(Path(__file__).parents[3] / "python" / "flashsdk"))
+from _testing import naive, philox
+from _testing.reference import Features
+
 DEVICE = "cuda"
 
 
-def philox_keep(p: Problem, b, h, rows, cols):
-    """The keep mask (rows, cols) of common/philox.h, in integer tensors."""
-    m32 = 0xFFFFFFFF
-    seed, offset, batch_head = p.dropout_of(b, h)
-    i = torch.arange(rows, device=DEVICE, dtype=torch.int64)[:, None].expand(rows, cols)
-    j = torch.arange(cols, device=DEVICE, dtype=torch.int64)[None].expand(rows, cols)
-    c = [
-        (i // 16) * 8 + i % 8,
-        (j // 32) * 4 + (j % 8) // 2,
-        torch.full_like(i, batch_head),
-        torch.full_like(i, offset & m32),
-    ]
-    k0, k1 = seed & m32, (seed >> 32) ^ (offset >> 32)
-
-    def mul(a, x):  # (high, low) words of a 32 x 32 bit product without leaving int64
-        low, high = (x & 0xFFFF) * a, (x >> 16) * a
-        total_low = low + ((high & 0xFFFF) << 16)
-        return ((high >> 16) + (total_low >> 32)) & m32, total_low & m32
-
-    for _ in range(7):
-        h0, l0 = mul(0xD2511F53, c[0])
-        h1, l1 = mul(0xCD9E8D57, c[2])
-        c = [h1 ^ c[1] ^ k0, l1, h0 ^ c[3] ^ k1, l0]
-        k0, k1 = (k0 + 0x9E3779B9) & m32, (k1 + 0xBB67AE85) & m32
-    word = torch.stack(c).gather(0, ((j % 32) // 8)[None])[0]
-    byte = (i % 16) // 8 + 2 * (j % 2)
-    return ((word >> (8 * byte)) & 0xFF) >= p.threshold
-
-
 def standard_attention(p: Problem, dtype):
-    """out, lse of textbook attention in `dtype`, differentiable, and its q, k, v leaves."""
+    """out, lse of standard attention in `dtype`, differentiable, and its q, k, v leaves."""
     q, k, v = (t.detach().to(dtype).requires_grad_() for t in (p.q, p.k, p.v))
-    heads, group = p.q.shape[-2], p.q.shape[-2] // p.k.shape[-2]
+    held = torch.promote_types(dtype, torch.float32)
+    group = q.shape[-2] // k.shape[-2]
     outs, lses = [], []
     for b, rows_q, rows_k in p.sequences():
-        pick = (lambda t, rows: t[rows]) if p.packed else (lambda t, rows: t[b])  # noqa: B023
-        qs, ks, vs = pick(q, rows_q), pick(k, rows_k), pick(v, rows_k)
-        nq, nk = qs.shape[0], ks.shape[0]
-        o, row_lse = [], []
-        for h in range(heads):
-            s = (qs[:, h] @ ks[:, h // group].T) * p.scale
-            if p.softcap > 0:
-                s = p.softcap * torch.tanh(s / p.softcap)
-            visible = p.mask.visible(b, h, nq, nk, DEVICE)
-            if p.bias is not None:
-                bias = p.bias[min(b, p.bias.shape[0] - 1), min(h, p.bias.shape[1] - 1)]
-                bias = bias[
-                    : max(nq, 1) if bias.shape[0] > 1 else 1,
-                    : max(nk, 1) if bias.shape[1] > 1 else 1,
-                ]
-                if bias.dtype == torch.bool:
-                    visible = visible & bias
-                else:
-                    s = s + bias.to(dtype)
-            if p.alibi is not None:
-                slope = p.alibi[b, h] if p.alibi.dim() == 2 else p.alibi[h]
-                i, j = (
-                    torch.arange(nq, device=DEVICE)[:, None],
-                    torch.arange(nk, device=DEVICE)[None],
-                )
-                s = s - (slope.double() * (i + nk - nq - j).abs()).to(dtype)
-            seen = visible.any(-1) if nk else torch.zeros(nq, dtype=torch.bool, device=DEVICE)
-            s = torch.where(seen[:, None], s.masked_fill(~visible, -math.inf), 0.0)
-            finite_lse = torch.logsumexp(s, -1) if nk else s.new_zeros(nq)
-            lse = torch.where(seen, finite_lse, -math.inf)
-            # Not exp(s - lse), which loses the number of keys where all scores are far from 0.
-            prob = torch.softmax(s, -1).masked_fill(~visible, 0.0)
-            if p.threshold > 0:
-                keep = philox_keep(p, b, h, nq, nk)
-                prob = prob * keep * (256.0 / (256 - p.threshold))
-            o.append(prob.to(dtype) @ vs[:, h // group])
-            row_lse.append(lse)
-        outs.append(torch.stack(o, 1))
-        lses.append(torch.stack(row_lse))
+        qs, ks, vs = (
+            (t[rows] if p.packed else t[b]).transpose(0, 1)  # (heads, rows, width)
+            for t, rows in ((q, rows_q), (k, rows_k), (v, rows_k))
+        )
+        ks, vs = (t.repeat_interleave(group, 0) for t in (ks, vs))
+        scale, softcap = p.scale, Features(softcap=p.softcap)
+        head = naive.Heads(softcap, *(t.to(held) for t in (qs, ks, vs)), None, None, scale)
+        out, lse = naive.attention(
+            head, *scores(p, b, qs.shape[1], ks.shape[1], held),
+            round_to=lambda t: t.to(dtype).to(held), xp=torch,
+        )  # fmt: skip
+        outs.append(out.to(dtype).transpose(0, 1))
+        lses.append(lse.to(dtype))
     if p.packed:
         return torch.cat(outs), torch.cat(lses, 1), (q, k, v)
     return torch.stack(outs), torch.stack(lses), (q, k, v)
+
+
+def scores(p: Problem, b, nq, nk, dtype):
+    """Of all heads of sequence b what is added to scores, visible, and dropout's factor."""
+    heads = range(p.q.shape[-2])
+    visible = torch.stack([p.mask.visible(b, h, nq, nk, DEVICE) for h in heads])
+    added = drop = None
+    if p.bias is not None:
+        bias = p.bias[min(b, p.bias.shape[0] - 1)]
+        bias = bias[:, : nq if bias.shape[1] > 1 else 1, : nk if bias.shape[2] > 1 else 1]
+        if bias.dtype == torch.bool:
+            visible = visible & bias
+        else:
+            added = bias.to(dtype)
+    if p.alibi is not None:
+        slopes = (p.alibi[b] if p.alibi.dim() == 2 else p.alibi)[:, None, None]
+        i, j = (torch.arange(n, device=DEVICE) for n in (nq, nk))
+        alibi = -slopes.to(dtype) * (i[:, None] + nk - nq - j).abs()
+        added = alibi if added is None else added + alibi
+    if p.threshold > 0:
+        seeds, offsets, places = zip(*(p.dropout_of(b, h) for h in heads), strict=True)
+        places = torch.tensor(places, device=DEVICE)[:, None, None]
+        byte = philox.random_bytes(seeds[0], offsets[0], places, nq, nk)
+        drop = (byte >= p.threshold).to(dtype) * (256 / (256 - p.threshold))
+    return added, visible, drop
 
 
 def gradients(p, dtype, dout, dlse):
