@@ -21,8 +21,14 @@ _END = 2**63 - 1
 
 _library: Any = torch.library.Library("flashsdk", "FRAGMENT")  # type: ignore[no-untyped-call]
 
-# Before PyTorch 2.7 nothing tells exporting from compiling.
-_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
+def _is_exporting() -> bool:
+    """By the flag itself: Dynamo of PyTorch 2.11 takes is_exporting() for true as it compiles."""
+    compiler: Any = torch.compiler
+    # PyTorch 2.6 has one flag, which Dynamo, asked for it alone, leaves to exporting as well.
+    if hasattr(compiler, "_is_exporting_flag"):
+        return bool(compiler._is_exporting_flag)
+    return bool(compiler._is_compiling_flag)
 
 
 def draw_seed(like: Tensor) -> Tensor:
