@@ -34,12 +34,12 @@ PY_DIRS = $(wildcard python tests benchmarks examples scripts)
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-asan test-tsan test-package test-jax test-gpu bench-gpu build-cuda-ci bench lint format \
+.PHONY: help setup build demo test test-asan test-tsan test-package test-versions test-gpu bench-gpu build-cuda-ci bench lint format \
 	wheel clean distclean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
-	@echo "also: setup build bench lint format wheel test-asan test-tsan test-package test-jax build-cuda-ci clean distclean"
+	@echo "also: setup build bench lint format wheel test-asan test-tsan test-package test-versions build-cuda-ci clean distclean"
 
 setup:
 	@$(BOOTSTRAP) $(TEST_GROUPS) lint
@@ -103,10 +103,11 @@ build-cuda-ci:
 	@$(CTEST) --test-dir build/cuda-ci -R '^Device'
 	@$(PY) scripts/check_cuda_extension.py build/cuda-ci/extension
 
-# The tests of flashsdk.jax with another JAX than .venv's, in an environment of its own: make test-jax JAX_SPEC=jax==0.8.3
-test-jax:
+# Tests with other releases of PyTorch and JAX than .venv's, in environments of their own:
+# make test-versions VERSIONS="torch==2.11.0 jax==0.8.3 --tests torch_seeds jax"
+test-versions:
 	@$(BOOTSTRAP) build
-	@$(PY) scripts/test_jax.py $(JAX_SPEC)
+	@$(PY) scripts/test_versions.py $(VERSIONS)
 
 # pip's builds of the package, as a machine without a network makes them.
 test-package:
