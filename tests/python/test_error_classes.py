@@ -46,7 +46,8 @@ CALLS = {
         lambda: forward(**{n: np.zeros((1, 2, 1, 300), np.float32) for n in "qkv"}),
         UNSUPPORTED, "q", "head_dim 300", "1 to 256"),
     "another layout": (
-        lambda: forward(mask=fs.layouts.dense(32, 48, 16)), WRONG, "mask.seqlen_k", "48", "seqlen_k, which is 32"),
+        lambda: forward(mask=fs.layouts.dense(32, 48, 16)),
+        WRONG, "mask.seqlen_k", "48", "seqlen_k, which is 32"),
     "no such backend": (
         lambda: forward(backend="tpu"), WRONG, "backend", "tpu", ""),
     "no dropout": (lambda: forward(dropout_p=1.5), WRONG, "dropout_p", "1.5", "0 <= dropout_p < 1"),
