@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ._block_lists import Bools
@@ -21,7 +22,10 @@ Places = Sequence[NDArray[np.int64]]  # batch and head (blocks,), i (blocks, n),
 
 
 class MaskMod:
-    """A mask_mod, asked as FlexAttention does: for numbers under torch.vmap, on its device."""
+    """A mask_mod, asked as FlexAttention does: for numbers under torch.vmap, on its device.
+
+    So is what makes ``ids[q]`` of a tensor and a number an index of tensors, for older PyTorch.
+    """
 
     def __init__(self, mask_mod: Any, device: Any) -> None:
         asked = mask_mod
@@ -32,7 +36,7 @@ class MaskMod:
     def shows(self, places: Places) -> Bools:
         """bool (blocks, n, m). Raises Unsupported where it cannot be asked so."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), TransformGetItemToIndex():
                 seen: Bools = self._asked(*self._tensors(places)).to(torch.bool).cpu().numpy()
         except Exception as e:  # of the caller's function
             given = f"{type_name(e)}, {first_line(e)}"
@@ -48,7 +52,7 @@ class MaskMod:
         first = [np.zeros(shape, np.int64) for shape in ((1,), (1,), (1, 1), (1, 1))]
         self.shows(first)  # raises what there is to say
         try:
-            with torch.no_grad():
+            with torch.no_grad(), TransformGetItemToIndex():
                 nodes = make_fx(self._asked)(*self._tensors(first)).graph.nodes
         except Exception:  # runs, and cannot be looked into: a compiled one, say
             return True

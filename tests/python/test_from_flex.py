@@ -216,7 +216,7 @@ def test_what_a_mask_mod_reads_is_seen_through_its_operators():
     for mask_mod, reads in {
         by_query_and_key: (False, False),
         (lambda b, h, q, k: (q >= k) & (b >= 0)): (True, False),
-        (lambda b, h, q, k: rows[0, h] + q >= k): (False, True),
+        (lambda b, h, q, k: rows[0][h] + q >= k): (False, True),
         (lambda b, h, q, k: rows[b, h] + q >= k): (True, True),
         (lambda b, h, q, k: torch.where(k < 3, q + b, k) < 9): (True, False),
         (lambda b, h, q, k: h.new_ones((), dtype=torch.bool) & (k <= q)): (False, False),
