@@ -155,9 +155,11 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_compiles_into_one_graph(function):
-    same_as_eager(function, *qkv())
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiles_into_one_graph(name):
+    if name.startswith("numpy") and TORCH < (2, 11):
+        pytest.skip("the compiler knows no numbers of NumPy")
+    same_as_eager(FUNCTIONS[name], *qkv())
 
 
 @pytest.mark.filterwarnings("error:.*NumPy array is not writable")
