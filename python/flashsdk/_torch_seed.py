@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 _END = 2**63 - 1
 # PyTorch 2.6's, which asks all that may be computed again for the checkpoint that it is part of.
-_OLD_PARTITIONER = torch.torch_version.TorchVersion(torch.__version__) < (2, 7)
+_OLD_PARTITIONER = torch.torch_version.TorchVersion(torch.__version__) < "2.7"
 
 _library: Any = torch.library.Library("flashsdk", "FRAGMENT")  # type: ignore[no-untyped-call]
 
