@@ -43,13 +43,13 @@ PY_DIRS = $(wildcard python tests benchmarks examples scripts)
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test coverage coverage-python coverage-cpp test-asan test-tsan test-package test-jax \
+.PHONY: help setup build demo test coverage coverage-python coverage-cpp test-asan test-tsan test-package test-versions \
 	test-gpu bench-gpu build-cuda-ci bench lint lint-tools lint-ruff lint-format lint-mypy lint-clang-format \
 	lint-columns format site wheel clean distclean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
-	@echo "also: setup build bench lint format site wheel coverage-python coverage-cpp test-asan test-tsan test-package test-jax build-cuda-ci clean distclean"
+	@echo "also: setup build bench lint format site wheel coverage-python coverage-cpp test-asan test-tsan test-package test-versions build-cuda-ci clean distclean"
 
 setup:
 	@$(BOOTSTRAP) $(TEST_GROUPS) lint
@@ -131,10 +131,11 @@ build-cuda-ci:
 	@$(CTEST) --test-dir build/cuda-ci -R '^Device'
 	@$(PY) scripts/check_cuda_extension.py build/cuda-ci/extension
 
-# The tests of flashsdk.jax with another JAX than .venv's, in an environment of its own: make test-jax JAX_SPEC=jax==0.8.3
-test-jax:
+# Tests with other releases of PyTorch and JAX than .venv's, in environments of their own:
+# make test-versions VERSIONS="torch==2.11.0 jax==0.8.3 --tests torch_seeds jax"
+test-versions:
 	@$(BOOTSTRAP) build
-	@$(PY) scripts/test_jax.py $(JAX_SPEC)
+	@$(PY) scripts/test_versions.py $(VERSIONS)
 
 # pip's builds of the package, as a machine without a network makes them.
 test-package:

@@ -137,6 +137,8 @@ def torch_tests(record: Record) -> str:
     if record["note"]:
         text += f" {record['note']}"
     rows = [*record["changed"].items(), *record["neither"].items()]
+    for way, where in (("only_without", "without"), ("only_with", "with")):
+        rows += [(name, f"collected only {where} it") for name in record.get(way, [])]
     if not rows:
         return text
     cells = [[f"`{name}`", why.replace("|", "\\|")] for name, why in rows]

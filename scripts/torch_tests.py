@@ -2,9 +2,10 @@
 
     python scripts/torch_tests.py test/test_transformers.py --record out.json -k CPU
 
-Prints how many tests pass each way, each test that enabling changes, and those that pass neither
-way. All other arguments are pytest's. The file is of a checkout of PyTorch, of the version at
-hand if there is one; it may need expecttest and hypothesis. Exits 1 if enabling breaks a test.
+Prints how many tests pass each way, each test that enabling changes, those that pass neither way,
+and those that one of the two runs has not collected. All other arguments are pytest's. The file is
+of a checkout of PyTorch, of the version at hand if there is one; it may need expecttest and
+hypothesis. Exits 1 if enabling breaks a test, or loses one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 _ENABLED = "FLASHSDK_TORCH_TESTS_ENABLED"
 Outcomes = dict[str, tuple[str, str]]  # by test: passed, failed or skipped, and why
@@ -69,6 +71,25 @@ def count(found: Outcomes) -> dict[str, int]:
     return {result: results.count(result) for result in ("passed", "failed", "skipped")}
 
 
+def compared(without: Outcomes, enabled: Outcomes) -> dict[str, Any]:
+    """What the record says of each test that is not alike in both runs, or fails in both."""
+    both = [name for name in enabled if name in without]
+    return {
+        "changed": {
+            name: f"{without[name][0]} without, {enabled[name][0]} with: {enabled[name][1]}"
+            for name in both
+            if enabled[name][0] != without[name][0]
+        },
+        "neither": {
+            name: enabled[name][1]
+            for name in both
+            if enabled[name][0] == without[name][0] == "failed"
+        },
+        "only_without": [name for name in without if name not in enabled],
+        "only_with": [name for name in enabled if name not in without],
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
@@ -77,16 +98,7 @@ def main() -> int:
     given, options = parser.parse_known_args()
     file = given.file.resolve()
     without, enabled = (outcomes(file, options, on) for on in (False, True))
-    changed = {
-        name: f"{without[name][0]} without, {result} with: {why}"
-        for name, (result, why) in enabled.items()
-        if result != without[name][0]
-    }
-    neither = {
-        name: why
-        for name, (result, why) in enabled.items()
-        if result == "failed" == without[name][0]
-    }
+    found = compared(without, enabled)
     import torch
 
     version = file.parents[1] / "version.txt"  # of the checkout
@@ -99,14 +111,14 @@ def main() -> int:
         "note": given.note,
         "without": count(without),
         "with": count(enabled),
-        "changed": changed,
-        "neither": neither,
+        **found,
     }
     text = json.dumps(record, indent=1, ensure_ascii=False)
     print(text)
     if given.record:
         given.record.write_text(text + "\n")
-    return int(any(enabled[name][0] == "failed" for name in changed))
+    broken = any(enabled[name][0] == "failed" for name in found["changed"])
+    return int(broken or bool(found["only_without"]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._errors import Error, InvalidArgument, integer, shown
+from ._errors import Error, InvalidArgument, Unsupported, integer, shown
 
 BlockSize: TypeAlias = int | tuple[int, int]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -18,6 +18,7 @@ INT32_MAX = 2**31 - 1  # longer than any sequence, so than any distance between 
 INT64_MAX = 2**63 - 1
 MOST_ROWS = 2**30  # the library's limit of a length
 _LARGEST_BLOCK = 2**24  # and of a block
+NO_BLOCK = np.zeros((1, 1, 1, 1), bool)  # of a matrix of any layout
 
 
 class Csr(NamedTuple):
@@ -56,7 +57,7 @@ def check_block_size(
     allowed = f"one or two positive multiples of {multiple}, at most {_LARGEST_BLOCK}"
     if multiple == 1:
         allowed = f"one or two integers from 1 to {_LARGEST_BLOCK}"
-    raise Error(f"block_size: {shown(block_size)}; {allowed}")
+    raise InvalidArgument(f"block_size: {shown(block_size)}; {allowed}")
 
 
 def block_bounds(seqlen: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -68,7 +69,7 @@ def block_bounds(seqlen: int, block: int) -> tuple[NDArray[np.int64], NDArray[np
 def check_length(name: str, seqlen: int | None, blocks: int, block: int) -> int:
     given = length(name, blocks * block if seqlen is None else seqlen)
     if -(-given // block) != blocks:
-        raise Error(
+        raise InvalidArgument(
             f"{name}: {given}; {(blocks - 1) * block + 1} to {blocks * block}, "
             f"which {blocks} blocks of {block} hold"
         )
@@ -77,19 +78,21 @@ def check_length(name: str, seqlen: int | None, blocks: int, block: int) -> int:
 
 def as_array(name: str, values: ArrayLike) -> NDArray[Any]:
     if isinstance(values, np.ma.MaskedArray):
-        raise Error(f"{name}: a masked array; one without a mask, which would be lost")
+        raise InvalidArgument(f"{name}: a masked array; one without a mask, which would be lost")
     try:
         return np.asarray(values)
     except Exception as e:  # ragged lists, arrays of a GPU
-        raise Error(f"{name}: {shown(values)}; an array, or lists of equal lengths") from e
+        raise InvalidArgument(
+            f"{name}: {shown(values)}; an array, or lists of equal lengths"
+        ) from e
 
 
 def as_blocks(name: str, blocks: ArrayLike) -> Bools:
     array = as_array(name, blocks)
     if array.dtype != np.bool_:
-        raise Error(f"{name}: dtype {array.dtype}; bool")
+        raise InvalidArgument(f"{name}: dtype {array.dtype}; bool")
     if not 2 <= array.ndim <= 4 or array.size == 0:
-        raise Error(
+        raise InvalidArgument(
             f"{name}: shape {array.shape}; (rows, cols), (num_heads, rows, cols) or "
             "(batch, num_heads, rows, cols), none of them 0"
         )
@@ -99,9 +102,9 @@ def as_blocks(name: str, blocks: ArrayLike) -> Bools:
 def as_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     array = as_array(name, values)
     if array.dtype.kind not in "iu" and array.size:  # an empty list is float64
-        raise Error(f"{name}: dtype {array.dtype}; integers")
+        raise InvalidArgument(f"{name}: dtype {array.dtype}; integers")
     if array.size and array.max() > INT64_MAX:
-        raise Error(f"{name}: {array.max()}; integers up to {INT64_MAX}")
+        raise InvalidArgument(f"{name}: {array.max()}; integers up to {INT64_MAX}")
     return array.astype(np.int64)
 
 
@@ -111,19 +114,21 @@ def as_int32(name: str, values: ArrayLike) -> Int32s:
         return values
     array = as_integers(name, values)
     if array.size and not 0 <= array.min() <= array.max() <= INT32_MAX:
-        raise Error(f"{name}: {array.min()} to {array.max()}; 0 to {INT32_MAX}")
+        raise InvalidArgument(f"{name}: {array.min()} to {array.max()}; 0 to {INT32_MAX}")
     return array.astype(np.int32)
 
 
 def as_csr(name: str, csr: object) -> Csr:
     """One of a ``BlockMask``'s finished lists, of the right dtype and rank; values are not read."""
     if not isinstance(csr, tuple) or len(csr) != 2:
-        raise Error(f"{name}: {shown(csr)}; a tuple of offsets and indices")
+        raise InvalidArgument(f"{name}: {shown(csr)}; a tuple of offsets and indices")
     offsets, indices = (as_int32(name, array) for array in csr)
     if offsets.ndim != 3:
-        raise Error(f"{name}.offsets: shape {offsets.shape}; (batch, num_heads, lines + 1)")
+        raise InvalidArgument(
+            f"{name}.offsets: shape {offsets.shape}; (batch, num_heads, lines + 1)"
+        )
     if indices.ndim != 1:
-        raise Error(f"{name}.indices: shape {indices.shape}; (blocks,)")
+        raise InvalidArgument(f"{name}.indices: shape {indices.shape}; (blocks,)")
     return Csr(offsets, indices)
 
 
@@ -137,29 +142,29 @@ def check_csr(offsets: ArrayLike, indices: ArrayLike, cols: int) -> Csr:
     """A user's lists as int64, offsets (batch | 1, num_heads | 1, rows + 1), with nothing amiss."""
     ends, listed = as_integers("offsets", offsets), as_integers("indices", indices)
     if not 1 <= ends.ndim <= 3 or ends.size == 0 or ends.shape[-1] < 2:
-        raise Error(
+        raise InvalidArgument(
             f"offsets: shape {ends.shape}; (rows + 1), (num_heads, rows + 1) or "
             "(batch, num_heads, rows + 1)"
         )
     if listed.ndim != 1:
-        raise Error(f"indices: shape {listed.shape}; (blocks,)")
+        raise InvalidArgument(f"indices: shape {listed.shape}; (blocks,)")
     lines = ends.reshape(-1, ends.shape[-1])  # (batch * num_heads, rows + 1)
     ascending = (np.diff(lines) >= 0).all() and (lines[1:, 0] == lines[:-1, -1]).all()
     if lines[0, 0] != 0 or lines[-1, -1] != listed.size or not ascending:
         given = np.array2string(ends.ravel(), threshold=8, edgeitems=3, max_line_width=1000)
-        raise Error(
+        raise InvalidArgument(
             f"offsets: {given}; 0 first, ascending, each head from where the one before it ends, "
             f"len(indices) = {listed.size} last"
         )
     outside = (listed < 0) | (listed >= cols)
     if outside.any():
-        raise Error(f"indices: {listed[outside][0]}; block columns 0 to {cols - 1}")
+        raise InvalidArgument(f"indices: {listed[outside][0]}; block columns 0 to {cols - 1}")
     line = np.repeat(np.arange(lines[:, 1:].size), np.diff(lines).ravel())
     blocks, times = np.unique(line * cols + listed, return_counts=True)
     if (times > 1).any():
         row, col = divmod(int(blocks[times > 1][0]), cols)
         row %= lines.shape[1] - 1
-        raise Error(f"indices: block ({row}, {col}) is listed twice; each block once")
+        raise InvalidArgument(f"indices: block ({row}, {col}) is listed twice; each block once")
     return Csr(ends.reshape((1,) * (3 - ends.ndim) + ends.shape), listed)  # type: ignore[arg-type]
 
 
@@ -171,7 +176,7 @@ def to_csr(blocks: Bools) -> Csr:
     ends = np.zeros(per_line.size + 1, np.int64)
     np.cumsum(per_line, out=ends[1:])
     if ends[-1] > INT32_MAX:
-        raise Error(f"blocks: {ends[-1]} visited; at most {INT32_MAX}", code="unsupported")
+        raise Unsupported(f"blocks: {ends[-1]} visited; at most {INT32_MAX}")
     # A head's last end is the next head's first: lines + 1 offsets from each lines-th entry on.
     first = np.arange(batch * heads)[:, None] * lines
     offsets = ends[first + np.arange(lines + 1)].reshape(batch, heads, lines + 1)
@@ -186,34 +191,6 @@ def from_csr(lists: Csr, others: int) -> Bools:
     per_line = np.diff(lists.offsets).ravel()
     line = np.repeat(np.arange(per_line.size), per_line)
     blocks.reshape(-1, others)[line, lists.indices] = True
-    return blocks
-
-
-def from_flex(block_mask: Any, kind: str, cols: int) -> Bools:
-    """FlexAttention's padded lists to a matrix: the first num_blocks indices of a row count."""
-    count = _listed(block_mask, f"{kind}_num_blocks")  # (batch, num_heads, rows)
-    indices = _listed(block_mask, f"{kind}_indices")  # (batch, num_heads, rows, width)
-    if count.ndim != 3 or indices.shape[:-1] != count.shape:
-        raise Error(
-            f"{kind}_indices: shape {indices.shape}; that of {kind}_num_blocks, {count.shape} "
-            "(batch, num_heads, rows), and one dimension more"
-        )
-    width = indices.shape[3]
-    if 0 in count.shape:
-        allowed = "(batch, num_heads, rows), none of them 0"
-        raise Error(f"{kind}_num_blocks: shape {count.shape}; {allowed}")
-    if not 0 <= count.min() <= count.max() <= width:
-        allowed = f"0 to {width}, the width of {kind}_indices"
-        raise Error(f"{kind}_num_blocks: {count.min()} to {count.max()}; {allowed}")
-    line = np.nonzero(np.arange(width) < count[..., None])
-    listed = indices[line]
-    if listed.size and not 0 <= listed.min() <= listed.max() < cols:
-        raise Error(f"{kind}_indices: {listed.min()} to {listed.max()}; 0 to {cols - 1}")
-    blocks = np.zeros((*count.shape, cols), bool)
-    batch, head, row, _ = line
-    blocks[batch, head, row, listed] = True
-    if np.count_nonzero(blocks) < listed.size:
-        raise Error(f"{kind}_indices: a block is listed twice; each block once")
     return blocks
 
 
@@ -234,16 +211,3 @@ def boolean_mask(mask: Any, bias: object) -> Any:
     if rank not in (2, 4):
         raise InvalidArgument(f"mask: shape {tuple(mask.shape)}; {allowed}")
     return mask if rank == 4 else mask[None, None]
-
-
-def flex_field(block_mask: Any, name: str) -> Any:
-    try:
-        return getattr(block_mask, name)
-    except Exception:  # of the caller's type
-        allowed = f"a BlockMask of FlexAttention, with {name}"
-        raise Error(f"block_mask: {shown(block_mask)}; {allowed}") from None
-
-
-def _listed(block_mask: Any, name: str) -> NDArray[np.int64]:
-    value = flex_field(block_mask, name)
-    return as_integers(name, value.cpu() if hasattr(value, "cpu") else value)

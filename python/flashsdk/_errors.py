@@ -143,7 +143,10 @@ def integer(
         allowed = "an integer" if minimum is None else f"an integer >= {minimum}"
         allowed += "" if maximum is None else f", at most {maximum}"
     try:
-        number = None if _no_number(value) else operator.index(value)  # type: ignore[arg-type]
+        # Dynamo of PyTorch 2.11 knows item() of NumPy's numbers, and no index of them.
+        alone = isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0
+        plain: Any = value.item() if alone else value  # type: ignore[attr-defined]
+        number = None if _no_number(value) or _no_number(plain) else operator.index(plain)
     except Exception:  # of the caller's type
         number = None
     if number is not None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import _bindings
-from ._errors import Error, has, type_name
+from ._errors import InvalidArgument, has, type_name
 
 Shape = tuple[int, ...]
 
@@ -289,7 +289,9 @@ class _Unknown(_NumPy):
     """What is no array, or an array of a framework that tells no way to make another."""
 
     def empty(self, like: Any, shape: Shape) -> Any:
-        raise Error(f"out: None; an array, as there is no way to make a {type_name(like)}")
+        raise InvalidArgument(
+            f"out: None; an array, as there is no way to make a {type_name(like)}"
+        )
 
     empty_float32 = empty
 
@@ -337,10 +339,12 @@ def own(name: str, array: Any) -> Any:
     """An array of the caller's to write into; raises Error if its framework forbids that."""
     framework = of(array)
     if not framework.writable:
-        raise Error(f"{name}: an immutable {type_name(array)}; None for a new array")
+        raise InvalidArgument(f"{name}: an immutable {type_name(array)}; None for a new array")
     # Autograd would go on with what was there before; torch's own out= refuses as well.
     if framework.recorded(array):
-        raise Error(f"{name}: a tensor that requires a gradient; one without, or torch.no_grad()")
+        raise InvalidArgument(
+            f"{name}: a tensor that requires a gradient; one without, or torch.no_grad()"
+        )
     return array
 
 

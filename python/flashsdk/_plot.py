@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ._errors import Error, shown
+from ._errors import InvalidArgument, Unsupported, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ PICTURES = (".png", ".svg", ".pdf")
 def picture(name: str, path: object) -> Path:
     """Where a picture is to go, or an Error that names the argument."""
     if not isinstance(path, (str, os.PathLike)) or Path(path).suffix.lower() not in PICTURES:
-        raise Error(f"{name}: {shown(path)}; a path that ends in {', '.join(PICTURES)}")
+        raise InvalidArgument(f"{name}: {shown(path)}; a path that ends in {', '.join(PICTURES)}")
     return Path(path)
 
 
@@ -50,10 +50,10 @@ def draw(
         from matplotlib.patches import Patch
     except ImportError as error:
         message = "plot: matplotlib is not installed; pip install 'flashsdk[plot]'"
-        raise Error(message, code="unsupported") from error
+        raise Unsupported(message) from error
 
     if ax is not None and not isinstance(ax, Axes):
-        raise Error(f"ax: {shown(ax)}; an Axes of matplotlib")
+        raise InvalidArgument(f"ax: {shown(ax)}; an Axes of matplotlib")
     if path is not None:
         path = picture("path", path)
     colors = ListedColormap(list(KINDS.values()))
@@ -78,7 +78,7 @@ def draw(
             figure.savefig(path, dpi=150)
         except OSError as error:
             allowed = f"a file that can be written ({error.strerror})"
-            raise Error(f"path: {str(path)!r}; {allowed}") from error
+            raise InvalidArgument(f"path: {str(path)!r}; {allowed}") from error
     return figure
 
 

@@ -50,6 +50,8 @@ built = _native()
 native = InPython if _log.ON else built  # which prints no line
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
+_BATCHED = ("q", "k", "v", "bias", "alibi_slopes", "seed")
+_PACKED = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "bias", "alibi_slopes", "seed")
 _LENDS_ANY = hasattr(Tensor, "__dlpack_c_exchange_api__")
 
 
@@ -78,8 +80,10 @@ class Operation:
             if torch.compiler.is_compiling():
                 _torch_sharding.register()
             else:
-                blocks = hasattr(keywords["mask"], "_flat")
-                _torch_sharding.prepare(q, keywords["dropout_p"], blocks)
+                blocks, dropout_p = hasattr(keywords["mask"], "_flat"), keywords["dropout_p"]
+                given = dict(zip(_PACKED if lengths else _BATCHED, tensors))
+                given["seed"] = seed if dropout_p else None  # else nobody reads it
+                _torch_sharding.prepare(given, dropout_p, blocks)
             return self.forward(q, k, v, *lengths, *self.encode(keywords, q))
         if keywords["dropout_p"] == 0:
             keywords["seed"] = 0

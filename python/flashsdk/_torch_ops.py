@@ -19,6 +19,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
 from . import _bindings, _frameworks, _torch_flops, _torch_sharding, ops
+from ._bands import no_mask
 from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask
 from ._errors import PROBABILITY, Error, InvalidArgument, Unsupported, integer, renamed, shown
 from ._torch_checks import (
@@ -44,7 +45,7 @@ from ._torch_eager import (
 )
 from ._torch_seed import draw_watched_seed
 from ._torch_threads import on_torch_threads
-from .masks import Band, BlockMask, Dense, Mask, no_mask
+from .masks import Band, BlockMask, Dense, Mask
 
 Operator: TypeAlias = Callable[..., Any]
 

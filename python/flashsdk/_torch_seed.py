@@ -18,11 +18,20 @@ from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
 _END = 2**63 - 1
+# PyTorch 2.6's, which asks all that may be computed again for the checkpoint that it is part of.
+_OLD_PARTITIONER = torch.torch_version.TorchVersion(torch.__version__) < "2.7"
 
 _library: Any = torch.library.Library("flashsdk", "FRAGMENT")  # type: ignore[no-untyped-call]
 
-# Before PyTorch 2.7 nothing tells exporting from compiling.
-_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
+def _is_exporting() -> bool:
+    """By the flag itself: Dynamo of PyTorch 2.11 takes is_exporting() for true as it compiles."""
+    compiler: Any = torch.compiler
+    # PyTorch 2.6 has one flag for both, which Dynamo sets neither to compile nor to export: there
+    # what is exported strictly draws by our operator.
+    if hasattr(compiler, "_is_exporting_flag"):
+        return bool(compiler._is_exporting_flag)
+    return bool(compiler._is_compiling_flag)
 
 
 def draw_seed(like: Tensor) -> Tensor:
@@ -67,7 +76,11 @@ def _kept_for_the_backward() -> Iterator[None]:
         meta = traceback.get_current_meta()
         saves = _budget(meta) > 0
         policy = CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-        meta.setdefault("recompute", policy)
+        if meta.get("recompute") is None:
+            meta["recompute"] = policy
+        if _OLD_PARTITIONER:
+            # Behind all: what goes into a later checkpoint would be saved, and with 0 is not.
+            meta.setdefault("ac_graph_id", _END)
         yield
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ._errors import Unsupported
+from ._errors import InvalidArgument, Unsupported
 from ._torch_checks import constant_when_compiled
 
 Placements = list[Any]  # one for each tensor of the results, or one for each argument
@@ -25,16 +25,30 @@ _BATCHED, _PACKED = ((0, 2), (0, 1)), ((None, 1), (None, 0))
 _registered = False
 
 
-def prepare(q: Any, dropout_p: float, blocks: bool) -> None:
-    """What a call needs whose ``q`` may be a DTensor; raises Error for what has no sharding."""
+def prepare(tensors: Mapping[str, Any], dropout_p: float, blocks: bool) -> None:
+    """What a call of ``tensors`` needs, of which some may be DTensors. q is the first.
+
+    Raises Error for what has no sharding, and for DTensors beside other tensors.
+    """
     module = sys.modules.get("torch.distributed.tensor")
-    if module is None or not isinstance(q, module.DTensor):
+    if module is None:
         return
-    if dropout_p != 0:
+    given = {name: x for name, x in tensors.items() if x is not None}
+    placed = {name: isinstance(x, module.DTensor) for name, x in given.items()}
+    if not any(placed.values()):
+        return
+    if placed["q"] and dropout_p != 0:
         allowed = "0, as a DTensor's dropout would be another on each device"
         raise Unsupported(f"dropout_p: {dropout_p}; {allowed}")
-    if blocks:
+    if placed["q"] and blocks:
         raise Unsupported("mask: a BlockMask, of DTensors; a band or None")
+    # PyTorch replicates what holds one number, and with implicit_replication() everything.
+    if not getattr(module.DTensor._op_dispatcher, "_allow_implicit_replication", False):
+        for name, x in given.items():
+            if placed[name] != placed["q"] and (placed[name] or x.numel() != 1):
+                kinds = ("a DTensor", "a plain tensor")
+                what, allowed = kinds if placed[name] else reversed(kinds)
+                raise InvalidArgument(f"{name}: {what}; {allowed}, as q is")
     register()
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 
 from flashsdk._bindings import MAX_THREADS
 from flashsdk._commands import INTERRUPTED
-from flashsdk._errors import Error
+from flashsdk._errors import Error, InvalidArgument
 
 USAGE_ERROR = 2
 
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
             )
         case _ if args.shape is not None:
             if args.filter:
-                raise Error(f"--filter: {' '.join(args.filter)}; none with --shape")
+                raise InvalidArgument(f"--filter: {' '.join(args.filter)}; none with --shape")
             return bench_shape.run(
                 args.shape,
                 args.mask or "none",
@@ -163,9 +163,9 @@ def run(args: argparse.Namespace) -> int:
         case _:
             for name in ("mask", "dtype"):
                 if getattr(args, name) is not None:
-                    raise Error(f"--{name}: {getattr(args, name)}; none without --shape")
+                    raise InvalidArgument(f"--{name}: {getattr(args, name)}; none without --shape")
             if args.backend != "cpu":
-                raise Error(f"--backend: {args.backend}; cpu without --shape")
+                raise InvalidArgument(f"--backend: {args.backend}; cpu without --shape")
             return bench.run(
                 backend=args.backend, quick=args.quick, words=args.filter, out=args.out
             )

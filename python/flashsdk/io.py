@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._errors import Error, integer, shown
-from .masks import Band, BlockMask, Dense, Mask, no_mask
+from ._bands import no_mask
+from ._errors import InvalidArgument, Unsupported, integer, shown
+from .masks import Band, BlockMask, Dense, Mask
 
 __all__ = [
     "Cache",
@@ -65,7 +66,9 @@ class Problem:
         for name in self.__dataclass_fields__:
             integer(name, getattr(self, name), 1)
         if self.num_heads % self.kv:
-            raise Error(f"num_heads_kv: {self.kv}; a divisor of num_heads = {self.num_heads}")
+            raise InvalidArgument(
+                f"num_heads_kv: {self.kv}; a divisor of num_heads = {self.num_heads}"
+            )
 
     @property
     def kv(self) -> int:
@@ -202,9 +205,7 @@ def standard_backward(
 def _standard(problem: Problem) -> tuple[int, int]:
     """Bytes of the scores and of a boolean mask that all heads share."""
     if problem.kv != problem.num_heads:
-        raise Error(
-            f"num_heads_kv: {problem.kv}; num_heads = {problem.num_heads}", code="unsupported"
-        )
+        raise Unsupported(f"num_heads_kv: {problem.kv}; num_heads = {problem.num_heads}")
     return problem.scores, problem.seqlen_q * problem.seqlen_k
 
 
@@ -237,7 +238,7 @@ class Cache(NamedTuple):
 
 def _is_cache(cache: object) -> None:
     if not isinstance(cache, Cache):
-        raise Error(f"cache: {shown(cache)}; a Cache(size, tiles) or None")
+        raise InvalidArgument(f"cache: {shown(cache)}; a Cache(size, tiles) or None")
 
 
 def tiled_forward(
@@ -326,7 +327,7 @@ def paper_tile(on_chip: int, head_dim: int, element_bytes: int = 2) -> tuple[int
     rows = integer("on_chip", on_chip, 1) // (4 * head_dim * element_bytes)
     if rows < 1:
         least = 4 * head_dim * element_bytes
-        raise Error(f"on_chip: {on_chip}; at least four rows, {least} bytes")
+        raise InvalidArgument(f"on_chip: {on_chip}; at least four rows, {least} bytes")
     return min(rows, head_dim), rows
 
 
@@ -337,7 +338,7 @@ _Counts = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 def _pair(tile: object) -> tuple[int, int]:
     if not (isinstance(tile, Sequence) and len(tile) == 2):
-        raise Error(f"tile: {shown(tile)}; (queries, keys), two integers")
+        raise InvalidArgument(f"tile: {shown(tile)}; (queries, keys), two integers")
     return integer("tile", tile[0], 1), integer("tile", tile[1], 1)
 
 
@@ -350,9 +351,9 @@ def _visited(
     shape = (problem.batch, problem.num_heads)
     if isinstance(mask, BlockMask):
         if mask.block_size != (tile_q, tile_k):
-            raise Error(f"tile: {tile}; the layout's block_size, {mask.block_size}")
+            raise InvalidArgument(f"tile: {tile}; the layout's block_size, {mask.block_size}")
         if (mask.seqlen_q, mask.seqlen_k) != lengths:
-            raise Error(f"mask: of lengths {mask.seqlen_q}, {mask.seqlen_k}; {lengths}")
+            raise InvalidArgument(f"mask: of lengths {mask.seqlen_q}, {mask.seqlen_k}; {lengths}")
         touched = mask.to_dense(block_level=True)
     elif mask is None or isinstance(mask, Dense | Band):
         band = mask if isinstance(mask, Band) else Band()

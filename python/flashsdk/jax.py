@@ -25,9 +25,20 @@ import numpy as np
 
 from . import _bindings, _log, ops
 from . import _jax_call as xla
+from ._bands import no_mask
 from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask
-from ._errors import Error, has, integer, renamed, shown, truth, type_name
-from .masks import Band, BlockMask, Dense, Mask, no_mask
+from ._errors import (
+    Error,
+    InvalidArgument,
+    Unsupported,
+    has,
+    integer,
+    renamed,
+    shown,
+    truth,
+    type_name,
+)
+from .masks import Band, BlockMask, Dense, Mask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -251,7 +262,9 @@ def _attend(
     numbers = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
     for name, x in numbers.items():
         if isinstance(x, jax.core.Tracer):
-            raise Error(f"{name}: a traced array; Python's number, which the program is made for")
+            raise InvalidArgument(
+                f"{name}: a traced array; Python's number, which the program is made for"
+            )
     if not (mask is None or isinstance(mask, (Dense, Band, BlockMask))):
         raise no_mask(mask)
     lengths: tuple[Any, ...] = ()
@@ -320,15 +333,15 @@ def _array(name: str, x: Any) -> Any:
     """As JAX's, or what traces one."""
     if isinstance(x, jax.Array):
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            raise Error(f"{name}: dtype {x.dtype}; an array of numbers, which no key is")
+            raise InvalidArgument(f"{name}: dtype {x.dtype}; an array of numbers, which no key is")
         return x
     if not (has(x, "shape") and has(x, "dtype")):
         given = f"a {type_name(x)}" if isinstance(x, (list, tuple)) else shown(x)
-        raise Error(f"{name}: {given}; an array of JAX or NumPy")
+        raise InvalidArgument(f"{name}: {given}; an array of JAX or NumPy")
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError):
-        raise Error(f"{name}: {shown(x)}; an array of JAX or NumPy") from None
+        raise InvalidArgument(f"{name}: {shown(x)}; an array of JAX or NumPy") from None
 
 
 def _seeds(key: Any, batch: int | None) -> Any:
@@ -338,12 +351,12 @@ def _seeds(key: Any, batch: int | None) -> Any:
     """
     allowed = "a key of jax.random, as dropout_p is more than 0"
     if key is None:
-        raise Error(f"dropout_key: None; {allowed}")
+        raise InvalidArgument(f"dropout_key: None; {allowed}")
     try:
         seed = jax.random.bits(key, (2,), jnp.uint32)
     except (TypeError, ValueError):
         given = f"shape {key.shape}" if has(key, "shape") else shown(key)
-        raise Error(f"dropout_key: {given}; {allowed}") from None
+        raise InvalidArgument(f"dropout_key: {given}; {allowed}") from None
     places = jnp.arange(1 if batch is None else batch, dtype=jnp.uint32)
     seeds = jnp.stack([*jnp.broadcast_arrays(*seed, places), jnp.zeros_like(places)], -1)
     return seeds[0] if batch is None else seeds
@@ -380,7 +393,7 @@ def _check(
     backend: ops.Backend | None,
 ) -> None:
     if backend is not None and backend not in ("cpu", "sm80", "sm90"):
-        raise Error(f'backend: {shown(backend)}; "cpu", "sm80", "sm90" or None')
+        raise InvalidArgument(f'backend: {shown(backend)}; "cpu", "sm80", "sm90" or None')
     layout: Any = mask
     if isinstance(mask, BlockMask):
         # Offsets of 0 are a layout without blocks, whatever the indices are.
@@ -426,10 +439,9 @@ def _attention(call: xla.Call, *operands: Any) -> tuple[Array, ...]:
 def _record(call: xla.Call, *operands: Any) -> Any:
     for name, x in zip(call.operands("fwd"), operands):
         if x.perturbed and name in ("bias", "alibi_slopes"):
-            raise Error(
+            raise Unsupported(
                 f"{name}: differentiated; jax.lax.stop_gradient of it, as attention has no "
-                "gradient with respect to it",
-                "unsupported",
+                "gradient with respect to it"
             )
     values = tuple(x.value for x in operands)
     out, lse = _forward(call, *values)
@@ -460,7 +472,7 @@ def _compiled(run: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Arra
 
     def refuse(call: xla.Call, primals: Any, tangents: Any) -> Any:
         allowed = "the first one, as attention has no second derivative"
-        raise Error(f"grad: of a gradient; {allowed}", "unsupported")
+        raise Unsupported(f"grad: of a gradient; {allowed}")
 
     once = jax.custom_jvp(run, nondiff_argnums=(0,))
     once.defjvp(refuse)

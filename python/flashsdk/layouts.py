@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ._bands import Alignment, band_or_all, lengths
 from ._block_lists import (
     BlockSize,
     Bools,
@@ -38,9 +39,9 @@ from ._block_lists import (
     check_block_size,
     length,
 )
-from ._errors import Error, integer, real, shown
+from ._errors import InvalidArgument, Unsupported, integer, real, shown
 from ._untraced import untraced
-from .masks import Alignment, Band, BlockMask, Causal, SlidingWindow, band_or_all, lengths
+from .masks import Band, BlockMask, Causal, SlidingWindow
 
 __all__ = [
     "bigbird",
@@ -136,7 +137,7 @@ def fixed(
     stride = amount("stride_blocks", stride_blocks, 1)
     summary = integer("summary_blocks", summary_blocks)
     if not 1 <= summary <= stride:
-        raise Error(f"summary_blocks: {shown(summary)}; 1 to stride_blocks = {stride}")
+        raise InvalidArgument(f"summary_blocks: {shown(summary)}; 1 to stride_blocks = {stride}")
 
     def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
         visited: Bools = own // stride == key // stride
@@ -168,7 +169,7 @@ def butterfly(
     else:
         stride = integer("max_stride_blocks", max_stride_blocks)
         if stride < 1 or stride & (stride - 1):
-            raise Error(f"max_stride_blocks: {shown(stride)}; a power of two or None")
+            raise InvalidArgument(f"max_stride_blocks: {shown(stride)}; a power of two or None")
     whole = amount("global_blocks", global_blocks)
 
     def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:
@@ -243,7 +244,7 @@ def bigbird(
     """
     window = amount("window_blocks", window_blocks, 1)
     if window % 2 == 0:
-        raise Error(f"window_blocks: {window}; an odd number")
+        raise InvalidArgument(f"window_blocks: {window}; an odd number")
     count = amount("global_blocks", global_blocks)
     picked = amount("random_blocks", random_blocks)
     heads = range(amount("num_heads", num_heads, 1) if picked else 1)
@@ -279,7 +280,7 @@ def random(
     allowed = "a number from 0 to 1"
     share = real("density", density, allowed=allowed)
     if not 0 <= share <= 1:
-        raise Error(f"density: {shown(density)}; {allowed}")
+        raise InvalidArgument(f"density: {shown(density)}; {allowed}")
     heads = range(amount("num_heads", num_heads, 1))
     seed = integer("seed", seed, 0)
 
@@ -310,20 +311,20 @@ def stack_heads(masks: Iterable[BlockMask]) -> BlockMask:
         masks = ()
     masks = tuple(masks)
     if not masks or not all(isinstance(mask, BlockMask) for mask in masks):
-        raise Error(f"masks: {shown(masks or given)}; one or more BlockMasks")
+        raise InvalidArgument(f"masks: {shown(masks or given)}; one or more BlockMasks")
     first = masks[0]
     for mask in masks:
         for name in ("seqlen_q", "seqlen_k", "block_size"):
             if getattr(mask, name) != getattr(first, name):
                 each = [getattr(mask, name) for mask in masks]
-                raise Error(f"masks: {name} {shown(each)}; one {name} for all")
+                raise InvalidArgument(f"masks: {name} {shown(each)}; one {name} for all")
     bands = {mask.band for mask in masks} - {None}
     if len(bands) > 1:
         each = sorted(map(str, bands))
-        raise Error(f"masks: {len(bands)} bands, {shown(each)}; one band for all heads")
+        raise Unsupported(f"masks: {len(bands)} bands, {shown(each)}; one band for all heads")
     batches = sorted({mask.batch for mask in masks} - {1})
     if len(batches) > 1:
-        raise Error(f"masks: batch {shown(batches)}; one batch for all, or 1")
+        raise InvalidArgument(f"masks: batch {shown(batches)}; one batch for all, or 1")
     batch = batches[0] if batches else 1
 
     matrices = [mask.block_matrices() for mask in masks]
@@ -349,7 +350,7 @@ def from_matrix(
 
     ``matrix`` is bool (seqlen_q, seqlen_k), (num_heads, seqlen_q, seqlen_k) or (batch, num_heads,
     seqlen_q, seqlen_k). Each of its blocks must be all False (skipped), all True (full), or equal
-    to the band there (partial). Raises Error with the first block that is none of these.
+    to the band there (partial). Raises Unsupported with the first block that is none of these.
     """
     block_q, block_k = check_block_size(block_size)
     band_or_all(band)  # raises for what is no band
@@ -371,7 +372,7 @@ def from_matrix(
         if odd.any():
             batch, head, row, col = (int(index[0]) for index in np.nonzero(odd))
             uniform = "one value throughout" + (f", or that of {band}" if band else "")
-            raise Error(
+            raise Unsupported(
                 f"matrix: block ({row}, {col}) of batch {batch}, head {head} is mixed; {uniform}"
             )
     return BlockMask.from_dense(

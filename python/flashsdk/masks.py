@@ -9,20 +9,19 @@ that are not listed are skipped, so time and traffic fall with ``density``.
 
 from __future__ import annotations
 
-import functools
 import os
-import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from . import _block_lists as lists
-from ._block_lists import INT32_MAX, LISTS, BlockSize, Bools, Csr, Int32s
-from ._errors import Error, InvalidArgument, Unsupported, integer, shown, truth
+from . import _flex
+from ._bands import Band, Causal, Dense, SlidingWindow, band_or_all
+from ._block_lists import LISTS, NO_BLOCK, BlockSize, Bools, Csr, Int32s
+from ._errors import InvalidArgument, integer, shown, truth
 from ._untraced import untraced
 
 if TYPE_CHECKING:
@@ -31,247 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Band", "BlockMask", "Causal", "Csr", "Dense", "Mask", "SlidingWindow"]
 
-Alignment: TypeAlias = Literal["bottom_right", "top_left"]
-
-_NONE = np.zeros((1, 1, 1, 1), bool)  # no block, of any layout
-
-
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """Every query sees every key."""
-
-    def to_dense(self, seqlen_q: int, seqlen_k: int) -> Bools:
-        """The element matrix, bool (seqlen_q, seqlen_k), all True."""
-        return Band().to_dense(seqlen_q, seqlen_k)
-
-    def visible_share(self, seqlen_q: int, seqlen_k: int) -> float:
-        """Visible elements / all elements: 1.0, or 0.0 where there are none."""
-        return Band().visible_share(seqlen_q, seqlen_k)
-
-    def density(self, seqlen_q: int, seqlen_k: int) -> float:
-        """The old name of ``visible_share``, until 0.3."""
-        _density_warning()
-        return self.visible_share(seqlen_q, seqlen_k)
-
-    def plot(
-        self,
-        seqlen_q: int,
-        seqlen_k: int,
-        ax: Axes | None = None,
-        path: str | os.PathLike[str] | None = None,
-    ) -> Figure:
-        """Draws the mask; as ``Band.plot``."""
-        return Band().plot(seqlen_q, seqlen_k, ax, path)
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """Query i sees key j iff ``-left <= j - (i + shift) <= right``.
-
-    left, right
-        Keys before and after the diagonal, in tokens; None is unlimited, and -1 is not. Any integer
-        is allowed, negative ones too: ``Band(left=None, right=-1)`` is causal without the diagonal.
-    alignment
-        Where the diagonal lies when seqlen_q != seqlen_k: "bottom_right" (shift = seqlen_k -
-        seqlen_q, the last query stands at the last key) or "top_left" (shift = 0).
-
-    A limit of 2^31 - 1 or more is the same as None and becomes it; fields always fit an int32.
-    Raises Error for anything but None and integers, and for another alignment.
-    """
-
-    left: int | None = None
-    right: int | None = None
-    alignment: Alignment = "bottom_right"
-
-    def __post_init__(self) -> None:
-        for name, given in (("left", self.left), ("right", self.right)):
-            # Most calls make a mask anew, so the common case stops here.
-            if given is None or (type(given) is int and abs(given) < INT32_MAX):
-                continue
-            limit = max(integer(name, given, allowed="None or an integer"), -INT32_MAX)
-            object.__setattr__(self, name, limit if limit < INT32_MAX else None)
-        if not isinstance(self.alignment, str) or self.alignment not in (
-            "bottom_right",
-            "top_left",
-        ):
-            raise InvalidArgument(
-                f'alignment: {shown(self.alignment)}; "bottom_right" or "top_left"'
-            )
-
-    def shift(self, seqlen_q: int, seqlen_k: int) -> int:
-        """The key at which query 0 stands. Lengths may be the compiler's: they are not checked."""
-        return seqlen_k - seqlen_q if self.alignment == "bottom_right" else 0
-
-    @untraced
-    def to_dense(self, seqlen_q: int, seqlen_k: int) -> Bools:
-        """The element matrix, bool (seqlen_q, seqlen_k): True where query i sees key j."""
-        seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 0)
-        query, key = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None, :]
-        distance = key - (query + self.shift(seqlen_q, seqlen_k))
-        visible = np.ones(distance.shape, bool)
-        if self.left is not None:
-            visible &= -self.left <= distance
-        if self.right is not None:
-            visible &= distance <= self.right
-        return visible
-
-    @untraced
-    def visible_share(self, seqlen_q: int, seqlen_k: int) -> float:
-        """Visible elements / all elements; 0.0 where there are none. Costs O(seqlen_q)."""
-        seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 0)
-        low, high = self._limits
-        at = np.arange(seqlen_q) + self.shift(seqlen_q, seqlen_k)
-        begin = np.clip(at + low, 0, seqlen_k)
-        end = np.clip(at + high + 1, 0, seqlen_k)
-        return float(np.maximum(end - begin, 0).sum()) / max(seqlen_q * seqlen_k, 1)
-
-    def density(self, seqlen_q: int, seqlen_k: int) -> float:
-        """The old name of ``visible_share``, until 0.3."""
-        _density_warning()
-        return self.visible_share(seqlen_q, seqlen_k)
-
-    @untraced
-    def blocks(
-        self, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int]
-    ) -> tuple[Bools, Bools]:
-        """(touched, inside), both bool (block rows, block columns).
-
-        A block is touched if the band shows any of its elements and inside if it shows all of
-        them. Blocks at the ends count the elements that exist. Makes no element matrix. Block sizes
-        are any integers from 1 to 2^24.
-        """
-        seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 0)
-        block_size = lists.check_block_size(block_size, 1)
-        first_query, last_query = lists.block_bounds(seqlen_q, block_size[0])
-        first_key, last_key = lists.block_bounds(seqlen_k, block_size[1])
-        at = self.shift(seqlen_q, seqlen_k)
-        low, high = self._limits
-        # A block holds every distance j - (i + shift) from that of its bottom-left element to that
-        # of its top-right one, so the two corners tell.
-        top, bottom = (query[:, None] + at for query in (first_query, last_query))
-        touched = (last_key >= top + low) & (first_key <= bottom + high) & (low <= high)
-        inside = (first_key >= bottom + low) & (last_key <= top + high)
-        return touched, inside
-
-    def plot(
-        self,
-        seqlen_q: int,
-        seqlen_k: int,
-        ax: Axes | None = None,
-        path: str | os.PathLike[str] | None = None,
-    ) -> Figure:
-        """Draws the mask in cells of up to 256 x 256, on ``ax`` or a new figure, and saves it.
-
-        ``path`` is where to save (.png, .svg, .pdf). Raises Error if matplotlib is missing.
-        """
-        from . import _plot
-
-        seqlen_q, seqlen_k = lengths(seqlen_q, seqlen_k, 1)
-        cell = -(-max(seqlen_q, seqlen_k) // 256)
-        touched, inside = self.blocks(seqlen_q, seqlen_k, (cell, cell))
-        panel = _plot.Panel("", touched & ~inside, inside)
-        return _plot.draw([panel], (seqlen_q, seqlen_k), (cell, cell), ax, path)
-
-    @property
-    def _limits(self) -> tuple[int, int]:
-        """The least and greatest visible j - (i + shift)."""
-        low = -INT32_MAX if self.left is None else -self.left
-        return low, INT32_MAX if self.right is None else self.right
-
-
-class _Kind:
-    """Of bands: called it makes one, and ``isinstance(mask, kind)`` is whether a mask is one.
-
-    What it makes are plain ``Band``s, so that equal masks are one to every kernel, cache and
-    pickle. No class: on what the ``__new__`` of one gives, Dynamo of PyTorch 2.11 calls Band's own
-    ``__init__`` without arguments, and a Causal() that was shared became Dense().
-    """
-
-    def __init__(self, make: Callable[..., Band], has: Callable[[Band], bool]) -> None:
-        functools.update_wrapper(self, make)
-        self._make, self._has = make, has
-
-    def __call__(self, *args: Any, **keywords: Any) -> Band:
-        return self._make(*args, **keywords)
-
-    def __instancecheck__(self, value: object) -> bool:
-        return isinstance(value, Band) and self._has(value)
-
-    def __or__(self, other: Any) -> Any:
-        return Union[self, other]  # noqa: UP007
-
-    def __ror__(self, other: Any) -> Any:
-        return Union[other, self]  # noqa: UP007
-
-    def __repr__(self) -> str:
-        return f"{self.__module__}.{self.__name__}"  # type: ignore[attr-defined]
-
-    def __reduce__(self) -> str:
-        return self.__name__  # type: ignore[attr-defined,no-any-return]
-
-
-_CAUSAL = Band(None, 0)
-
-if TYPE_CHECKING:
-
-    class Causal(Band):
-        def __init__(self, alignment: Alignment = "bottom_right") -> None: ...
-
-    class SlidingWindow(Band):
-        def __init__(
-            self, left: int | None, right: int | None = 0, alignment: Alignment = "bottom_right"
-        ) -> None: ...
-
-else:
-
-    @functools.partial(_Kind, has=lambda band: band.left is None and band.right == 0)
-    def Causal(alignment: Alignment = "bottom_right") -> Band:
-        """Query i sees the keys up to its own place: ``Band(None, 0, alignment)``.
-
-        FlexAttention's ``q_idx >= kv_idx`` and torch's ``is_causal`` are ``Causal("top_left")``.
-        ``isinstance(mask, Causal)`` is whether a mask is a band of these limits.
-        """
-        # Most calls ask for it anew, and to make and check one costs a tenth of a small call.
-        if isinstance(alignment, str) and alignment == "bottom_right":
-            return _CAUSAL
-        return Band(None, 0, alignment)
-
-    @functools.partial(_Kind, has=lambda band: band.left is not None and band.right is not None)
-    def SlidingWindow(
-        left: int | None, right: int | None = 0, alignment: Alignment = "bottom_right"
-    ) -> Band:
-        """Query i sees ``left`` keys before its place, its own, and ``right`` after: a ``Band``.
-
-        ``isinstance(mask, SlidingWindow)`` is whether a mask is a band with a limit on both sides.
-        """
-        return Band(left, right, alignment)
-
-
-def _density_warning() -> None:
-    old, new = "density of a mask without blocks", "visible_share"
-    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)
-
-
-def band_or_all(band: Band | None) -> Band:
-    """``band``, and for None the one that hides nothing. Raises Error for anything else."""
-    if isinstance(band, Band):
-        return band
-    if band is None:
-        return Band()
-    raise InvalidArgument(f"band: {shown(band)}; a Band, Causal(), SlidingWindow() or None")
-
-
-def lengths(seqlen_q: object, seqlen_k: object, minimum: int) -> tuple[int, int]:
-    """Both as ints: NumPy cannot compute with all that counts as one, such as PyTorch's tensors."""
-    return lists.length("seqlen_q", seqlen_q, minimum), lists.length("seqlen_k", seqlen_k, minimum)
-
-
-def no_mask(mask: object) -> Error:
-    """What is raised where a call's ``mask`` is none."""
-    allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
-    if hasattr(mask, "shape"):
-        allowed += "; an array is a bias, or attention's bool mask"
-    return InvalidArgument(f"mask: {shown(mask)}; {allowed}")
+# Where users have them from: pickles and error messages say so.
+for _kind in (Band, Causal, Dense, SlidingWindow):
+    _kind.__module__ = __name__
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -359,7 +120,7 @@ class BlockMask:
         """
         block_q, block_k = lists.check_block_size(block_size)
         listed = lists.as_blocks("blocks", blocks)
-        always = _NONE if full is None else lists.as_blocks("full", full)
+        always = NO_BLOCK if full is None else lists.as_blocks("full", full)
         rows, cols = listed.shape[2:]
         if full is not None and not lists.fits(always.shape, listed.shape):
             raise InvalidArgument(
@@ -407,11 +168,18 @@ class BlockMask:
         cols = -(-seqlen_k // block_k)
         blocks = lists.from_csr(lists.check_csr(offsets, indices, cols), cols)
         seqlen_q = lists.check_length("seqlen_q", seqlen_q, blocks.shape[2], block_q)
-        return cls._build(blocks, _NONE, (block_q, block_k), seqlen_q, seqlen_k, band)
+        return cls._build(blocks, NO_BLOCK, (block_q, block_k), seqlen_q, seqlen_k, band)
 
     @classmethod
     @untraced
-    def from_flex(cls, block_mask: Any, *, band: Band | None = None) -> BlockMask:
+    def from_flex(
+        cls,
+        block_mask: Any,
+        *,
+        band: Band | None = None,
+        batch: int | None = None,
+        num_heads: int | None = None,
+    ) -> BlockMask:
         """From ``torch.nn.attention.flex_attention.BlockMask``, or what has the same fields.
 
         Reads BLOCK_SIZE, seq_lengths, kv_num_blocks, kv_indices and, where they are not None,
@@ -420,53 +188,24 @@ class BlockMask:
         that it hides are dropped, and what the others show must be one band, which is found.
         Costs time in proportion to the elements of partial blocks, and no matrix of all.
 
-        One layout may be for the whole batch, or for all heads. On a CPU mask_mod is then asked of
-        sequence 1, or head 1, as well, and is Unsupported if it shows something else there. Of
-        later ones, and on a GPU, it is not asked: it must show the same of all.
-
         band
             What mask_mod stands for, where you know it: an Error if it shows anything else.
             Where block_mask has no mask_mod, as its like may not, this is what partial blocks show.
+        batch, num_heads
+            Sequences and query heads of the calls to come. Needed where block_mask has one layout
+            for all of them (its B or H is 1 or None) and mask_mod reads b or h. It is then asked
+            for each, of all blocks, and the mask has a layout for each.
 
-        Raises Unsupported if no band shows what mask_mod does, and Error if there are partial
-        blocks with neither a band nor a mask_mod, or if a field does not fit.
+        Raises Unsupported if no band shows what mask_mod does, or if it tells sequences or heads
+        apart where one layout says that a block is full or skipped for all. Raises Error if there
+        are partial blocks with neither a band nor a mask_mod, if a field does not fit, or if batch
+        or num_heads is needed or not that of block_mask.
         """
-        block_q, block_k = lists.check_block_size(lists.flex_field(block_mask, "BLOCK_SIZE"))
-        lengths = lists.flex_field(block_mask, "seq_lengths")
-        try:
-            seqlen_q, seqlen_k = lengths
-        except (TypeError, ValueError):
-            raise InvalidArgument(f"seq_lengths: {shown(lengths)}; (seqlen_q, seqlen_k)") from None
-        seqlen_q, seqlen_k = (lists.length("seq_lengths", n) for n in (seqlen_q, seqlen_k))
-        cols = -(-seqlen_k // block_k)
-        partial = lists.from_flex(block_mask, "kv", cols)
-        has_full = lists.flex_field(block_mask, "full_kv_num_blocks") is not None
-        full = lists.from_flex(block_mask, "full_kv", cols) if has_full else _NONE
-        if has_full and not lists.fits(full.shape, partial.shape):
-            raise InvalidArgument(
-                f"full_kv_num_blocks: shape {full.shape[:3]}; that of kv_num_blocks, "
-                f"{partial.shape[:3]}, up to a batch or num_heads of 1"
-            )
-        if (partial & full).any():
-            raise InvalidArgument(
-                "full_kv_indices: a block that kv_indices lists as well; each block once"
-            )
-        seqlen_q = lists.check_length("seq_lengths[0]", seqlen_q, partial.shape[2], block_q)
-        mask_mod = getattr(block_mask, "mask_mod", None)
-        if mask_mod is not None:
-            band_or_all(band)
-            device = getattr(block_mask.kv_indices, "device", "cpu")
-            asked = mask_mod, device
-            partial, always, band = _asked(
-                *(asked, partial, (block_q, block_k), (seqlen_q, seqlen_k), band)
-            )
-            full = full | always
-        elif band is None and partial.any():
-            raise InvalidArgument(
-                f"band: None; the Band that mask_mod stands for, as "
-                f"{np.count_nonzero(partial)} blocks of block_mask are partial"
-            )
-        return cls._build(partial, full, (block_q, block_k), seqlen_q, seqlen_k, band)
+        counts = (
+            None if batch is None else lists.amount("batch", batch, 1),
+            None if num_heads is None else lists.amount("num_heads", num_heads, 1),
+        )
+        return cls._build(*_flex.read(block_mask, band, counts))
 
     @classmethod
     def _build(
@@ -655,57 +394,6 @@ class BlockMask:
             f"block_size={self.block_size}, batch={self.batch}, num_heads={self.num_heads}, "
             f"density={self.density:.4g}, band={self.band})"
         )
-
-
-def _asked(
-    asked: tuple[Any, Any],  # FlexAttention's mask_mod, and the device to ask it on
-    partial: Bools,  # (batch | 1, num_heads | 1, rows, cols)
-    block_size: tuple[int, int],
-    seqlens: tuple[int, int],
-    band: Band | None,
-) -> tuple[Bools, Bools, Band | None]:
-    """(partial, full, band): what mask_mod shows of partial blocks, as blocks and a band."""
-    from . import _flex
-
-    blocks = np.array(np.nonzero(partial))
-    shared = [axis for axis in (0, 1) if partial.shape[axis] == 1]
-    mixed, always = np.zeros_like(partial), np.zeros_like(partial)
-
-    def looks() -> Iterator[tuple[Any, Bools, Any, Bools, Any]]:
-        found = _flex.visible(*asked, blocks, block_size, seqlens, shared)
-        for some, seen, exists, distance in found:
-            some_seen, all_seen = seen.any((1, 2)), (seen | ~exists).all((1, 2))
-            is_mixed = some_seen & ~all_seen
-            mixed[tuple(blocks[:, some])], always[tuple(blocks[:, some])] = is_mixed, all_seen
-            yield is_mixed, seen, distance, exists, some
-
-    # If any band shows this, so does the one from the least to the greatest visible distance.
-    low, high, least, greatest = INT32_MAX, -INT32_MAX, INT32_MAX, -INT32_MAX
-    for is_mixed, seen, distance, exists, _ in looks():
-        if not is_mixed.any():
-            continue
-        shown, there = distance[is_mixed][seen[is_mixed]], distance[is_mixed][exists[is_mixed]]
-        low, high = min(low, int(shown.min())), max(high, int(shown.max()))
-        least, greatest = min(least, int(there.min())), max(greatest, int(there.max()))
-    if not mixed.any():
-        return mixed, always, None
-    found = Band(-low if least < low else None, high if greatest > high else None, "top_left")
-    wanted = found if band is None else band
-    shift = wanted.shift(*seqlens)
-    first, last = (limit + shift for limit in wanted._limits)
-    for is_mixed, seen, distance, exists, some in looks():
-        wrong = (((first <= distance) & (distance <= last)) & exists) != seen
-        wrong &= is_mixed[:, None, None]
-        if wrong.any():
-            n, i, j = (int(x[0]) for x in np.nonzero(wrong))
-            _, _, row, col = (int(x) for x in blocks[:, some][:, n])
-            at = f"query {row * block_size[0] + i}, key {col * block_size[1] + j}"
-            sees = "shows" if seen[n, i, j] else "hides"
-            if band is not None:
-                raise InvalidArgument(f"band: {band}; what mask_mod shows: it {sees} {at}")
-            allowed = "one that is a band inside of each partial block; a bias for the others"
-            raise Unsupported(f"mask_mod: it {sees} {at}, which no band does; {allowed}")
-    return mixed, always, wanted
 
 
 Mask: TypeAlias = Dense | Band | BlockMask

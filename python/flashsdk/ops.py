@@ -50,8 +50,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 from . import _bindings, _frameworks, _log
-from ._errors import Error, has, shown
-from .masks import Band, BlockMask, Dense, Mask, no_mask
+from ._bands import no_mask
+from ._errors import InvalidArgument, has, shown
+from .masks import Band, BlockMask, Dense, Mask
 
 __all__ = [
     "Backend",
@@ -309,7 +310,7 @@ def explain(
     Raises Error like the call.
     """
     if not isinstance(op, str) or op not in ("fwd", "bwd"):
-        raise Error(f'op: {shown(op)}; "fwd" or "bwd"')
+        raise InvalidArgument(f'op: {shown(op)}; "fwd" or "bwd"')
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     packed: Any = () if all(x is None for x in lengths) else lengths  # as a whole or not at all
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
@@ -362,7 +363,9 @@ def _check_shapes(**arrays: Any) -> None:
     """Of arrays that results are made like: what has __dlpack__ alone has none."""
     for name, x in arrays.items():
         if not has(x, "shape"):
-            raise Error(f"{name}: {shown(x)}; an array with a shape, or results to write to")
+            raise InvalidArgument(
+                f"{name}: {shown(x)}; an array with a shape, or results to write to"
+            )
 
 
 def _backward(

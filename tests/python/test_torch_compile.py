@@ -155,9 +155,11 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_compiles_into_one_graph(function):
-    same_as_eager(function, *qkv())
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiles_into_one_graph(name):
+    if name.startswith("numpy") and TORCH < (2, 11):
+        pytest.skip("the compiler knows no numbers of NumPy")
+    same_as_eager(FUNCTIONS[name], *qkv())
 
 
 @pytest.mark.filterwarnings("error:.*NumPy array is not writable")
@@ -203,7 +205,6 @@ def test_masks_made_inside_break_the_graph(make):
         whole(*qkv())
 
 
-@pytest.mark.skipif(TORCH < (2, 13), reason="the compiler's errors and exceptions were others")
 @pytest.mark.parametrize(
     "make, want",
     [
@@ -225,6 +226,7 @@ def test_the_compiler_leaves_masks_as_they_are(make, want):
     assert torch.equal(got, expected) and torch.equal(layer(*x), expected)
 
 
+@pytest.mark.skipif(TORCH < (2, 13), reason="the compiler's errors and exceptions were others")
 def test_refusals_where_a_graph_may_not_break():
     """Our line is in the compiler's error, and code that catches it stays in the graph."""
 

@@ -34,6 +34,7 @@ def compare(call, tensors, placed, kept):
 
 def check_all(mesh):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.experimental import implicit_replication
 
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 20, 4, 16), torch.randn(2, 20, 2, 16), torch.randn(2, 20, 2, 16)
@@ -92,6 +93,34 @@ def check_all(mesh):
         with pytest.raises(fs.Error, match="DTensor"):
             x = distribute_tensor(q, mesh, [Shard(0)])
             ft.attention(x, x, x, **refused)
+
+    seed = distribute_tensor(torch.tensor([7, 0]), mesh, [Replicate()])
+    x = [distribute_tensor(t, mesh, [Replicate()]) for t in (q, k, v)]
+    cu = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "max_seqlen_q": 27, "max_seqlen_k": 27}
+    beside = distribute_tensor(bias, mesh, [Replicate()])
+    drops = {"dropout_p": 0.1, "seed": seed}
+    for line, call in {
+        "seed: a DTensor; a plain tensor, as q is": lambda: ft.attention(q, k, v, **drops),
+        "k: a plain tensor; a DTensor, as q is": lambda: ft.attention(x[0], k, v),
+        "v: a DTensor; a plain tensor, as q is": lambda: ft.attention(q, k, x[2]),
+        "bias: a plain tensor; a DTensor, as q is": lambda: ft.attention(*x, bias=bias),
+        "mask: a DTensor; a plain tensor, as q is": lambda: fs.attention(q, k, v, mask=beside > 0),
+        "attn_mask: a DTensor; a plain tensor, as query is": lambda: (
+            ft.scaled_dot_product_attention(
+                *(t.transpose(1, 2) for t in (q, k, v)), beside, enable_gqa=True
+            )
+        ),
+        "cu_seqlens_q: a plain tensor; a DTensor, as q is": lambda: ft.varlen_attention(
+            *(t.flatten(0, 1) for t in x), **cu
+        ),
+    }.items():
+        with pytest.raises(fs.InvalidArgument) as caught:
+            call()
+        assert str(caught.value) == line
+    # Nobody reads a seed without dropout, and who asks for replication gets it.
+    assert torch.equal(ft.attention(q, k, v, seed=seed), ft.attention(q, k, v))
+    with implicit_replication():
+        assert torch.equal(ft.attention(x[0], k, v).full_tensor(), ft.attention(q, k, v))
 
 
 def work(rank, port):

@@ -471,15 +471,21 @@ def test_the_script_for_pytorchs_own_tests(tmp_path):
         "def test_both(): pass\n"
         "def test_neither(): raise ValueError('never')\n"
         "def test_without(): assert not torch_sdpa.enabled()\n"
+        "if torch_sdpa.enabled():\n"
+        "    def test_new(): pass\n"
+        "else:\n"
+        "    def test_lost(): pass\n"
     )
     command = [sys.executable, script, file, "--record", record]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     found = json.loads(record.read_text())
-    assert found["without"] == {"passed": 2, "failed": 1, "skipped": 0}
-    assert found["with"] == {"passed": 1, "failed": 2, "skipped": 0}
+    assert found["without"] == {"passed": 3, "failed": 1, "skipped": 0}
+    assert found["with"] == {"passed": 2, "failed": 2, "skipped": 0}
     assert list(found["changed"]) == ["test_it::test_without"]
     assert found["neither"] == {"test_it::test_neither": "ValueError: never"}
+    assert found["only_without"] == ["test_it::test_lost"]
+    assert found["only_with"] == ["test_it::test_new"]
 
 
 def test_the_page():

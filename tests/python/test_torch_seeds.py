@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (  # noqa: E402
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from torch_cases import qkv, with_gradients  # noqa: E402
+from torch_cases import TORCH, qkv, with_gradients  # noqa: E402
 
 ONE = torch.tensor([7, 2**40 + 9])
 EACH = torch.tensor([[7, 0], [-1, 2**40 + 9]])  # -1 is 2^64 - 1
@@ -422,6 +422,7 @@ def test_vmap_draws_as_its_randomness_says(randomness, compiled):
         assert torch.equal(first, second) == (randomness == "same")
 
 
+@pytest.mark.skipif(TORCH < (2, 7), reason="nothing tells a strict export from compiling")
 def test_exported_programs_draw_by_operators_of_pytorch():
     class Module(torch.nn.Module):
         def forward(self, *x):

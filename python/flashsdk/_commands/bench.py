@@ -16,7 +16,7 @@ from flashsdk._commands.bench_cpu import QUICK, Case, Effort
 from flashsdk._commands.files import writable_folder
 from flashsdk._commands.progress import Progress
 from flashsdk._commands.table import text_table
-from flashsdk._errors import Error, shown
+from flashsdk._errors import InvalidArgument, shown
 
 Record = dict[str, Any]
 
@@ -58,7 +58,9 @@ def run(*, backend: str, quick: bool, words: list[str], out: str) -> int:
     if not cases:
         known = " ".join(sorted({word for c in every for word in c.name.split()}))
         of = "with --quick words" if quick else "words"
-        raise Error(f"--filter: {shown(' '.join(words))}; {of} of one case, among these: {known}")
+        raise InvalidArgument(
+            f"--filter: {shown(' '.join(words))}; {of} of one case, among these: {known}"
+        )
     skipped = {c.name: why for c in cases if (why := suite.runnable(c)) is not None}
     cases = [c for c in cases if c.name not in skipped]
     folder = writable_folder("--out", Path(out))

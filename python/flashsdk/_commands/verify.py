@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import flashsdk as fs
 from flashsdk._commands import INTERRUPTED
 from flashsdk._commands.progress import Progress
-from flashsdk._errors import Error
+from flashsdk._errors import InvalidArgument, Unsupported
 from flashsdk._testing.problems import generate
 from flashsdk._testing.verify import Report, check
 
@@ -62,7 +62,9 @@ def run(
     if seed is not None:
         for option, value in (("count", count), ("seconds", seconds), ("first-seed", first_seed)):
             if value is not None:
-                raise Error(f"--{option}: {value}; none with --seed, which is one problem")
+                raise InvalidArgument(
+                    f"--{option}: {value}; none with --seed, which is one problem"
+                )
         return repeat(seed, backend, framework)
     if seconds is None and count is None:
         seconds = DEFAULT_SECONDS
@@ -93,7 +95,7 @@ def run(
         print("stopped by Ctrl-C; no failure until then")
         return INTERRUPTED
     if not tally.problems:
-        raise Error("problems: none was run; at least one, to verify anything", "unsupported")
+        raise Unsupported("problems: none was run; at least one, to verify anything")
     print("no failure")
     return 0
 
@@ -103,11 +105,11 @@ def check_backend(backend: str, framework: str | None) -> None:
     if backend == "cpu":
         return
     if framework == "numpy":
-        raise Error(f"--framework: numpy; torch, as --backend is {backend}")
+        raise InvalidArgument(f"--framework: numpy; torch, as --backend is {backend}")
     kernels = [kernel for kernel in fs.kernels() if kernel["backend"] == backend]
     if not any(kernel["available"] for kernel in kernels):
         why = "no GPU here runs it" if kernels else "this build has no such kernels"
-        raise Error(f"--backend: {backend}; cpu, as {why}", "unsupported")
+        raise Unsupported(f"--backend: {backend}; cpu, as {why}")
 
 
 def repeat(seed: int, backend: str, framework: str | None) -> int:
@@ -117,9 +119,7 @@ def repeat(seed: int, backend: str, framework: str | None) -> int:
     for name, (error, limit) in report.errors.items():
         print(f"  {name}: largest error {error:.2e}, allowed {limit:.2e}")
     if report.refused:
-        raise Error(
-            f"--seed: {seed}, not run as {report.refused}; one that can be run", "unsupported"
-        )
+        raise Unsupported(f"--seed: {seed}, not run as {report.refused}; one that can be run")
     print("passed" if report.ok else "FAILED")
     return 0 if report.ok else 1
 

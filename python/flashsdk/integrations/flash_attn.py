@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .._errors import Error
+from .._errors import InvalidArgument
 
 __all__ = ["install", "uninstall"]
 
@@ -72,7 +72,7 @@ def install(force: bool = False) -> ModuleType:
     if _finder in sys.meta_path:
         return sys.modules[_NAME]
     if not force and (found := _real()):
-        raise Error(f"{_NAME}: {found} is installed; uninstall it, or pass force=True")
+        raise InvalidArgument(f"{_NAME}: {found} is installed; uninstall it, or pass force=True")
     for name in _modules():
         _replaced[name] = sys.modules.pop(name)
     spec = importlib.util.spec_from_file_location(

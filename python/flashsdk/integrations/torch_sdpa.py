@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from .. import Causal, build_info, ops
-from .._errors import Error, renamed
+from .._errors import Error, Unsupported, renamed
 from .._torch_checks import flag, shape_of, tensor
 from .._torch_eager import InPython, built
 from . import _sdpa_dtensor, _sdpa_nested
@@ -48,10 +48,8 @@ class _Overrides:
 
     def __init__(self) -> None:
         if built is InPython:
-            raise Error(
-                f"torch: {torch.__version__}; the one that flashsdk._torch_native is for",
-                "unsupported",
-            )
+            allowed = "the one that flashsdk._torch_native is for"
+            raise Unsupported(f"torch: {torch.__version__}; {allowed}")
         built.override_sdpa("for_cpu", "CPU")
         built.override_sdpa("packed", "CPU")
         if build_info()["cuda"] and torch.version.cuda is not None:

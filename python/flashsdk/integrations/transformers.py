@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
 
-from .._errors import Error, has, renamed, shown
+from .._errors import Error, InvalidArgument, Unsupported, has, renamed, shown
 from .._torch_eager import last_contiguous
 from ..masks import Band
 from ..torch import attention, varlen_attention
@@ -43,7 +43,7 @@ OLDEST = "5.6"  # release of transformers
 
 if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
     _version = importlib.metadata.version("transformers")
-    raise Error(f"transformers: {_version}; {OLDEST} or newer", "unsupported")
+    raise Unsupported(f"transformers: {_version}; {OLDEST} or newer")
 
 # So few queries read K and V hardly more often than packing them would.
 _FEW_QUERIES = 16
@@ -76,15 +76,17 @@ def register(name: str = NAME) -> str:
     "/", ":", "|" or "@" in it, or one that another function has.
     """
     if not isinstance(name, str) or not name:
-        raise Error(f'name: {shown(name)}; a text, such as "{NAME}"')
+        raise InvalidArgument(f'name: {shown(name)}; a text, such as "{NAME}"')
     if "flash" in name.lower():
         allowed = 'one without "flash", which transformers takes for a package of its own'
-        raise Error(f'name: "{name}"; {allowed}, such as "{NAME}"')
+        raise InvalidArgument(f'name: "{name}"; {allowed}, such as "{NAME}"')
     if any(c in name for c in "/:|@"):
-        raise Error(f'name: "{name}"; one without / : | @, which stand for kernels of a hub')
+        raise InvalidArgument(
+            f'name: "{name}"; one without / : | @, which stand for kernels of a hub'
+        )
     functions, masks = AttentionInterface(), masking_utils.AttentionMaskInterface()
     if name == "eager" or functions.get(name, attend) is not attend:
-        raise Error(f'name: "{name}", which is taken; another, such as "{NAME}"')
+        raise InvalidArgument(f'name: "{name}", which is taken; another, such as "{NAME}"')
     functions.register(name, attend)
     masks.register(name, make_mask)
     return name
@@ -165,7 +167,7 @@ class Seen:
     ) -> Any:
         if getattr(function, "__name__", "").strip("_") in ("add", "radd", "iadd"):
             allowed = 'one that calls AttentionInterface, or attn_implementation="eager"'
-            raise Error(f"attention_mask: added to scores by a model; {allowed}", "unsupported")
+            raise Unsupported(f"attention_mask: added to scores by a model; {allowed}")
 
         def tensors(x: Any) -> Any:
             if isinstance(x, (tuple, list)):
@@ -396,20 +398,22 @@ def attend(
     }
     if position_bias is not None and position_bias.requires_grad and torch.is_grad_enabled():
         allowed = 'one without (torch.no_grad), as it has none; attn_implementation="eager" trains'
-        raise Error(f"position_bias: a tensor that requires a gradient; {allowed}", "unsupported")
+        raise Unsupported(f"position_bias: a tensor that requires a gradient; {allowed}")
     lengths = _given_lengths(others)
     if lengths is not None and position_bias is not None:
-        raise Error("position_bias: given with cu_seq_lens_q; None, or no cu_seq_lens_q")
+        raise InvalidArgument("position_bias: given with cu_seq_lens_q; None, or no cu_seq_lens_q")
     seen: Seen | None = None
     tensor: Tensor | None = None
     if isinstance(attention_mask, Seen):
         seen = attention_mask
         if seen.shape[2:] != (q.shape[1], k.shape[1]):
             given = f"of {seen.shape[2]} queries and {seen.shape[3]} keys"
-            raise Error(f"attention_mask: {given}; {q.shape[1]} and {k.shape[1]}")
+            raise InvalidArgument(f"attention_mask: {given}; {q.shape[1]} and {k.shape[1]}")
         packed, alike = seen.packed, seen.shape[0] == q.shape[0]
         if not alike and seen.shape[0] != 1 and (packed is not None or seen.padding is not None):
-            raise Error(f"attention_mask: of a batch of {seen.shape[0]}; 1 or {q.shape[0]}")
+            raise InvalidArgument(
+                f"attention_mask: of a batch of {seen.shape[0]}; 1 or {q.shape[0]}"
+            )
         # Of packed sequences a bias counts from the first row of each, and a batch is their own.
         shifted = position_bias is not None and packed is not None and not packed.from_start
         if not seen.known or shifted or (packed is not None and not alike):
@@ -422,7 +426,9 @@ def attend(
             out = _by_mask(q, k, v, seen, lengths, position_bias, options)
         elif tensor is not None:
             if lengths is not None:
-                raise Error("cu_seq_lens_q: given with a mask; None, or no attention_mask")
+                raise InvalidArgument(
+                    "cu_seq_lens_q: given with a mask; None, or no attention_mask"
+                )
             out = _rows(q, k, v, None, _joined(tensor, position_bias), options)
         else:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -437,12 +443,12 @@ def _refuse(others: dict[str, Any]) -> None:
     for name, what in _REFUSED.items():
         if others.get(name) is not None:
             allowed = 'None, as they are not supported; attn_implementation="eager" has them'
-            raise Error(f"{name}: {what}; {allowed}", "unsupported")
+            raise Unsupported(f"{name}: {what}; {allowed}")
     # Some models, such as GPT-2, do not hand it on to their layers.
     wanted = None if _collector is None or torch.compiler.is_compiling() else _collector.get()
     if others.get("output_attentions") or (wanted and any("attentions" in x for x in wanted)):
         allowed = 'False, as weights are never stored; attn_implementation="eager" has them'
-        raise Error(f"output_attentions: True; {allowed}", "unsupported")
+        raise Unsupported(f"output_attentions: True; {allowed}")
 
 
 def _given_lengths(others: dict[str, Any]) -> Packed | None:
@@ -452,7 +458,9 @@ def _given_lengths(others: dict[str, Any]) -> Packed | None:
         return None
     for name in names:
         if others.get(name) is None:
-            raise Error(f"{name}: None with cu_seq_lens_q; all four of {', '.join(names)}")
+            raise InvalidArgument(
+                f"{name}: None with cu_seq_lens_q; all four of {', '.join(names)}"
+            )
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = (others[name] for name in names)
     return Packed(cu_seqlens_q, cu_seqlens_k, int(longest_q), int(longest_k))
 
@@ -506,7 +514,7 @@ def _by_mask(
     packed = seen.packed
     if lengths is not None:
         if seen.padding is not None or (packed is not None and packed.keys is not None):
-            raise Error("cu_seq_lens_q: given with padding; None, or no attention_mask")
+            raise InvalidArgument("cu_seq_lens_q: given with padding; None, or no attention_mask")
         packed = lengths
     if seen.used < k.shape[1] and packed is None:
         k, v = k[:, : seen.used], v[:, : seen.used]

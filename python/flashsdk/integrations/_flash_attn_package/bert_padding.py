@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashsdk._errors import Error
+from flashsdk._errors import InvalidArgument
 from flashsdk.integrations._rows import offsets, put, take
 
 __all__ = [
@@ -88,7 +88,9 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 def _mask_fits(name: str, mask: Tensor, tokens: Tensor) -> None:
     """Another shape would take other tokens, without a word."""
     if mask.shape != tokens.shape[:2]:
-        raise Error(f"{name}: shape {tuple(mask.shape)}; (batch, seqlen) {tuple(tokens.shape[:2])}")
+        raise InvalidArgument(
+            f"{name}: shape {tuple(mask.shape)}; (batch, seqlen) {tuple(tokens.shape[:2])}"
+        )
 
 
 def _longest(lengths: Tensor) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashsdk import Error
+from flashsdk import Unsupported
 from flashsdk.torch import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -50,4 +50,4 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Not there yet: an Error, whatever the arguments."""
     allowed = "flash_attn_func on the part of the cache that is used, as it does not exist yet"
-    raise Error(f"flash_attn_with_kvcache: a call; {allowed}", "unsupported")
+    raise Unsupported(f"flash_attn_with_kvcache: a call; {allowed}")

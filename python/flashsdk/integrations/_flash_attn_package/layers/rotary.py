@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashsdk import Error
+from flashsdk import InvalidArgument
 
 __all__ = [
     "RotaryEmbedding",
@@ -66,10 +66,10 @@ def apply_rotary_emb(
     packed = cu_seqlens is not None
     if x.dim() != (3 if packed else 4):
         shape = "(total, num_heads, head_dim)" if packed else "(batch, seqlen, num_heads, head_dim)"
-        raise Error(f"x: shape {tuple(x.shape)}; {shape}")
+        raise InvalidArgument(f"x: shape {tuple(x.shape)}; {shape}")
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[-1] > x.shape[-1]:
         allowed = f"two of (positions, rotary_dim / 2), rotary_dim <= {x.shape[-1]}"
-        raise Error(f"cos, sin: shapes {tuple(cos.shape)}, {tuple(sin.shape)}; {allowed}")
+        raise InvalidArgument(f"cos: shape {tuple(cos.shape)}, sin's {tuple(sin.shape)}; {allowed}")
     cos, sin = (
         table.unsqueeze(-2) for table in _at_positions(x, cos, sin, seqlen_offsets, cu_seqlens)
     )
@@ -97,13 +97,17 @@ def apply_rotary_emb_qkv_(
     """
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
-            raise Error(f"qkv: shape {tuple(qkv.shape)}; (batch, seqlen, 3, num_heads, head_dim)")
+            raise InvalidArgument(
+                f"qkv: shape {tuple(qkv.shape)}; (batch, seqlen, 3, num_heads, head_dim)"
+            )
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     else:
         rest = None if num_heads_q is None or qkv.dim() != 4 else qkv.shape[2] - num_heads_q
         if num_heads_q is None or rest is None or rest < 0 or rest % 2 != 0:
             allowed = "(batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim) and num_heads_q"
-            raise Error(f"qkv: shape {tuple(qkv.shape)}, num_heads_q {num_heads_q}; {allowed}")
+            raise InvalidArgument(
+                f"qkv: shape {tuple(qkv.shape)}, num_heads_q {num_heads_q}; {allowed}"
+            )
         q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + rest // 2]
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
     apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
@@ -120,7 +124,9 @@ def apply_rotary_emb_kv_(
 ) -> Tensor:
     """Rotates k in place, in kv (batch, seqlen, 2, num_heads_kv, head_dim), and returns kv."""
     if kv.dim() != 5 or kv.shape[2] != 2:
-        raise Error(f"kv: shape {tuple(kv.shape)}; (batch, seqlen, 2, num_heads_kv, head_dim)")
+        raise InvalidArgument(
+            f"kv: shape {tuple(kv.shape)}; (batch, seqlen, 2, num_heads_kv, head_dim)"
+        )
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
 
@@ -219,7 +225,9 @@ class RotaryEmbedding(torch.nn.Module):
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
         cos, sin = self._cos_cached, self._sin_cached
         if cos is None or sin is None:
-            raise Error("max_seqlen: None with a tensor as seqlen_offset; how many positions")
+            raise InvalidArgument(
+                "max_seqlen: None with a tensor as seqlen_offset; how many positions"
+            )
         cos_k, sin_k = self._cos_k_cached, self._sin_k_cached
         where = (self.interleaved, seqlen_offset)
         if kv is None:
