@@ -8,8 +8,8 @@
 //   KeyRange keys_of(i)                that interval, which lets kernels trim and mask by two comparisons.
 // A policy that is the same along every diagonal may offer
 //   KeyRange diagonals()               the visible values of j - i in partial tiles,
-// and a GPU kernel then compares each element with two constants. The sm90 forward, which announces masks as diagonals,
-// takes cuda::BuiltinPolicy alone.
+// and a GPU kernel then compares each element with two constants. A policy of a user's own runs in the CPU kernels:
+// sm80's are templates over it, but nothing lists them, and sm90's launches take cuda::BuiltinPolicy alone.
 // i and j are local to the sequence. Cutting at the sequence ends belongs to the kernel. examples/custom_mask adds one.
 #pragma once
 

@@ -51,22 +51,48 @@ struct CheckedSm80Backward {
   static_assert(has_kernels(kRow.kernels), "kernels: none");
 };
 
-// For every length at which the choice may change, mask, and set of features that some row serves.
+// Lengths on either side of all at which choose_forward_tile() changes its mind.
+constexpr int kLengths[] = {1, 384, 640, 1024, 2048};
+
+// Whether every tile that calls of a head_dim are given is in a row that has a kernel for them.
 constexpr bool chosen_tiles_are_there(HeadDims head_dim) {
   for (unsigned set = 0; set < kFeatureSets; ++set)
-    for (const MaskKind mask : {MaskKind::kDense, MaskKind::kBand, MaskKind::kBlockSparse})
-      for (int seqlen = 128; seqlen <= 4096; seqlen += 128) {
-        const auto features = static_cast<Features>(set);
-        const Tile tile = sm90::choose_forward_tile({head_dim, features, mask, seqlen, seqlen});
-        bool served = false, chosen = false;
-        for (const Sm90Forward& row : kSm90Forward) {
-          if (row.head_dim != head_dim || !has(row.kernels.serving(features), mask)) continue;
-          served = true;
-          chosen = chosen || (row.tile.m == tile.m && row.tile.n == tile.n);
-        }
-        if (served && !chosen) return false;
+    for (const MaskKind mask : {MaskKind::kDense, MaskKind::kBand, MaskKind::kBlockSparse}) {
+      bool serves[std::size(kSm90Forward)] = {}, served = false;
+      for (std::size_t i = 0; i < std::size(kSm90Forward); ++i) {
+        const Sm90Forward& row = kSm90Forward[i];
+        serves[i] = row.head_dim == head_dim && has(row.kernels.serving(static_cast<Features>(set)), mask);
+        served = served || serves[i];
       }
+      if (!served) continue;  // sm80's
+      for (const int seqlen_q : kLengths)
+        for (const int seqlen_k : kLengths) {
+          const Tile tile = sm90::choose_forward_tile({head_dim, static_cast<Features>(set), mask, seqlen_q, seqlen_k});
+          bool there = false;
+          for (std::size_t i = 0; i < std::size(kSm90Forward); ++i)
+            there = there || (serves[i] && kSm90Forward[i].tile.m == tile.m && kSm90Forward[i].tile.n == tile.n);
+          if (!there) return false;
+        }
+    }
   return true;
+}
+// Whether some call is given this row's tile.
+constexpr bool is_chosen(const Sm90Forward& row) {
+  for (unsigned set = 0; set < kFeatureSets; ++set)
+    for (const MaskKind mask : {MaskKind::kDense, MaskKind::kBand, MaskKind::kBlockSparse})
+      for (const int seqlen_q : kLengths)
+        for (const int seqlen_k : kLengths) {
+          if (row.kernels.masks[set] == kNoMask) continue;
+          const Tile tile =
+              sm90::choose_forward_tile({row.head_dim, static_cast<Features>(set), mask, seqlen_q, seqlen_k});
+          if (tile.m == row.tile.m && tile.n == row.tile.n) return true;
+        }
+  return false;
+}
+constexpr bool has_backward(HeadDims head_dim) {
+  for (const Sm90Backward& row : kSm90Backward)
+    if (row.head_dim == head_dim) return true;
+  return false;
 }
 
 template <Sm90Forward kRow>
@@ -79,6 +105,8 @@ struct CheckedSm90Forward {
   static_assert(has_kernels(kRow.kernels), "kernels: none");
   static_assert(chosen_tiles_are_there(kRow.head_dim),
                 "choose_forward_tile(): gives calls of this head_dim a tile that no row has for their features");
+  static_assert(is_chosen(kRow), "tile: choose_forward_tile() gives it to no call");
+  static_assert(has_backward(kRow.head_dim), "head_dim: no row of kSm90Backward has it");
 };
 
 template <Sm90Backward kRow>

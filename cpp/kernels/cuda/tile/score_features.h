@@ -215,6 +215,8 @@ class ScoreFeatures {
     });
   }
 
+  // Reached through apply(): by sm80, and by backwards with softcap and a bias. The sm90 forward calls cap() alone, and
+  // adds a bias or ALiBi where these are alone.
   template <bool kTransposed, class Scores, class Coordinates, class BiasTile>
   __device__ void shift(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at,
                         const BiasTile& bias) const {

@@ -186,7 +186,7 @@ class ForwardScores {
     cuda::copy_words(converted, probabilities);
   }
 
-  // The output and the log-sum-exp of the queries closed last.
+  // The epilogue: the output and the log-sum-exp of the queries closed last.
   template <class Out>
   __device__ void write(const Out& acc_out, const QueryTile& of) const {
     const SeqlenInfo seq(p_, of.batch);
