@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = Path(sysconfig.get_path("scripts"))
-# The oldest, and one between. JAX: from the series two before the newest on.
+# Of the oldest series, and of one between. JAX: from the series two before the newest on.
 RELEASES = ("torch==2.6.0", "torch==2.11.0", "jax==0.8.3", "jax==0.9.2")
 # Beside the framework; with it come NumPy and what its package asks for.
 PACKAGES = {
@@ -44,6 +44,10 @@ LIBRARIES = {"torch": "_torch_native", "jax": "libflashsdk_jax"}
 def run(*command: str | Path, **environment: str) -> None:
     parts = [str(part) for part in command]
     subprocess.run(parts, check=True, cwd=ROOT, env={**os.environ, **environment})
+
+
+class MissingError(Exception):
+    """A release of a framework that pip does not find here, or cannot install."""
 
 
 class Release:
@@ -67,12 +71,16 @@ class Release:
         if not self.python.exists():
             run(sys.executable, "-m", "venv", self.folder)
         pip = [self.python, "-m", "pip", "install", "-qq", "--no-compile"]
-        pip += ["--disable-pip-version-check", *PACKAGES[self.framework], *self.packages[1:]]
+        pip += ["--disable-pip-version-check"]
+        run(*pip, *PACKAGES[self.framework], *self.packages[1:])
         if self.framework == "torch":  # for CPUs, where pip knows an index that has it
             wanted = [str(part) for part in (*pip, f"{self.packages[0]}+cpu")]
             if subprocess.run(wanted, cwd=ROOT, stderr=subprocess.DEVNULL).returncode == 0:
                 return
-        run(*pip, self.packages[0])
+        try:
+            run(*pip, self.packages[0])
+        except subprocess.CalledProcessError as e:
+            raise MissingError(self.packages[0]) from e
 
     def link(self) -> None:
         """The package, without what is compiled for another release."""
@@ -129,20 +137,19 @@ def main() -> int:
     parser.add_argument(
         "--skip-missing",
         action="store_true",
-        help="leave out, with a line, what pip cannot install",
+        help="pass where pip cannot install some of them",
     )
     args = parser.parse_args(given[:end])
-    failed = []
+    failed, missing = [], []
     for spec in args.releases:
         began = time.monotonic()
         print(f"---- {spec}", flush=True)
         release = Release(spec)
         try:
             release.install()
-        except subprocess.CalledProcessError:
-            if not args.skip_missing:
-                raise
+        except MissingError:
             print(f"---- {spec}: NOT TESTED, as pip cannot install it here", flush=True)
+            missing.append(spec)
             continue
         release.make()
         print(f"---- {spec}: set up in {time.monotonic() - began:.0f} s", flush=True)
@@ -151,6 +158,8 @@ def main() -> int:
             sys.exit(f"test_versions: --tests has none of {release.framework}'s")
         if not release.test(names, given[end + 1 :]):
             failed.append(spec)
+    if len(missing) == len(args.releases) or (missing and not args.skip_missing):
+        failed += missing
     if failed:
         print(f"test_versions: failed with {', '.join(failed)}")
     return int(bool(failed))

@@ -93,23 +93,41 @@ std::size_t workspace_size(const ForwardArgs& args) { return plan_as(args, Compl
 std::size_t workspace_size(const BackwardArgs& args) { return plan_as(args, Completeness::kQuery).workspace_size; }
 
 struct Plan::Call {
+  std::variant<ForwardArgs, BackwardArgs> args;
   std::variant<PlannedCall<ForwardParams>, PlannedCall<BackwardParams>> planned;
+
+  template <class Args>
+  static std::shared_ptr<const Call> of(const Args& args) {
+    return std::make_shared<Call>(Call{args, plan_as(args, Completeness::kLaunch)});
+  }
 };
+
+namespace {
+// Whether the host reads what some tensors contain: then that decides what is launched, too.
+template <class Params>
+bool reads_contents(const Params& p) {
+  return p.device.type == DeviceType::kCPU && (p.cu_seqlens_q != nullptr || p.mask.kind == MaskKind::kBlockSparse);
+}
+}  // namespace
+
 Plan::Plan(std::shared_ptr<const Call> call) noexcept : call_(std::move(call)) {}
 
 std::size_t Plan::workspace_size() const noexcept {
   return std::visit([](const auto& planned) { return planned.workspace_size; }, call_->planned);
 }
 void Plan::launch(const LaunchOptions& options) const {
-  std::visit([&](const auto& planned) { planned.launch(options); }, call_->planned);
+  const auto again = [&](const auto& args) { plan_as(args, Completeness::kLaunch).launch(options); };
+  const auto once = [&](const auto& planned) {
+    if (reads_contents(planned.params))
+      std::visit(again, call_->args);
+    else
+      planned.launch(options);
+  };
+  std::visit(once, call_->planned);
 }
 
-Plan plan(const ForwardArgs& args) {
-  return Plan(std::make_shared<Plan::Call>(Plan::Call{plan_as(args, Completeness::kLaunch)}));
-}
-Plan plan(const BackwardArgs& args) {
-  return Plan(std::make_shared<Plan::Call>(Plan::Call{plan_as(args, Completeness::kLaunch)}));
-}
+Plan plan(const ForwardArgs& args) { return Plan(Plan::Call::of(args)); }
+Plan plan(const BackwardArgs& args) { return Plan(Plan::Call::of(args)); }
 
 void mha_fwd(const ForwardArgs& args, const LaunchOptions& options) { plan_call(args, false).launch(options); }
 void mha_bwd(const BackwardArgs& args, const LaunchOptions& options) { plan_call(args, false).launch(options); }

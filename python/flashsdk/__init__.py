@@ -67,9 +67,10 @@ def kernels() -> list[dict[str, Any]]:
     Keys: name (unique in a build), op ("fwd", "bwd"), backend ("cpu", "sm80", "sm90"), arch
     (instruction set or GPU architecture), dtype, head_dim and head_dim_v (the largest it takes),
     mask ("dense", "band", "block_sparse"), features (compiled in: a list of "softcap", "bias",
-    "alibi", "dropout"), any_alignment (of a GPU's: takes tensors not aligned to 16 bytes),
-    splits_keys (of few queries, among thread blocks of a GPU), tile_m, tile_n (queries, keys),
-    available (whether this machine runs it). ``explain`` says which of them a call gets.
+    "alibi", "dropout"; score_features, until 0.3, says whether there is any), any_alignment (of a
+    GPU's: takes tensors not aligned to 16 bytes), splits_keys (of few queries, among thread blocks
+    of a GPU), tile_m, tile_n (queries, keys), available (whether this machine runs it).
+    ``explain`` says which of them a call gets.
     """
     return _bindings.kernels()
 

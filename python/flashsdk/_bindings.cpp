@@ -267,6 +267,7 @@ nb::list list_kernels() {
     d["head_dim_v"] = k.head_dim_v;
     d["mask"] = k.mask;
     d["features"] = k.features;
+    d["score_features"] = !k.features.empty();  // the old name of it, until 0.3
     d["any_alignment"] = k.any_alignment;
     d["splits_keys"] = k.splits_keys;
     d["tile_m"] = k.tile_m;

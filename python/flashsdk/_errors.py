@@ -145,6 +145,7 @@ def integer(
     try:
         # Dynamo of PyTorch 2.11 knows item() of NumPy's numbers, and no index of them.
         alone = isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0
+        alone = alone and value.dtype.kind in "iu"  # type: ignore[attr-defined]
         plain: Any = value.item() if alone else value  # type: ignore[attr-defined]
         number = None if _no_number(value) or _no_number(plain) else operator.index(plain)
     except Exception:  # of the caller's type

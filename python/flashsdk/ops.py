@@ -265,8 +265,7 @@ class Explanation:
     ``kernel`` is its name, "" if none fits. ``refused`` are (name, reason) of the kernels for this
     dtype, head_dim and mask with a higher priority. ``packing`` says how query heads share a tile
     ("query heads packed: 4 rows a head of keys"), "" if they do not. ``tile`` is (queries, keys) of
-    the kernel's tiles, (0, 0) if none fits: kernels of one name may differ in it. ``str()`` says
-    the same for people.
+    the kernel's tiles, (0, 0) if none fits. ``str()`` says the same for people.
     """
 
     kernel: str

@@ -351,6 +351,27 @@ TEST_F(Attention, APlanIsTheCallCheckedOnce) {
     EXPECT_THROW(plans[0].launch(), Error) << "a launch without a workspace";
     EXPECT_EQ(p->out.bytes(), before);
   }
+
+  // On a CPU lengths may change between launches, and are checked again.
+  const Plan of_packed = plan(packed.forward_args());
+  std::vector<std::int32_t> lengths{0, 60, 63};
+  ForwardArgs other = packed.forward_args();
+  const TensorView starts(lengths.data(), DType::kInt32, {3});
+  other.cu_seqlens_q = starts;
+  const Plan of_lengths = plan(other);
+  const GuardedWorkspace workspace(of_lengths.workspace_size());
+  of_lengths.launch(workspace.options());
+  const auto first = packed.out.bytes();
+  lengths = {0, 3, 63};  // as the problem's own
+  of_lengths.launch(workspace.options());
+  EXPECT_NE(packed.out.bytes(), first);
+  const auto changed = packed.out.bytes();
+  of_packed.launch(workspace.options());
+  EXPECT_EQ(packed.out.bytes(), changed);
+  lengths = {0, 3, 64};  // more rows than q has
+  EXPECT_THROW(of_lengths.launch(workspace.options()), Error);
+  EXPECT_EQ(packed.out.bytes(), changed);
+
   ForwardArgs bad = batched.forward_args();
   bad.dropout_p = 2;
   EXPECT_THROW(plan(bad), Error);

@@ -72,6 +72,41 @@ TEST(KernelRegistry, TakesFeaturesOnlyWhereTheyAreAskedFor) {
   EXPECT_EQ(registry.explain(p, {}).kernel, "cpu_portable_fp32_d64_dense_features_fwd");
 }
 
+TEST(KernelRegistry, HeadDimOfVCountsByItself) {
+  ForwardEntry narrow_v = entry("portable", 192);
+  narrow_v.key.head_dim_v = 128;
+  const KernelRegistry registry = registry_of({entry("portable", 192), narrow_v});
+  EXPECT_EQ(registry.explain(problem(192, 128), {}).kernel, "cpu_portable_fp32_d192x128_dense_fwd");
+  EXPECT_EQ(registry.explain(problem(64, 64), {}).kernel, "cpu_portable_fp32_d192x128_dense_fwd");
+  EXPECT_EQ(registry.explain(problem(192, 129), {}).kernel, "cpu_portable_fp32_d192_dense_fwd");
+  EXPECT_EQ(registry.explain(problem(128, 192), {}).kernel, "cpu_portable_fp32_d192_dense_fwd");
+}
+
+TEST(KernelRegistry, FewerFeaturesAndAlignedTensorsComeFirst) {
+  ForwardEntry any_alignment = entry("portable", 64, Features::kAll);
+  any_alignment.key.any_alignment = true;
+  const KernelRegistry registry =
+      registry_of({any_alignment, entry("portable", 64, Features::kAll), entry("portable", 64, Features::kCapped),
+                   entry("portable", 64, Features::kBias), entry("portable", 64)});
+  ForwardParams p = problem(64, 64);
+  EXPECT_EQ(registry.explain(p, {}).kernel, "cpu_portable_fp32_d64_dense_fwd");
+  const float bias = 0;
+  p.score.bias.ptr = &bias;
+  EXPECT_EQ(registry.explain(p, {}).kernel, "cpu_portable_fp32_d64_dense_bias_fwd");
+  // Entries say themselves what they do not take; here each but the last refuses.
+  std::vector<ForwardEntry> picky{any_alignment, entry("portable", 64, Features::kAll),
+                                  entry("portable", 64, Features::kCapped), entry("portable", 64, Features::kBias)};
+  for (ForwardEntry& e : picky) e.can_implement = [](const ForwardParams&) { return "no"; };
+  picky[0].can_implement = nullptr;
+  const Explanation why = registry_of(picky).explain(p, {});
+  EXPECT_EQ(why.kernel, "cpu_portable_fp32_d64_dense_features_unaligned_fwd");
+  std::vector<std::string> refused;
+  for (const Explanation::Refusal& refusal : why.refused) refused.push_back(refusal.kernel);
+  EXPECT_EQ(refused, (std::vector<std::string>{"cpu_portable_fp32_d64_dense_bias_fwd",
+                                               "cpu_portable_fp32_d64_dense_softcap_dropout_fwd",
+                                               "cpu_portable_fp32_d64_dense_features_fwd"}));
+}
+
 TEST(KernelRegistry, KernelsThatSplitKeysAreAskedFirst) {
   ForwardEntry split = entry("portable", 256);
   split.key.splits_keys = true;

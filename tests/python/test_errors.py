@@ -382,6 +382,17 @@ def test_seeds(name, bad):
     refused("mha_fwd", batched() | {name: bad, "dropout_p": 0.1}, name, str(bad))
 
 
+TIMES = [np.timedelta64(5, "ns"), np.datetime64(7, "ns"), np.array(5, dtype=object)]
+
+
+@pytest.mark.parametrize("bad", TIMES, ids=repr)
+def test_numpy_times_and_objects_are_no_integers(bad):
+    """item() of the first two is an int."""
+    refused("mha_fwd", batched() | {"offset": bad, "dropout_p": 0.1}, "offset")
+    with pytest.raises(fs.Error, match=r"^left: "):
+        fs.Band(left=bad)
+
+
 NO_NUMBERS = [
     *[True, False, np.True_, np.array(False), "1", b"1", 1e300, 10**400],
     *[np.ma.array(1.0, mask=True), np.timedelta64(1, "ns"), np.array(1, "m8[ns]")],

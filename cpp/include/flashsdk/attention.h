@@ -66,15 +66,20 @@ struct LaunchOptions {
   void* stream = nullptr;  // cudaStream_t; unused on a CPU
 };
 
-// A call that is checked and has its kernel: everything that does not depend on what the tensors contain is done, once.
+// A call that is checked and has its kernel: what does not depend on what the tensors contain is done, once.
 //
 //   const flashsdk::Plan plan = flashsdk::plan(args);
 //   plan.launch({{buffer, plan.workspace_size()}, stream});
 //
 // It holds the addresses of the tensors and of the mask's lists, not their memory: these must live until the last
 // launch is done. Copies share what they hold; any thread may launch one, with a workspace of its own for each launch.
+// What q, k, v and the like contain may change between launches. On a CPU so may cu_seqlens and the lists of a layout:
+// each launch reads and checks them again, and throws where they have come to need more workspace.
 class FLASHSDK_API Plan {
  public:
+  Plan(const Plan&) = default;  // a move is a copy: no Plan is ever empty
+  Plan& operator=(const Plan&) = default;
+
   // Bytes of workspace that a launch needs, on a CPU for the number of threads that was set when the plan was made.
   std::size_t workspace_size() const noexcept;
   // As mha_fwd, mha_bwd or those for packed sequences. Throws when the workspace or the stream does not do; nothing has

@@ -27,7 +27,7 @@ FLASHSDK_API std::vector<KernelInfo> kernels();
 
 struct Explanation {
   std::string kernel;          // empty when none fits
-  int tile_m = 0, tile_n = 0;  // its tiles, queries x keys: kernels of one name may differ in them
+  int tile_m = 0, tile_n = 0;  // its tiles, queries x keys
   struct Refusal {
     std::string kernel;
     std::string reason;

@@ -21,6 +21,18 @@ constexpr bool is_compiled(int head_dim) {
   return false;
 }
 constexpr bool has_kernels(const Kernels& kernels) { return kernels.serving(kNone) != kNoMask; }
+// Whether all its sets of features are among those that there is code for.
+template <std::size_t kSets>
+constexpr bool only(const Kernels& kernels, const Features (&sets)[kSets]) {
+  Kernels others = kernels;
+  for (const Features set : sets) others.masks[static_cast<unsigned>(set)] = kNoMask;
+  return !has_kernels(others);
+}
+constexpr bool of_every_mask(const Kernels& kernels) {
+  for (const Masks masks : kernels.masks)
+    if (masks != kNoMask && masks != kEveryMask) return false;
+  return true;
+}
 
 // K, V and Q tiles of 16 bits.
 constexpr int smem_bytes(const Sm80Forward& row) {
@@ -37,6 +49,7 @@ struct CheckedSm80Forward {
   static_assert(kRow.tile.m % (16 * kRow.warps) == 0, "tile.m: not a multiple of 16 rows a warp");
   static_assert(kRow.tile.n % 16 == 0, "tile.n: not a multiple of 16");
   static_assert(kRow.stages == 1 || kRow.stages == 2, "stages: not 1 or 2");
+  static_assert(only(kRow.kernels, kSm80Sets), "kernels: a set of features that sm80 has no code for");
   static_assert(has_kernels(kRow.kernels), "kernels: none");
   static_assert(!kRow.any_alignment || smem_bytes(kRow) <= kSmallSharedBytes,
                 "any_alignment: more shared memory than every GPU has");
@@ -48,6 +61,7 @@ struct CheckedSm80Backward {
   static_assert(kRow.tile.m % 16 == 0 && kRow.tile.n % 16 == 0, "tile: not a multiple of 16");
   static_assert(kRow.warps % kRow.warps_s == 0 && kRow.warps % kRow.warps_dk == 0 && kRow.warps % kRow.warps_dq == 0,
                 "warps: not a multiple of those along one side of a product");
+  static_assert(only(kRow.kernels, kSm80Sets), "kernels: a set of features that sm80 has no code for");
   static_assert(has_kernels(kRow.kernels), "kernels: none");
 };
 
@@ -102,6 +116,8 @@ struct CheckedSm90Forward {
   static_assert(kRow.tile.n % 16 == 0, "tile.n: not a multiple of 16");
   static_assert(kRow.stages_k >= 1 && kRow.stages_v >= 1 && kRow.stages_q >= 1, "stages: less than 1");
   static_assert(smem_bytes(kRow) < kSm90SharedBytes, "stages: more shared memory than a CTA has");
+  static_assert(only(kRow.kernels, kSm90Sets), "kernels: a set of features that sm90 has no code for");
+  static_assert(of_every_mask(kRow.kernels), "kernels: an sm90 kernel serves every mask");
   static_assert(has_kernels(kRow.kernels), "kernels: none");
   static_assert(chosen_tiles_are_there(kRow.head_dim),
                 "choose_forward_tile(): gives calls of this head_dim a tile that no row has for their features");
@@ -114,6 +130,8 @@ struct CheckedSm90Backward {
   static_assert(is_compiled(kRow.head_dim.qk), "head_dim: see kGpuHeadDims");
   static_assert(kRow.tile.m % 64 == 0 && kRow.tile.n % 64 == 0, "tile: not a multiple of 64");
   static_assert(kRow.stages_do >= 1 && kRow.stages_k >= 1, "stages: less than 1");
+  static_assert(only(kRow.kernels, kSm90Sets), "kernels: a set of features that sm90 has no code for");
+  static_assert(of_every_mask(kRow.kernels), "kernels: an sm90 kernel serves every mask");
   static_assert(has_kernels(kRow.kernels), "kernels: none");
 };
 

@@ -66,6 +66,10 @@ constexpr Kernels operator|(Kernels a, const Kernels& b) {
   return a;
 }
 
+// The sets of features that kernels have code for, those before others that are asked first.
+constexpr Features kSm80Sets[] = {kNone, kDropout, kAlibi, kBias, kAll};
+constexpr Features kSm90Sets[] = {kNone, kDropout, kCapped, kAlibi, kBias, kBiasDropout};
+
 // Of all GPU kernels.
 constexpr DType kGpuDTypes[] = {DType::kFloat16, DType::kBFloat16};
 constexpr int kGpuHeadDims[] = {32, 64, 96, 128, 192, 256};

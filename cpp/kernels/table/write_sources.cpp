@@ -51,7 +51,7 @@ std::string join(const Strings& items, const char* between) {
 // Those of `all` that `list` names, in the order of `all`; the whole of it for an empty list.
 template <class T, class Name>
 std::vector<T> chosen(const char* argument, const std::string& list, const std::vector<T>& all, Name name) {
-  if (list.empty()) return all;
+  if (list.empty() || list == "all") return all;
   Strings names;
   for (const T& item : all) names.push_back(name(item));
   const Strings asked = split(list);
@@ -117,7 +117,9 @@ class Sources {
   explicit Sources(std::filesystem::path directory) : directory_(std::move(directory)) {}
 
   void add(const Source& s) {
-    if (!names_.insert(s.name).second) fail("cpp/kernels/table", s.name + " twice", "one row a tile and head_dim");
+    if (!names_.insert(s.name).second)
+      fail("cpp/kernels/table", s.name + " twice",
+           "one row with this tile, head_dim and features, and equal head_dim together");
     const std::string array = std::string(s.backward ? "BackwardEntry " : "ForwardEntry ") + s.name + "[" +
                               std::to_string(s.entries.size()) + "]";
     put(s.target, s.name + s.extension, s.includes,
@@ -200,7 +202,7 @@ void add_sm80(Sources& sources, const Wanted& wanted, int head_dim, const std::s
               const Row (&rows)[kRows]) {
   for (const DType dtype : wanted.dtypes)
     for (const bool any_alignment : {false, true})
-      for (const Features f : {kNone, kDropout, kAlibi, kBias, kAll})
+      for (const Features f : kSm80Sets)
         for (const Row& row : rows) {
           if (row.head_dim.qk != head_dim || row.any_alignment != any_alignment) continue;
           if (wanted.few && (f == kDropout || row.tile.m * row.tile.n == 16 * 16)) continue;
@@ -242,7 +244,7 @@ void add_sm90(Sources& sources, const Wanted& wanted, HeadDims head_dim, const s
               const Row (&rows)[kRows]) {
   const bool backward = op == "backward";
   for (const DType dtype : wanted.dtypes)
-    for (const Features f : {kNone, kDropout, kCapped, kAlibi, kBias, kBiasDropout}) {
+    for (const Features f : kSm90Sets) {
       if (wanted.few && has_more(rows, head_dim, f, backward)) continue;
       for (const Row& row : rows) {
         if (row.head_dim != head_dim || row.kernels.of(f) == 0) continue;

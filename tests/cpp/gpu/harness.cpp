@@ -132,7 +132,7 @@ __attribute__((visibility("default"))) void harness_describe(int index, int* out
         out[1] = static_cast<int>(e.key.dtype);
         out[2] = flashsdk::max_of(e.key.head_dim, e.key.head_dim_v);
         out[3] = static_cast<int>(e.key.mask);
-        out[4] = flashsdk::count(e.key.features);
+        out[4] = count(e.key.features);
         out[5] = e.tile.m;
         out[6] = e.tile.n;
         out[7] = e.key.splits_keys;
