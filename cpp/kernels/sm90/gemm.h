@@ -110,9 +110,9 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&word)[4]) {
   }
 }
 
-// The store of an epilogue: writes a 16-bit accumulator fragment to device memory, rows from `begin` to `end`, columns below `columns` (a
-// multiple of 8). target is the first row of this warpgroup's 64. Left to itself, the compiler would take half of the
-// stores apart into words.
+// The store of an epilogue. Writes a 16-bit accumulator fragment to device memory: rows from `begin` to `end`, columns
+// below `columns` (a multiple of 8). target is the first row of this warpgroup's 64. Left to itself, the compiler would
+// take half of the stores apart into words.
 template <class Fragment, class Element>  // ((2, 2, N), 1, 1)
 __device__ __forceinline__ void store_accumulator(const Fragment& fragment, Element* target, std::int64_t row_stride,
                                                   int begin, int end, int columns) {
