@@ -65,9 +65,6 @@ struct CheckedSm80Backward {
   static_assert(has_kernels(kRow.kernels), "kernels: none");
 };
 
-// Lengths on either side of all at which choose_forward_tile() changes its mind.
-constexpr int kLengths[] = {1, 384, 640, 1024, 2048};
-
 // Whether every tile that calls of a head_dim are given is in a row that has a kernel for them.
 constexpr bool chosen_tiles_are_there(HeadDims head_dim) {
   for (unsigned set = 0; set < kFeatureSets; ++set)
@@ -79,8 +76,8 @@ constexpr bool chosen_tiles_are_there(HeadDims head_dim) {
         served = served || serves[i];
       }
       if (!served) continue;  // sm80's
-      for (const int seqlen_q : kLengths)
-        for (const int seqlen_k : kLengths) {
+      for (const int seqlen_q : sm90::kChoiceLengths)
+        for (const int seqlen_k : sm90::kChoiceLengths) {
           const Tile tile = sm90::choose_forward_tile({head_dim, static_cast<Features>(set), mask, seqlen_q, seqlen_k});
           bool there = false;
           for (std::size_t i = 0; i < std::size(kSm90Forward); ++i)
@@ -94,8 +91,8 @@ constexpr bool chosen_tiles_are_there(HeadDims head_dim) {
 constexpr bool is_chosen(const Sm90Forward& row) {
   for (unsigned set = 0; set < kFeatureSets; ++set)
     for (const MaskKind mask : {MaskKind::kDense, MaskKind::kBand, MaskKind::kBlockSparse})
-      for (const int seqlen_q : kLengths)
-        for (const int seqlen_k : kLengths) {
+      for (const int seqlen_q : sm90::kChoiceLengths)
+        for (const int seqlen_k : sm90::kChoiceLengths) {
           if (row.kernels.masks[set] == kNoMask) continue;
           const Tile tile =
               sm90::choose_forward_tile({row.head_dim, static_cast<Features>(set), mask, seqlen_q, seqlen_k});

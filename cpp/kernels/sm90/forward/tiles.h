@@ -16,6 +16,9 @@ struct ForwardShape {
   int seqlen_q, seqlen_k;
 };
 
+// Lengths from which on choose_forward_tile() chooses otherwise, and 1: table/check.h asks for all of them.
+constexpr int kChoiceLengths[] = {1, 384, 640, 1024, 2048};
+
 // Layouts need tiles that divide their blocks, and dropout a number of keys that is a multiple of 32. Long tiles waste
 // rows and keys, and leave multiprocessors idle, where sequences are short or cut by a band: at head_dim 64 to 640
 // queries, which is right for windows and dropout; causal ALiBi is 7 to 12 % faster with the long ones from 384 on.
