@@ -72,15 +72,21 @@ class Release:
             run(sys.executable, "-m", "venv", self.folder)
         pip = [self.python, "-m", "pip", "install", "-qq", "--no-compile"]
         pip += ["--disable-pip-version-check"]
-        run(*pip, *PACKAGES[self.framework], *self.packages[1:])
+        framework = self.packages[0]
+        done = 1
         if self.framework == "torch":  # for CPUs, where pip knows an index that has it
-            wanted = [str(part) for part in (*pip, f"{self.packages[0]}+cpu")]
-            if subprocess.run(wanted, cwd=ROOT, stderr=subprocess.DEVNULL).returncode == 0:
-                return
-        try:
-            run(*pip, self.packages[0])
-        except subprocess.CalledProcessError as e:
-            raise MissingError(self.packages[0]) from e
+            done = self.tried(*pip, cpu := f"{framework}+cpu")
+            framework = framework if done else cpu
+        if done and self.tried(*pip, framework, quiet=False):
+            raise MissingError(framework)
+        # Beside it: what else is there for this release.
+        run(*pip, framework, *PACKAGES[self.framework], *self.packages[1:])
+
+    @staticmethod
+    def tried(*command: str | Path, quiet: bool = True) -> int:
+        """The exit status of a command, whose errors may be of no interest."""
+        errors = subprocess.DEVNULL if quiet else None
+        return subprocess.run([str(c) for c in command], cwd=ROOT, stderr=errors).returncode
 
     def link(self) -> None:
         """The package, without what is compiled for another release."""

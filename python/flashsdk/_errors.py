@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -130,6 +130,14 @@ def has(value: object, attribute: str) -> bool:
         return False
 
 
+def never() -> bool:
+    return False
+
+
+# Whether torch.compile is tracing: flashsdk.torch sets it.
+tracing: Callable[[], bool] = never
+
+
 def integer(
     name: str,
     value: object,
@@ -143,9 +151,10 @@ def integer(
         allowed = "an integer" if minimum is None else f"an integer >= {minimum}"
         allowed += "" if maximum is None else f", at most {maximum}"
     try:
-        # Dynamo of PyTorch 2.11 knows item() of NumPy's numbers, and no index of them.
+        # Dynamo of PyTorch 2.11 knows item() of NumPy's numbers, and neither their index nor their
+        # dtype. Times and objects have an item(), too.
         alone = isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0
-        alone = alone and value.dtype.kind in "iu"  # type: ignore[attr-defined]
+        alone = alone and (tracing() or value.dtype.kind in "iu")  # type: ignore[attr-defined]
         plain: Any = value.item() if alone else value  # type: ignore[attr-defined]
         number = None if _no_number(value) or _no_number(plain) else operator.index(plain)
     except Exception:  # of the caller's type

@@ -16,10 +16,12 @@ from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
+from . import _errors
 from ._block_lists import MOST_ROWS
 from ._errors import REAL, InvalidArgument, Unsupported, has, integer, real, shown, truth, type_name
 
 F = TypeVar("F", bound=Callable[..., Any])
+_errors.tracing = torch.compiler.is_compiling
 flag = truth
 SEED = "an integer from 0 to 2^64 - 1, or int64 {seed, offset} where q is, (2,) or (batch, 2)"
 ONCE_IN_REVERSE = "as attention has no second derivative, and no forward-mode one"
