@@ -322,7 +322,7 @@ bool both_threads_worked(const PlannedCall<Params>& call) {
   return touched(bytes + size - 2 * scratch) && touched(bytes + size - scratch);
 }
 
-// Who comes first takes a job. Where there are several both threads get one sooner or later, also beside other programs.
+// Who comes first takes a job. Of several both threads get one sooner or later, also beside other programs.
 template <class Params>
 bool is_work_for_two(const PlannedCall<Params>& call) {
   using Clock = std::chrono::steady_clock;
