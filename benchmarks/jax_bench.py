@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flashsdk.jax import attention
+from jax_tables import KIND
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU = {
@@ -176,7 +177,12 @@ def main() -> None:
         rounds, sample_ms = 1, 0.1
     peer = "cudnn" if on_gpu else "xla"
     rows: list[dict[str, Any]] = []
-    record = {**machine(), "peer": f"jax.nn.dot_product_attention, {peer}", "rounds": rounds}
+    record = {
+        "kind": KIND,
+        **machine(),
+        "peer": f"jax.nn.dot_product_attention, {peer}",
+        "rounds": rounds,
+    }
     record |= {"dtype": settings["dtype"], "rows": rows}
     for shape, causal in cells(settings):
         calls = calls_of(shape, causal, settings["dtype"], peer)

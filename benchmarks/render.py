@@ -21,6 +21,7 @@ import cpu_goals
 import gpu_figure
 import gpu_goals
 import gpu_tables
+import jax_tables
 import transformers_step
 from flashsdk._commands import bench, bench_cpu_tables, demo, figures
 from flashsdk._commands.table import markdown_table
@@ -32,7 +33,10 @@ DOCS = ROOT / "docs"
 DOCUMENT = DOCS / "dev" / "benchmarks.md"
 IMAGES = DOCS / "images"
 README = ROOT / "README.md"
-PAGES = (README, DOCS / "benchmarks.md", DOCS / "torch_sdpa.md")  # with marked blocks
+PAGES = (
+    README,
+    *(DOCS / f"{name}.md" for name in ("benchmarks", "jax", "torch_sdpa")),
+)  # with marked blocks
 
 Record = dict[str, Any]
 
@@ -84,7 +88,7 @@ SECTIONS = {
     "gpu_tests": lambda _, record: gpu_tables.tests_section(record),
     transformers_step.KIND: lambda _, record: transformers_step.section(record, about(record)),
 }
-ELSEWHERE = {"torch_tests"}  # in pages of their own
+ELSEWHERE = {"torch_tests", jax_tables.KIND}  # in pages of their own
 
 
 def document(found: dict[str, Record]) -> str:
@@ -111,6 +115,9 @@ def blocks_of(found: dict[str, Record]) -> dict[str, str]:
         ),
         "torch_tests": "\n\n".join(
             torch_tests(r) for r in found.values() if r["kind"] == "torch_tests"
+        ),
+        "jax": "\n\n".join(
+            jax_tables.block(r) for r in found.values() if r["kind"] == jax_tables.KIND
         ),
     }
 

@@ -148,7 +148,12 @@ def crowded(p: Problem) -> Problem:
         POOL // 2 // max(1, vectors(p) * (max(p.head_dim, p.head_dim_v) + LARGEST_GAP)),
     )
     times = max(1, times)
-    return replace(p, lengths_q=p.lengths_q * times, lengths_k=p.lengths_k * times)
+    seeds: Any = p.dropout_seeds
+    if np.ndim(seeds) == 2:  # of each sequence
+        seeds = tuple((seed ^ n, offset) for n in range(times) for seed, offset in seeds)
+    return replace(
+        p, lengths_q=p.lengths_q * times, lengths_k=p.lengths_k * times, dropout_seeds=seeds
+    )
 
 
 class Pool:

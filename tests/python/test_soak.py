@@ -68,10 +68,13 @@ def test_problems_are_larger_and_valid(script):
         for lengths, heads in (("lengths_q", p.num_heads), ("lengths_k", p.num_heads_kv)):
             row = max(p.head_dim, p.head_dim_v) + script.LARGEST_GAP
             assert heads * sum(getattr(p, lengths)) * row <= script.POOL
+        if np.ndim(p.dropout_seeds) == 2:
+            assert len(p.dropout_seeds) == p.batch
         if isinstance(p.mask, Blocks):
             assert all(block % 128 == 0 for block in p.mask.block_size)
             mask_of(p)  # the grid is that of these lengths
     assert any(p.bias and p.dropout_p for p in problems)
+    assert any(np.ndim(p.dropout_seeds) == 2 and p.batch > 100 for p in problems)  # crowded
     kinds = {type(p.mask).__name__ for p in problems}
     assert kinds == {"NoneType", "BandSpec", "Blocks"}
     for feature in ("packed", "alibi", "bias", "softcap", "dropout_p", "dlse", "options"):
