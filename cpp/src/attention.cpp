@@ -1,11 +1,13 @@
 // Validate, pack, select, launch.
 #include "flashsdk/attention.h"
 
+#include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
-#include <variant>
 
 #include "check.h"
+#include "common/own_kernel.h"
 #if FLASHSDK_HAVE_CUDA
 #include "cuda/host/context.h"
 #include "cuda/host/device.h"
@@ -31,14 +33,44 @@ void check_call(const AttentionArgs& args, bool packed) {
   if (!given && packed) fail("cu_seqlens_q", "not given", "a tensor; batches are for mha_fwd and mha_bwd");
 }
 
+template <class Params>
+PlannedCall<Params> planned(const Params& p, const KernelEntry<Params>& entry) {
+  const int threads = p.device.type == DeviceType::kCPU ? num_threads() : 1;
+  return {p, &entry, threads, entry.workspace_size(p, threads)};
+}
+
 template <class Args>
 auto plan_as(const Args& args, Completeness completeness) {
-  PlannedCall<decltype(validate(args))> result{pack_query_heads(validate(args, completeness)), nullptr, 0, 0};
-  const auto& p = result.params;
-  result.entry = &KernelRegistry::instance().select(p, forced_backend(args));
-  result.num_threads = p.device.type == DeviceType::kCPU ? num_threads() : 1;
-  result.workspace_size = result.entry->workspace_size(p, result.num_threads);
-  return result;
+  const auto p = pack_query_heads(validate(args, completeness));
+  return planned(p, KernelRegistry::instance().select(p, forced_backend(args)));
+}
+
+// own_kernel.h.
+template <class Params>
+struct OwnKernel {
+  KernelEntry<Params> entry;
+  const void* user;
+};
+
+// Null, or why the kernel does not take the call.
+template <class Params>
+const char* refusal(const Params& p, const KernelEntry<Params>& entry) {
+  const KernelKey& key = entry.key;
+  if ((key.backend == Backend::kCpu) != (p.device.type == DeviceType::kCPU)) return "the tensors are on another device";
+  if (key.dtype != p.dtype) return "the tensors are of another dtype";
+  if (key.head_dim < p.head_dim || key.head_dim_v < p.head_dim_v) return "head_dim is larger than the kernel's";
+  if (key.mask != p.mask.kind) return "the mask is of another kind";
+  if (cuda::missing(key.features, p.score.features()) != Features::kNone) return "a feature is not compiled in";
+  return entry.can_implement == nullptr ? nullptr : entry.can_implement(p);
+}
+
+template <class Args, class Params>
+PlannedCall<Params> plan_as(const Args& args, const OwnKernel<Params>& own) {
+  Params p = validate(args);
+  p.mask.user = own.user;
+  if (p.mask.kind == MaskKind::kDense) p.mask.kind = own.entry.key.mask;  // a band without limits, or a policy's own
+  if (const char* reason = refusal(p, own.entry)) fail("entry", reason, "a kernel that takes the call");
+  return planned(p, own.entry);
 }
 
 // As the functions of C++ and Python are called.
@@ -92,42 +124,68 @@ PlannedCall<BackwardParams> plan_call(const BackwardArgs& args, bool packed) {
 std::size_t workspace_size(const ForwardArgs& args) { return plan_as(args, Completeness::kQuery).workspace_size; }
 std::size_t workspace_size(const BackwardArgs& args) { return plan_as(args, Completeness::kQuery).workspace_size; }
 
+// How it is planned is kept as well: where the host reads what some tensors contain, that decides what is launched.
 struct Plan::Call {
-  std::variant<ForwardArgs, BackwardArgs> args;
-  std::variant<PlannedCall<ForwardParams>, PlannedCall<BackwardParams>> planned;
+  virtual ~Call() = default;
+  virtual std::size_t workspace_size() const noexcept = 0;
+  virtual void launch(const LaunchOptions& options) const = 0;
 
-  template <class Args>
-  static std::shared_ptr<const Call> of(const Args& args) {
-    return std::make_shared<Call>(Call{args, plan_as(args, Completeness::kLaunch)});
-  }
+  template <class MakePlan>
+  static std::shared_ptr<const Call> by(MakePlan make);
 };
 
 namespace {
-// Whether the host reads what some tensors contain: then that decides what is launched, too.
-template <class Params>
-bool reads_contents(const Params& p) {
-  return p.device.type == DeviceType::kCPU && (p.cu_seqlens_q != nullptr || p.mask.kind == MaskKind::kBlockSparse);
+
+template <class Base, class MakePlan>
+class CallOf final : public Base {
+ public:
+  explicit CallOf(MakePlan make) : make_(std::move(make)), planned_(make_()) {}
+
+  std::size_t workspace_size() const noexcept override { return planned_.workspace_size; }
+  void launch(const LaunchOptions& options) const override {
+    const auto& p = planned_.params;
+    const bool reads_contents =
+        p.device.type == DeviceType::kCPU && (p.cu_seqlens_q != nullptr || p.mask.kind == MaskKind::kBlockSparse);
+    if (reads_contents)
+      make_().launch(options);
+    else
+      planned_.launch(options);
+  }
+
+ private:
+  MakePlan make_;
+  decltype(std::declval<const MakePlan&>()()) planned_;  // points into make_
+};
+
+template <class Args>
+auto planner(const Args& args) {
+  return [args] { return plan_as(args, Completeness::kLaunch); };
 }
+template <class Args, class Params>
+auto planner(const Args& args, const KernelEntry<Params>& entry, const void* user) {
+  return [args, own = OwnKernel<Params>{entry, user}] { return plan_as(args, own); };
+}
+
 }  // namespace
+
+template <class MakePlan>
+std::shared_ptr<const Plan::Call> Plan::Call::by(MakePlan make) {
+  return std::make_shared<CallOf<Call, MakePlan>>(std::move(make));
+}
 
 Plan::Plan(std::shared_ptr<const Call> call) noexcept : call_(std::move(call)) {}
 
-std::size_t Plan::workspace_size() const noexcept {
-  return std::visit([](const auto& planned) { return planned.workspace_size; }, call_->planned);
-}
-void Plan::launch(const LaunchOptions& options) const {
-  const auto again = [&](const auto& args) { plan_as(args, Completeness::kLaunch).launch(options); };
-  const auto once = [&](const auto& planned) {
-    if (reads_contents(planned.params))
-      std::visit(again, call_->args);
-    else
-      planned.launch(options);
-  };
-  std::visit(once, call_->planned);
-}
+std::size_t Plan::workspace_size() const noexcept { return call_->workspace_size(); }
+void Plan::launch(const LaunchOptions& options) const { call_->launch(options); }
 
-Plan plan(const ForwardArgs& args) { return Plan(Plan::Call::of(args)); }
-Plan plan(const BackwardArgs& args) { return Plan(Plan::Call::of(args)); }
+Plan plan(const ForwardArgs& args) { return Plan(Plan::Call::by(planner(args))); }
+Plan plan(const BackwardArgs& args) { return Plan(Plan::Call::by(planner(args))); }
+Plan plan_own(const ForwardArgs& args, const ForwardEntry& entry, const void* user) {
+  return Plan(Plan::Call::by(planner(args, entry, user)));
+}
+Plan plan_own(const BackwardArgs& args, const BackwardEntry& entry, const void* user) {
+  return Plan(Plan::Call::by(planner(args, entry, user)));
+}
 
 void mha_fwd(const ForwardArgs& args, const LaunchOptions& options) { plan_call(args, false).launch(options); }
 void mha_bwd(const BackwardArgs& args, const LaunchOptions& options) { plan_call(args, false).launch(options); }

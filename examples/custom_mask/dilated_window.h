@@ -11,6 +11,8 @@ struct DilatedWindow {
 
 class DilatedWindowPolicy {
  public:
+  static constexpr flashsdk::MaskKind kKind = flashsdk::MaskKind::kBand;  // tiles cost unequal amounts
+
   FLASHSDK_HD DilatedWindowPolicy(const flashsdk::MaskParam& mask, const flashsdk::SeqlenInfo& s, int /*batch*/,
                                   int /*head*/)
       : mask_(*static_cast<const DilatedWindow*>(mask.user)), seqlen_q_(s.seqlen_q), seqlen_k_(s.seqlen_k) {}

@@ -1,16 +1,15 @@
 // The CPU kernels, forward and backward, compiled with a mask policy of our own, and checked against brute force.
-#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "dilated_window.h"
 
 #define FLASHSDK_ISA_NS app  // the namespace of the kernels compiled here, with this project's flags
+#include <flashsdk/kernels/common/own_kernel.h>
 #include <flashsdk/kernels/cpu/backward.h>
 #include <flashsdk/kernels/cpu/forward.h>
 
@@ -18,17 +17,9 @@ namespace {
 
 constexpr int kHeadDim = 64;
 template <class Policy>
-using Forward = flashsdk::cpu::app::Forward<float, kHeadDim, Policy, false>;
+constexpr auto kForward = flashsdk::cpu::app::forward_entry<float, kHeadDim, Policy, false>();
 template <class Policy>
-using Backward = flashsdk::cpu::app::Backward<float, kHeadDim, Policy, false>;
-
-// The kernels bring no threads of their own.
-void run_on_threads(void*, int num_threads, void (*fn)(void* context, int slot), void* context) {
-  std::vector<std::thread> others;
-  for (int slot = 1; slot < num_threads; ++slot) others.emplace_back(fn, context, slot);
-  fn(context, 0);
-  for (std::thread& other : others) other.join();
-}
+constexpr auto kBackward = flashsdk::cpu::app::backward_entry<float, kHeadDim, Policy, false>();
 
 struct Problem {
   int seqlen, num_heads, num_heads_kv;
@@ -48,44 +39,41 @@ struct Problem {
     }
   }
 
-  // (seqlen, num_heads, head_dim), one batch.
-  static flashsdk::TensorParam tensor(std::vector<float>& t, int heads) {
-    return {t.data(), 0, std::int64_t{heads} * kHeadDim, kHeadDim};
+  flashsdk::TensorView tensor(std::vector<float>& t, int heads) const {
+    return {t.data(), flashsdk::DType::kFloat32, {1, seqlen, heads, kHeadDim}};
   }
-  flashsdk::BackwardParams params() {
-    flashsdk::BackwardParams p;
-    p.batch = 1;
-    p.num_heads = num_heads;
-    p.num_heads_kv = num_heads_kv;
-    p.head_dim = p.head_dim_v = kHeadDim;
-    p.seqlen_q = p.seqlen_k = seqlen;
-    p.q = tensor(q, num_heads);
-    p.k = tensor(k, num_heads_kv);
-    p.v = tensor(v, num_heads_kv);
-    p.out = tensor(out, num_heads);
-    p.lse = {lse.data(), 0, seqlen, 1};  // (num_heads, seqlen)
-    p.dout = tensor(dout, num_heads);
-    p.dq = tensor(dq, num_heads);
-    p.dk = tensor(dk, num_heads_kv);
-    p.dv = tensor(dv, num_heads_kv);
-    p.mask.user = &mask;
-    p.score.softmax_scale = 1.f / std::sqrt(static_cast<float>(kHeadDim));
-    return p;
+  template <class Args>
+  Args args() {
+    Args args;
+    args.q = tensor(q, num_heads);
+    args.k = tensor(k, num_heads_kv);
+    args.v = tensor(v, num_heads_kv);
+    args.out = tensor(out, num_heads);
+    args.lse = {lse.data(), flashsdk::DType::kFloat32, {1, num_heads, seqlen}};
+    return args;
   }
 
-  // Milliseconds of one call.
-  template <class Kernel>
-  double run() {
-    const flashsdk::BackwardParams p = params();
-    flashsdk::LaunchContext context;
-    context.parallel = {static_cast<int>(std::max(1u, std::thread::hardware_concurrency())), nullptr, run_on_threads};
-    const std::size_t bytes = (Kernel::workspace_size(p, context.parallel.num_threads) + 255) / 256 * 256;
-    context.workspace = std::aligned_alloc(256, bytes);
+  // Milliseconds of a launch.
+  double run(const flashsdk::Plan& plan) {
+    const std::size_t bytes = (plan.workspace_size() + 255) / 256 * 256;
+    void* workspace = std::aligned_alloc(256, bytes);
     const auto start = std::chrono::steady_clock::now();
-    Kernel::launch(p, context);
+    plan.launch({{workspace, bytes}});
     const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - start;
-    std::free(context.workspace);
+    std::free(workspace);
     return time.count();
+  }
+  // Of both directions.
+  template <class Policy>
+  double run() {
+    auto forward = args<flashsdk::ForwardArgs>();
+    const double ms = run(flashsdk::plan_own(forward, kForward<Policy>, &mask));
+    auto backward = args<flashsdk::BackwardArgs>();
+    backward.dout = tensor(dout, num_heads);
+    backward.dq = tensor(dq, num_heads);
+    backward.dk = tensor(dk, num_heads_kv);
+    backward.dv = tensor(dv, num_heads_kv);
+    return ms + run(flashsdk::plan_own(backward, kBackward<Policy>, &mask));
   }
 };
 
@@ -159,8 +147,7 @@ int main() {
   bool good = true;
   for (DilatedWindow mask : {DilatedWindow{1, 1}, DilatedWindow{5, 7}, DilatedWindow{64, 2}, DilatedWindow{40, 33}}) {
     Problem problem(777, 4, 2, mask);
-    problem.run<Forward<DilatedWindowPolicy>>();
-    problem.run<Backward<DilatedWindowPolicy>>();
+    problem.run<DilatedWindowPolicy>();
     const double error = BruteForce(problem).error();
     const bool ok = error < 2e-5;
     std::printf("window %2d, dilation %2d: largest error of out, lse, dq, dk, dv %.1e  %s\n", mask.window,
@@ -169,9 +156,9 @@ int main() {
   }
 
   Problem problem(4096, 2, 2, {64, 4});
-  problem.run<Forward<flashsdk::DensePolicy>>();  // warm up
-  const double dense = problem.run<Forward<flashsdk::DensePolicy>>() + problem.run<Backward<flashsdk::DensePolicy>>();
-  const double ours = problem.run<Forward<DilatedWindowPolicy>>() + problem.run<Backward<DilatedWindowPolicy>>();
+  problem.run<flashsdk::DensePolicy>();  // warm up
+  const double dense = problem.run<flashsdk::DensePolicy>();
+  const double ours = problem.run<DilatedWindowPolicy>();
   std::printf(
       "seqlen 4096, window 64, dilation 4: %.0f ms; without a mask %.0f ms (tiles outside the window are skipped)\n",
       ours, dense);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <variant>
 #include <vector>
 
@@ -43,13 +44,21 @@ inline bool mask_sees(const Mask& mask, std::int64_t b, std::int64_t h, std::int
   return true;
 }
 
+// What a policy of one's own does, by head, query and key: what it hides beside the mask, the score that it makes of
+// one that has all features, and its derivative.
+struct OwnScores {
+  std::function<bool(std::int64_t h, std::int64_t i, std::int64_t j)> sees;
+  std::function<double(double s, std::int64_t h, std::int64_t i, std::int64_t j)> score, slope;
+};
+
 // Results in row-major order of the tensors' shapes. The backward needs dout, and dlse where it is given.
 class Reference {
  public:
   std::vector<double> out, lse, dq, dk, dv;
 
-  explicit Reference(const AttentionArgs& args, TensorView dout = {}, TensorView dlse = {})
+  explicit Reference(const AttentionArgs& args, TensorView dout = {}, TensorView dlse = {}, OwnScores own = {})
       : a_(args),
+        own_(std::move(own)),
         dlse_(dlse),
         packed_(args.cu_seqlens_q.given()),
         heads_(a_.q.shape[a_.q.rank - 2]),
@@ -135,7 +144,7 @@ class Reference {
   }
 
   Score score(std::int64_t h, std::int64_t g, std::int64_t i, std::int64_t j) const {
-    Score s{0, 1, mask_sees(a_.mask, b_, h, seqlen_q_, seqlen_k_, i, j)};
+    Score s{0, 1, mask_sees(a_.mask, b_, h, seqlen_q_, seqlen_k_, i, j) && (!own_.sees || own_.sees(h, i, j))};
     if (!s.visible) return s;
     for (std::int64_t c = 0; c < d_; ++c) s.value += q_[query_at(h, i, c, d_)] * k_[key_at(g, j, c, d_)];
     s.value *= scale_;
@@ -157,6 +166,8 @@ class Reference {
       const double slope = a_.alibi_slopes.rank == 1 ? load(a_.alibi_slopes, Index{h}) : load(a_.alibi_slopes, {b_, h});
       s.value -= slope * static_cast<double>(std::abs(i + seqlen_k_ - seqlen_q_ - j));
     }
+    if (own_.slope) s.slope *= own_.slope(s.value, h, i, j);
+    if (own_.score) s.value = own_.score(s.value, h, i, j);
     s.visible = s.visible && s.value != -INFINITY;
     return s;
   }
@@ -175,6 +186,7 @@ class Reference {
   }
 
   const AttentionArgs& a_;
+  OwnScores own_;
   TensorView dlse_;
   bool packed_;
   std::int64_t heads_, heads_kv_, d_, dv_;

@@ -55,6 +55,12 @@ struct BackwardArgs : AttentionArgs {
   TensorView dq, dk, dv;  // outputs, as q, k, v
 };
 
+// Of kernels of one's own: flashsdk/kernels/common/own_kernel.h.
+template <class Params>
+struct KernelEntry;
+struct ForwardParams;
+struct BackwardParams;
+
 struct Workspace {
   void* data = nullptr;
   std::size_t size = 0;  // bytes
@@ -89,6 +95,8 @@ class FLASHSDK_API Plan {
  private:
   friend FLASHSDK_API Plan plan(const ForwardArgs& args);
   friend FLASHSDK_API Plan plan(const BackwardArgs& args);
+  friend FLASHSDK_API Plan plan_own(const ForwardArgs&, const KernelEntry<ForwardParams>&, const void*);
+  friend FLASHSDK_API Plan plan_own(const BackwardArgs&, const KernelEntry<BackwardParams>&, const void*);
   struct Call;
   explicit Plan(std::shared_ptr<const Call> call) noexcept;
   std::shared_ptr<const Call> call_;

@@ -1,6 +1,7 @@
 // Mask policies: the sparsity layout as a small type that every kernel, on every backend, asks the same questions.
 //
 // A policy is built per (batch, head) and has
+//   static constexpr MaskKind kKind    what MaskParam::kind is; a user's own has kBand: tiles cost unequal amounts,
 //   TileWalk row_walk(Tile, m_block)   the key tiles a tile of queries visits,
 //   TileWalk col_walk(Tile, n_block)   the transpose: the query tiles a tile of keys is visited by,
 //   bool allowed(i, j)                 whether query i sees key j; asked in partial tiles only,
@@ -8,11 +9,18 @@
 //   KeyRange keys_of(i)                that interval, which lets kernels trim and mask by two comparisons.
 // A policy that is the same along every diagonal may offer
 //   KeyRange diagonals()               the visible values of j - i in partial tiles,
-// and a GPU kernel then compares each element with two constants. A policy of a user's own runs in the CPU kernels:
-// sm80's are templates over it, but nothing lists them, and sm90's launches take cuda::BuiltinPolicy alone.
-// i and j are local to the sequence. Cutting at the sequence ends belongs to the kernel. examples/custom_mask adds one.
+// and a GPU kernel then compares each element with two constants.
+// A policy may also change scores, as the last of what docs/semantics.md, "Scores", has ahead of the mask:
+//   float score(float s, i, j)         the score of query i and key j, from the one scaled, capped and biased,
+//   float score_slope(float s, i, j)   its derivative d score / d s; 1 where the policy has none.
+// Kernels with all features compiled in (Features::kAll, on sm90 kCapped) ask for it, in every tile that they visit. A
+// key that a bias hides stays hidden.
+//
+// i and j are local to the sequence. Cutting at the sequence ends belongs to the kernel. A policy of a user's own runs
+// in all kernels: examples/custom_mask and examples/custom_score have one each.
 #pragma once
 
+#include <cmath>
 #include <type_traits>
 #include <utility>
 
@@ -37,6 +45,28 @@ inline constexpr bool kHasDiagonals = false;
 template <class Policy>
 inline constexpr bool kHasDiagonals<Policy, std::void_t<decltype(std::declval<const Policy&>().diagonals())>> = true;
 
+template <class Policy, class = void>
+inline constexpr bool kHasScore = false;
+template <class Policy>
+inline constexpr bool kHasScore<Policy, std::void_t<decltype(std::declval<const Policy&>().score(0.f, 0, 0))>> = true;
+
+template <class Policy, class = void>
+inline constexpr bool kHasScoreSlope = false;
+template <class Policy>
+inline constexpr bool
+    kHasScoreSlope<Policy, std::void_t<decltype(std::declval<const Policy&>().score_slope(0.f, 0, 0))>> = true;
+
+// A policy's score and its slope, from a score that may be hidden already.
+template <class Policy>
+FLASHSDK_HD float score_of(const Policy& policy, float s, int i, int j) {
+  return s == -INFINITY ? s : policy.score(s, i, j);
+}
+template <class Policy>
+FLASHSDK_HD float score_slope_of(const Policy& policy, float s, int i, int j) {
+  if constexpr (kHasScoreSlope<Policy>) return policy.score_slope(s, i, j);
+  return 1.f;
+}
+
 // Of a band's walk along the keys of a tile of queries, the last tile whose first key all of these see, or one beyond
 // the walk where that is its last; where there is none, TileWalk::full_begin(). OutwardWalk takes it as its origin.
 FLASHSDK_HD int last_tile_begun_by_all(const TileWalk& walk, KeyRange diagonals, int first_query, int tile_keys) {
@@ -50,6 +80,8 @@ FLASHSDK_HD constexpr int clamp_index(std::int64_t x, int limit) {
 
 class DensePolicy {
  public:
+  static constexpr MaskKind kKind = MaskKind::kDense;
+
   FLASHSDK_HD DensePolicy(const MaskParam&, const SeqlenInfo& s, int /*batch*/, int /*head*/)
       : seqlen_q_(s.seqlen_q), seqlen_k_(s.seqlen_k) {}
 
@@ -71,6 +103,8 @@ class DensePolicy {
 // -left <= j - (i + shift) <= right.
 class BandPolicy {
  public:
+  static constexpr MaskKind kKind = MaskKind::kBand;
+
   FLASHSDK_HD BandPolicy(const MaskParam& mask, const SeqlenInfo& s, int /*batch*/, int /*head*/)
       : seqlen_q_(s.seqlen_q), seqlen_k_(s.seqlen_k) {
     std::int64_t shift = mask.band.top_left ? 0 : std::int64_t{s.seqlen_k} - s.seqlen_q;
@@ -125,6 +159,8 @@ class BandPolicy {
 // Visits the blocks a layout lists. Kernel tiles divide layout blocks, so a tile lies in one of them.
 class BlockSparsePolicy {
  public:
+  static constexpr MaskKind kKind = MaskKind::kBlockSparse;
+
   FLASHSDK_HD BlockSparsePolicy(const MaskParam& mask, const SeqlenInfo& s, int batch, int head)
       : mask_(mask),
         band_(mask, s, batch, head),
@@ -158,21 +194,5 @@ class BlockSparsePolicy {
   int batch_, head_;
   int seqlen_q_, seqlen_k_;
 };
-
-// The mask that a policy is of; a user's own policy has none.
-template <class Policy>
-constexpr MaskKind mask_kind_of() = delete;
-template <>
-constexpr MaskKind mask_kind_of<DensePolicy>() {
-  return MaskKind::kDense;
-}
-template <>
-constexpr MaskKind mask_kind_of<BandPolicy>() {
-  return MaskKind::kBand;
-}
-template <>
-constexpr MaskKind mask_kind_of<BlockSparsePolicy>() {
-  return MaskKind::kBlockSparse;
-}
 
 }  // namespace flashsdk

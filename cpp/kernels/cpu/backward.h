@@ -16,6 +16,7 @@ namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 
 template <class T, int kHeadDim, class Policy, bool kFeatures>
 class Backward : BackwardTile<T, kHeadDim, kFeatures> {
+  static_assert(!kHasScore<Policy> || kFeatures, "where a policy's scores are asked for");
   using Base = BackwardTile<T, kHeadDim, kFeatures>;
   using Tr = typename Base::Tr;
   using Base::begin_;
@@ -162,7 +163,7 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
     this->scores();
     this->dout_products();
     adjust_scores(policy, features, query.partial);
-    this->differentiate_softmax(features);
+    this->differentiate_softmax(features, features.softcap() || kHasScoreSlope<Policy>);
     this->add_to_dk_dv();
     this->add_to_dq(head, wait_for_turn);
   }
@@ -183,6 +184,12 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
   void adjust_scores(const Policy& policy, const ScoreFeatures& features, bool partial) {
     const KeySegment segment{begin_, key0_ + begin_, end_ - begin_, partial};
     if constexpr (kFeatures) this->apply_features(features, segment);
+    if constexpr (kHasScore<Policy>) {
+      const int first = begin_ * Base::kScorePitch;
+      apply_policy_score<Base::kScorePitch>(w_.s + first, this->lane_end_, segment, policy, i0_, lanes_,
+                                            kHasScoreSlope<Policy> ? w_.score_slope + first : nullptr,
+                                            features.softcap());
+    }
     if (partial)
       mask_scores<Base::kScorePitch>(w_.s + begin_ * Base::kScorePitch, this->lane_end_, segment, policy, w_.lane_keys,
                                      i0_, lanes_);

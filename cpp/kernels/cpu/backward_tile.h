@@ -45,7 +45,7 @@ class BackwardTile {
     alignas(64) float top[kQueries], log2_sum[kQueries], delta[kQueries];  // RowValues
     alignas(64) float row_max[kQueries], row_sum[kQueries];                // of the rows whose sum is taken anew
     LaneKeys<kQueries> lane_keys;
-    alignas(64) float softcap_slope[kFeatures ? kKeys * kScorePitch : 1];
+    alignas(64) float score_slope[kFeatures ? kKeys * kScorePitch : 1];
     alignas(64) std::uint8_t random[kFeatures ? kKeys * kScorePitch : 1];
     const Word* summed_k() const { return kStep == 1 ? k : k_summed; }
     const Word* ds_by_pairs() const { return kStep == 1 ? reinterpret_cast<const Word*>(dp) : ds_pairs; }
@@ -161,13 +161,14 @@ class BackwardTile {
 
   __attribute__((noinline)) void apply_features(const ScoreFeatures& features, const KeySegment& segment) {
     features.template apply<kScorePitch>(w_.s + begin_ * kScorePitch, lane_end_, segment, i0_, lanes_, scale_.magnitude,
-                                         w_.softcap_slope + begin_ * kScorePitch);
+                                         w_.score_slope + begin_ * kScorePitch);
     if (features.dropout())
       features.template random_bytes<kQueries, kScorePitch>(segment, i0_, w_.random + begin_ * kScorePitch);
   }
 
-  // S^T, dP^T -> P^T (dropped), dS^T in place, as operands. Rows of padding become zeros: they are summed too.
-  __attribute__((noinline)) void differentiate_softmax(const ScoreFeatures& features) {
+  // S^T, dP^T -> P^T (dropped), dS^T in place, as operands. Rows of padding become zeros: they are summed too. sloped:
+  // scores are no sums, and have a derivative.
+  __attribute__((noinline)) void differentiate_softmax(const ScoreFeatures& features, bool sloped) {
     const int padded_end = begin_ + Dot::padded_rows(end_ - begin_);
     std::memset(w_.s + end_ * kScorePitch, 0, sizeof(float) * (padded_end - end_) * kScorePitch);
     std::memset(w_.dp + end_ * kScorePitch, 0, sizeof(float) * (padded_end - end_) * kScorePitch);
@@ -185,7 +186,7 @@ class BackwardTile {
       }
       ds = mul(undropped, sub(dp, load(w_.delta + l)));
       if constexpr (kFeatures)
-        if (features.softcap()) ds = mul(ds, load(w_.softcap_slope + i));
+        if (sloped) ds = mul(ds, load(w_.score_slope + i));
     };
     if constexpr (kStep == 1) {
       for (int r = begin_; r < end_; ++r)

@@ -16,6 +16,7 @@ namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 
 template <class T, int kHeadDim, class Policy, bool kFeatures>
 class Forward : ForwardTile<T, kHeadDim, kFeatures> {
+  static_assert(!kHasScore<Policy> || kFeatures, "where a policy's scores are asked for");
   using Base = ForwardTile<T, kHeadDim, kFeatures>;
   using Tr = typename Base::Tr;
   using Base::kKeys;
@@ -165,6 +166,12 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
       if constexpr (kFeatures)
         for (int i = i0; i < i1; ++i)
           this->features_.apply_row(few.row(i - i0), i, keys.begin, count, this->scale_.magnitude);
+      if constexpr (kHasScore<Policy>)
+        for (int i = i0; i < i1; ++i)
+          for (int r = 0; r < count; ++r) {
+            float& s = few.row(i - i0)[r];
+            s = score_of(policy_, s, i, keys.begin + r);
+          }
       if (tile.partial)
         for (int i = i0; i < i1; ++i) hide_keys(i, keys, few.row(i - i0));
       few.exponentiate();
@@ -234,6 +241,8 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
       s = {s.row + skip, s.key + skip, min_of(s.count, end - s.row) - skip, s.partial};
       if (s.count <= 0) continue;
       if constexpr (kFeatures) this->template apply_features<kUsed>(panel, s);
+      if constexpr (kHasScore<Policy>)
+        apply_policy_score<kPanel>(w_.s + s.row * kPanel, kUsed * kLanes, s, policy_, panel.i0, panel.lanes);
       if (s.partial)
         mask_scores<kPanel>(w_.s + s.row * kPanel, kUsed * kLanes, s, policy_, panel.keys, panel.i0, panel.lanes);
     }

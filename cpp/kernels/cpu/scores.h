@@ -70,6 +70,19 @@ void mask_scores(float* s, int width, const KeySegment& segment, const Policy& p
   }
 }
 
+// A policy's own change of scores, lanes being queries from i0 on; lanes of padding are as the last query. Where
+// `slope` is given, it is multiplied by the derivative, or becomes it where no other feature has written one.
+template <int kPitch, class Policy>
+void apply_policy_score(float* s, int width, const KeySegment& segment, const Policy& policy, int i0, int lanes,
+                        float* slope = nullptr, bool has_slope = false) {
+  for (int r = 0; r < segment.count; ++r)
+    for (int l = 0; l < width; ++l) {
+      const int at = r * kPitch + l, i = i0 + min_of(l, lanes - 1), j = segment.key + r;
+      if (slope != nullptr) slope[at] = (has_slope ? slope[at] : 1.f) * score_slope_of(policy, s[at], i, j);
+      s[at] = score_of(policy, s[at], i, j);
+    }
+}
+
 // The score features of one batch and head.
 class ScoreFeatures {
  public:

@@ -11,7 +11,7 @@
 #include "cuda/tile/bias_tile.h"
 #include "cuda/tile/dropout.h"
 #include "cuda/tile/masking.h"
-#include "cuda/tile/score_features.h"
+#include "cuda/tile/score_stages.h"
 #include "cuda/tile/softmax.h"
 #include "sm80/gemm.h"
 #include "sm80/key_split.h"
@@ -46,6 +46,8 @@ using ForwardBias =
 // What happens between the two products, for one tile of scores.
 template <class Traits, class Policy, cuda::Features kFeatures>
 class ForwardScores {
+  static_assert(!kHasScore<Policy> || kFeatures == cuda::Features::kAll, "where a policy's scores are asked for");
+
  public:
   static constexpr int kRows = 2 * Traits::kBlockM / (16 * (Traits::kThreads / 32));  // a thread's rows of the tile
 
@@ -53,10 +55,10 @@ class ForwardScores {
       : p_(p),
         seq_(seq),
         policy_(p.mask, seq, work.batch, work.head),
-        features_(p.score, seq, work.batch, work.head),
+        stages_(p, seq, work.batch, work.head),
         alibi_(p.score, seq, work.batch, work.head),
         m0_(work.block * Traits::kBlockM),
-        scale_first_(scale_first<kFeatures>(p.score)),
+        scale_first_(kHasScore<Policy> || scale_first<kFeatures>(p.score)),
         softmax_(unit() * cuda::kLog2e) {
     if constexpr (cuda::has_dropout(kFeatures)) rng_ = DropoutRng(p.score.dropout, work.batch).of(work.head);
   }
@@ -79,7 +81,7 @@ class ForwardScores {
       if constexpr (kFeatures == cuda::Features::kAlibi) alibi_.add(scores, At{coordinates, m0_, n0});
       cuda::branch_if(scale_first_, [&] {
         if constexpr (cuda::modifies_scores(kFeatures)) {
-          features_.apply(scores, At{coordinates, m0_, n0}, bias);
+          stages_.apply(scores, At{coordinates, m0_, n0}, bias);
         } else {
           cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
         }
@@ -151,7 +153,7 @@ class ForwardScores {
   const ForwardParams& p_;
   const SeqlenInfo& seq_;
   Policy policy_;
-  cuda::ScoreFeatures features_;
+  cuda::ScoreStages<kFeatures, Policy> stages_;
   cuda::AlibiAlone<kFeatures> alibi_;
   DropoutRng rng_;
   int m0_;

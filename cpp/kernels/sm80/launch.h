@@ -77,7 +77,7 @@ KernelKey key_of(bool splits_keys = false) {
           kDType<typename Traits::Element>,
           Traits::kHeadDim,
           Traits::kHeadDim,
-          mask_kind_of<Policy>(),
+          Policy::kKind,
           kFeatures,
           Traits::kAnyAlignment,
           splits_keys};
@@ -92,8 +92,8 @@ int forward_smem_bytes(const ForwardParams& p) {
 
 // Whether calls that ask for no feature take these kernels: those that kernels without features refuse.
 template <class Traits, class Policy, cuda::Features kFeatures>
-inline constexpr bool kTakesPlainCalls =
-    kFeatures == cuda::Features::kAll && (Traits::kAnyAlignment || std::is_same_v<Policy, BlockSparsePolicy>);
+inline constexpr bool kTakesPlainCalls = kFeatures == cuda::Features::kAll && !kHasScore<Policy> &&
+                                         (Traits::kAnyAlignment || std::is_same_v<Policy, BlockSparsePolicy>);
 
 // Starts forward_kernel on as many parts of the keys as `keys` says.
 template <class Traits, class Policy, cuda::Features kFeatures, class Keys>

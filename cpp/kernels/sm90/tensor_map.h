@@ -23,11 +23,11 @@ inline TensorExtent key_extent(const ForwardParams& p, int columns) {
 }
 
 // Null, or why a tensor of 16-bit elements cannot have a descriptor.
-const char* tensor_map_refusal(const TensorParam& t, const TensorExtent& extent);
+FLASHSDK_API const char* tensor_map_refusal(const TensorParam& t, const TensorExtent& extent);
 
 // Coordinates are (column, row, head, batch); a copy moves a box of box_rows x box_columns, whose rows of 128 or 64
 // bytes are swizzled as SmemTile (sm90/traits.h) expects. Throws kRuntime when the driver has no such function.
-CUtensorMap make_tensor_map(const TensorParam& t, const TensorExtent& extent, DType dtype, int box_rows,
-                            int box_columns);
+FLASHSDK_API CUtensorMap make_tensor_map(const TensorParam& t, const TensorExtent& extent, DType dtype, int box_rows,
+                                         int box_columns);
 
 }  // namespace flashsdk::sm90

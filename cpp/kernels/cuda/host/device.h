@@ -1,7 +1,10 @@
-// What the host asks of a CUDA device, without a CUDA header. Implemented in cuda/host/device.cpp.
+// What the host asks of a CUDA device, without a CUDA header. Implemented in cuda/host/device.cpp. What kernels of
+// one's own call is exported.
 #pragma once
 
 #include <string>
+
+#include "flashsdk/export.h"
 
 namespace flashsdk::cuda {
 
@@ -36,10 +39,10 @@ void check_stream(void* stream, int device);
 void synchronize(void* stream, int device);
 
 // Read once a device and kept. Throws kUnsupported if this build has no code for it, kRuntime if it cannot be asked.
-const DeviceLimits& device_limits(int device);
+FLASHSDK_API const DeviceLimits& device_limits(int device);
 
 // Makes a device current, and the one before it on leaving.
-class DeviceGuard {
+class FLASHSDK_API DeviceGuard {
  public:
   explicit DeviceGuard(int device);
   ~DeviceGuard();
@@ -52,6 +55,6 @@ class DeviceGuard {
 };
 
 // Throws kRuntime with what failed when code (a cudaError_t) is not success.
-void check(int code, const char* what);
+FLASHSDK_API void check(int code, const char* what);
 
 }  // namespace flashsdk::cuda

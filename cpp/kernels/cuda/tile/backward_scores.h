@@ -5,7 +5,7 @@
 #include "cuda/tile/dropout.h"
 #include "cuda/tile/fragments.h"
 #include "cuda/tile/masking.h"
-#include "cuda/tile/score_features.h"
+#include "cuda/tile/score_stages.h"
 
 namespace flashsdk::cuda {
 
@@ -60,6 +60,8 @@ class TopOfTile {
 // lse_log2 and minus_delta give the values of its queries. kWholeCalls: see for_each_kept_transposed().
 template <int kBlockM, int kBlockN, class Policy, Features kFeatures, bool kWholeCalls = false>
 class BackwardScores {
+  static_assert(!kHasScore<Policy> || has_softcap(kFeatures), "where a policy's scores are asked for");
+
  public:
   __device__ BackwardScores(const BackwardParams& p, const SeqlenInfo& seq, const TileWork& work)
       : p_(p),
@@ -67,7 +69,7 @@ class BackwardScores {
         batch_(work.batch),
         n0_(work.block * kBlockN),
         keys_end_here_(n0_ + kBlockN > seq.seqlen_k),
-        modified_(modifies_scores(kFeatures) && ScoreFeatures::any(p.score)),
+        modified_(kHasScore<Policy> || (modifies_scores(kFeatures) && ScoreFeatures::any(p.score))),
         scale_((modified_  ? 1.f
                 : halved() ? 0.5f * p.score.softmax_scale
                            : p.score.softmax_scale) *
@@ -268,7 +270,7 @@ class BackwardScores {
   __device__ TileCoordinates<true, Coordinates> in_sequence(const Coordinates& at, TileRef tile) const {
     return {at, tile.index * kBlockM, n0_};
   }
-  // Softcap, bias and ALiBi, and the derivative.
+  // Softcap, bias, ALiBi and the policy's own, and the derivative.
   template <class Scores, class Gradients, class Coordinates, class BiasTile>
   __device__ void modify(Scores& s, Gradients& dp, const Coordinates& at, int head, TileRef tile, const TopOfTile& top,
                          const BiasTile& bias) const {
@@ -277,11 +279,7 @@ class BackwardScores {
         if (top.marked()) {  // a NaN that does not count would get into the derivative
           for_each_loaded(s, at, top.rows(), [](float& x, float row_top) { x = row_top == INFINITY ? 0.f : x; });
         }
-        ScoreFeatures features(p_.score, seq_, batch_, head);
-        if constexpr (has_bias(kFeatures))
-          features.apply(s, dp, in_sequence(at, tile), bias);
-        else
-          features.cap(s, dp);
+        ScoreStages<kFeatures, Policy>(p_, seq_, batch_, head).apply(s, dp, in_sequence(at, tile), bias);
       });
     }
   }

@@ -61,4 +61,22 @@ class BuiltinPolicy {
   int batch_, head_;
 };
 
+// Of partial tiles, where a policy knows them.
+template <class Policy>
+__device__ KeyRange diagonals_of(const Policy& policy) {
+  if constexpr (kHasDiagonals<Policy>) return policy.diagonals();
+  return {0, 0};
+}
+
+// BuiltinPolicy's, or the row walk of a user's policy.
+template <bool kFromEnd, class Policy, class Visit>
+__device__ void visit_row_walk(const Policy& policy, flashsdk::Tile tile, int m_block, int m0, Visit&& visit) {
+  if constexpr (std::is_base_of_v<BuiltinPolicy, Policy>) {
+    policy.template visit_row_walk<kFromEnd>(tile, m_block, m0, visit);
+  } else {
+    static_assert(!kFromEnd, "a policy of one's own has no walk for tiles that are counted from a sequence's end");
+    visit(policy.row_walk(tile, m_block), std::false_type());
+  }
+}
+
 }  // namespace flashsdk::cuda

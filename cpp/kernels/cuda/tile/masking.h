@@ -86,6 +86,12 @@ class VisibleColumns {
     CUTE_UNROLL
     for (int i = 0; i < kWords; ++i) bits_[row][i] = first(before(end) - 32 * i) & ~first(before(begin) - 32 * i);
   }
+  // The same, key by key.
+  __device__ void clear() {
+    CUTE_UNROLL
+    for (int i = 0; i < kRows * kWords; ++i) bits_[i / kWords][i % kWords] = 0;
+  }
+  __device__ void show(int row, int column) { bits_[row][column / 32] |= 1u << column % 32; }
   // Hidden ones become −inf. zero: of the branch, see branch_if(). A sum is taken for new by the compiler, which then
   // tests seven of its bits in one instruction.
   template <class Scores>
@@ -123,6 +129,20 @@ __device__ void find_visible(VisibleColumns<kRows, kColumns>& visible, const Coo
       seen.end = min_of(seen.end, seqlen_k);
     }
     visible.set(q, seen.begin - first, seen.end - first);
+  }
+}
+
+// The same where the policy knows no intervals.
+template <class Policy, class Coordinates, int kRows, int kColumns>
+__device__ void ask_visible(VisibleColumns<kRows, kColumns>& visible, const Coordinates& coordinates,
+                            const Policy& policy, bool partial, int m0, int n0, int seqlen_k) {
+  visible.clear();
+  CUTE_UNROLL
+  for (int q = 0; q < kRows; ++q) {
+    const VisibleKeys<Policy> seen(policy, partial, m0 + cute::get<0>(coordinates(q, 0)), seqlen_k);
+    CUTE_UNROLL
+    for (int k = 0; k < kColumns; ++k)
+      if (seen.contains(n0 + cute::get<1>(coordinates(0, k)))) visible.show(q, k);
   }
 }
 

@@ -147,7 +147,7 @@ class NoBiasTile {
   static __device__ void add(Scores&, const At&, float) {}
 };
 
-// The features of one head: raw products become scores in natural-logarithm units.
+// The features of one head, which score_stages.h applies in their order.
 class ScoreFeatures {
  public:
   __device__ ScoreFeatures(const ScoreParam& score, const SeqlenInfo& seq, int batch, int head)
@@ -162,29 +162,24 @@ class ScoreFeatures {
     return score.softcap > 0.f || score.bias.ptr != nullptr || score.alibi_slopes != nullptr;
   }
 
-  template <bool kTransposed, class Scores, class Coordinates, class BiasTile>
-  __device__ void apply(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at,
-                        const BiasTile& bias) const {
-    cap(scores);
-    shift(scores, at, bias);
-  }
-
-  // The same, and gradients (with respect to the capped scores) times d softcap(s) / ds.
-  template <bool kTransposed, class Scores, class Gradients, class Coordinates, class BiasTile>
-  __device__ void apply(Scores& scores, Gradients& gradients, const TileCoordinates<kTransposed, Coordinates>& at,
-                        const BiasTile& bias) const {
-    cap(scores, gradients);
-    shift(scores, at, bias);
-  }
-
-  // Scale and softcap alone, for kernels that have no bias compiled in; likewise.
+  // Scale and softcap.
   template <class Scores>
   __device__ void cap(Scores& scores) const {
     softcap(scores, [](int, int, float) {});
   }
+  // The same, and gradients (with respect to the capped scores) times d softcap(s) / ds.
   template <class Scores, class Gradients>
   __device__ void cap(Scores& scores, Gradients& gradients) const {
     softcap(scores, [&](int i, int j, float tanh) { gradients(i, j) *= 1.f - tanh * tanh; });
+  }
+
+  // A bias, from a tile in shared memory where that has one, and ALiBi.
+  template <bool kTransposed, class Scores, class Coordinates, class BiasTile>
+  __device__ void shift(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at,
+                        const BiasTile& bias) const {
+    branch_if(bias.holds(), [&] { bias.add(scores, at, 1.f); });
+    branch_if(score_.bias.ptr != nullptr && !bias.holds(), [&] { add_bias(scores, at, 1.f); });
+    branch_if(slope_ != 0.f, [&] { AlibiBias(slope_, seqlen_k_ - seqlen_q_).add(scores, at); });
   }
 
   // A bias alone, element by element, to scores times a scale.
@@ -213,16 +208,6 @@ class ScoreFeatures {
         s = softcap * tanh;
       });
     });
-  }
-
-  // Reached through apply(): by sm80, and by backwards with softcap and a bias. The sm90 forward calls cap() alone, and
-  // adds a bias or ALiBi where these are alone.
-  template <bool kTransposed, class Scores, class Coordinates, class BiasTile>
-  __device__ void shift(Scores& scores, const TileCoordinates<kTransposed, Coordinates>& at,
-                        const BiasTile& bias) const {
-    branch_if(bias.holds(), [&] { bias.add(scores, at, 1.f); });
-    branch_if(score_.bias.ptr != nullptr && !bias.holds(), [&] { add_bias(scores, at, 1.f); });
-    branch_if(slope_ != 0.f, [&] { AlibiBias(slope_, seqlen_k_ - seqlen_q_).add(scores, at); });
   }
 
   // 16 bits are either of the two types: one loop for both keeps the code small. A piece's values are all asked for

@@ -62,16 +62,16 @@ BackwardMaps backward_maps(const BackwardParams& p) {
           map(p.dout, query_extent(p, p.head_dim_v), typename Traits::SmemDo{})};
 }
 
-template <class Traits, cuda::Features kFeatures, bool kPacked>
+template <class Traits, class Policy, cuda::Features kFeatures, bool kPacked>
 void launch_backward_kernels(const BackwardParams& p, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
   using Element = typename Traits::Element;
   auto stream = static_cast<cudaStream_t>(context.stream);
   constexpr auto kernel = [] {
     if constexpr (Traits::kClusterSize == 1)
-      return backward_kernel<Traits, cuda::BuiltinPolicy, kFeatures, kPacked>;
+      return backward_kernel<Traits, Policy, kFeatures, kPacked>;
     else
-      return backward_cluster_kernel<Traits, cuda::BuiltinPolicy, kFeatures, kPacked>;
+      return backward_cluster_kernel<Traits, Policy, kFeatures, kPacked>;
   }();
   cuda::allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
   const cuda::BackwardWorkspace ws = backward_workspace<Traits>(p, context.workspace);
@@ -79,7 +79,7 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
   const dim3 query_tiles = cuda::query_tile_grid(p, Traits::kBlockM);
   constexpr int kPrepareThreads = 256;
   using Product = RowScores<Element, Traits::kHeadDim, kPrepareThreads / kWarpgroup>;
-  using Sums = cuda::RowSums<Product, Traits::kBlockM, Traits::kBlockN, cuda::BuiltinPolicy, kFeatures>;
+  using Sums = cuda::RowSums<Product, Traits::kBlockM, Traits::kBlockN, Policy, kFeatures>;
   cuda::launch("launching the backward's first pass",
                cuda::backward_prepare_kernel<Element, kPrepareThreads, true, Traits::kClearsDq, kPacked, Sums>,
                query_tiles, kPrepareThreads, 0, stream, p, ws);
@@ -98,25 +98,25 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
 
 // Packed calls have kernels of their own: compiled into one, what these do more, though never done in other calls, cost
 // those 1 to 4 % (docs/dev/log-sm90-backward.md).
-template <class Traits, cuda::Features kFeatures>
+template <class Traits, cuda::Features kFeatures, class Policy = cuda::BuiltinPolicy>
 void launch_backward(const BackwardParams& p, const LaunchContext& context) {
   cuda::DeviceGuard guard(p.device.index);
   const cuda::Workers workers = cuda::workers_of(p.device.index, Traits::kClusterSize);
   cuda::for_each_part(p, kBackwardTile<Traits>, workers, [&](const BackwardParams& part) {
     if (part.cu_seqlens_q != nullptr)
-      launch_backward_kernels<Traits, kFeatures, true>(part, context);
+      launch_backward_kernels<Traits, Policy, kFeatures, true>(part, context);
     else
-      launch_backward_kernels<Traits, kFeatures, false>(part, context);
+      launch_backward_kernels<Traits, Policy, kFeatures, false>(part, context);
   });
   cuda::clear_gradient_tails<typename Traits::Element>(p, static_cast<cudaStream_t>(context.stream));
 }
 
-template <class Traits, cuda::Features kFeatures>
+template <class Traits, cuda::Features kFeatures, class Policy = cuda::BuiltinPolicy>
 BackwardEntry backward_entry(MaskKind mask) {
   return {key_of<Traits, kFeatures>(mask), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           refuse_backward<Traits, kFeatures>,
           [](const BackwardParams& p, int) { return backward_workspace_size<Traits>(p); },
-          launch_backward<Traits, kFeatures>};
+          launch_backward<Traits, kFeatures, Policy>};
 }
 
 }  // namespace flashsdk::sm90

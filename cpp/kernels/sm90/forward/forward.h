@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kComputeRegisters>();
-    ForwardWarpgroup<Traits, kFeatures>(p, smem, warp / 4 - 1).run();
+    ForwardWarpgroup<Traits, Policy, kFeatures>(p, smem, warp / 4 - 1).run();
   }
 }
 

@@ -13,15 +13,17 @@
 namespace flashsdk::sm90 {
 
 // Says so to `explain` when the choice fell on another tile.
-template <class Traits, cuda::Features kFeatures>
+template <class Traits, cuda::Features kFeatures, class Policy>
 const char* refuse_forward(const ForwardParams& p) {
   if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
   if (Traits::kFromEnd && p.mask.kind == MaskKind::kBlockSparse)
     return "tiles counted from the end of a sequence do not lie in the mask's blocks";
   const std::int64_t tiles = std::int64_t{ceil_div(p.seqlen_q, Traits::kBlockM)} * p.num_heads * p.batch;
   if (tiles > INT32_MAX / 2) return "there are too many tiles";
-  const flashsdk::Tile best = forward_tile(p);
-  if (best.m != Traits::kBlockM || best.n != Traits::kBlockN) return "another tile is faster for these lengths";
+  if constexpr (std::is_same_v<Policy, cuda::BuiltinPolicy>) {  // others have one tile
+    const flashsdk::Tile best = forward_tile(p);
+    if (best.m != Traits::kBlockM || best.n != Traits::kBlockN) return "another tile is faster for these lengths";
+  }
   return nullptr;
 }
 
@@ -49,12 +51,12 @@ inline std::uint64_t launch_name() {
   return x != 0 ? x : 1;
 }
 
-template <class Traits, cuda::Features kFeatures>
+template <class Traits, cuda::Features kFeatures, class Policy = cuda::BuiltinPolicy>
 void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
   constexpr DType kType = cuda::kDType<typename Traits::Element>;
   cuda::DeviceGuard guard(p.device.index);
-  auto kernel = forward_kernel<Traits, cuda::BuiltinPolicy, kFeatures>;
+  auto kernel = forward_kernel<Traits, Policy, kFeatures>;
   constexpr int kSmemBytes = Traits::kSmemBytes + kBiasBytes<Traits, kFeatures>;
   static_assert(kSmemBytes <= 227 * 1024);
   cuda::allow_shared_memory(kernel, kSmemBytes, p.device.index, prepared);
@@ -76,12 +78,13 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   cuda::clear_out_tail<typename Traits::Element>(p, stream);
 }
 
-template <class Traits, cuda::Features kFeatures>
+// Policy: common/mask_policy.h; mask is the kind that calls of it have.
+template <class Traits, cuda::Features kFeatures, class Policy = cuda::BuiltinPolicy>
 ForwardEntry forward_entry(MaskKind mask) {
   return {key_of<Traits, kFeatures>(mask), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
-          refuse_forward<Traits, kFeatures>,
+          refuse_forward<Traits, kFeatures, Policy>,
           [](const ForwardParams& p, int) { return draws_tiles<Traits>(p) ? sizeof(TicketCounter) : 0; },
-          launch_forward<Traits, kFeatures>};
+          launch_forward<Traits, kFeatures, Policy>};
 }
 
 }  // namespace flashsdk::sm90

@@ -57,7 +57,7 @@ class KeyLoader {
     for (cuda::TileWork work; stream.next(work); ++works_) {
       const SeqlenInfo seq(p_, work.batch);
       const Policy policy(p_.mask, seq, work.batch, work.head);
-      QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, policy.diagonals()};
+      QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, cuda::diagonals_of(policy)};
       const auto load = [&](TileWalk walk, auto is_band) {
         if constexpr (kOutward) {
           const int diagonal = diagonal_of(of, seq) / Traits::kBlockN;
@@ -70,8 +70,8 @@ class KeyLoader {
           load_work(of, seq, walk, stream);
         }
       };
-      policy.template visit_row_walk<Traits::kFromEnd>(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, work.block,
-                                                       of.m0, load);
+      cuda::visit_row_walk<Traits::kFromEnd>(policy, flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, work.block,
+                                             of.m0, load);
     }
     const auto state = RingState<Traits::kKeyStages>::after(tiles_);
     if (leader_) announce({0, KeyTile::kEnd, 0, 0});
@@ -129,7 +129,10 @@ class KeyLoader {
     const bool outside = is_outside(of, seq.seqlen_q);
     bool hidden = outside, masked = cut || (kTellsDiagonal && has_diagonal(seq, first_row, last_row, n0)),
          shows_first = n0 < of.key_end;
-    if (partial) {
+    if constexpr (!kHasDiagonals<Policy>) {
+      masked |= partial;
+      shows_first &= !partial;
+    } else if (partial) {
       const KeyRange d = of.diagonals;
       hidden |= n0 >= last_row + d.end || n1 <= first_row + d.begin;
       masked |= n0 < last_row + d.begin || n1 > first_row + d.end;

@@ -5,7 +5,7 @@
 #include "cuda/tile/bias_tile.h"
 #include "cuda/tile/dropout.h"
 #include "cuda/tile/masking.h"
-#include "cuda/tile/score_features.h"
+#include "cuda/tile/score_stages.h"
 #include "cuda/tile/softmax.h"
 #include "sm90/forward/traits.h"
 #include "sm90/gemm.h"
@@ -23,8 +23,9 @@ using ForwardBias = std::conditional_t<
 template <class Traits, cuda::Features kFeatures>
 inline constexpr int kBiasBytes = Traits::kWarpgroups * ForwardBias<Traits, kFeatures>::kBytes;
 
-template <class Traits, cuda::Features kFeatures>
+template <class Traits, class Policy, cuda::Features kFeatures>
 class ForwardScores {
+  static_assert(!kHasScore<Policy> || kFeatures == cuda::Features::kCapped, "where a policy's scores are asked for");
   using Element = typename Traits::Element;
   static constexpr int kRows = 2;  // a thread's rows of its warpgroup's 64
   using Softmax = cuda::OnlineSoftmax<kRows>;
@@ -40,7 +41,7 @@ class ForwardScores {
       : p_(p),
         bias_(static_cast<char*>(bias) + warpgroup * Bias::kBytes),
         warpgroup_(warpgroup),
-        scale_first_(kBiasAlone || (cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) ||
+        scale_first_(kHasScore<Policy> || kBiasAlone || (cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) ||
                      !cuda::scales_exponents(p.score.softmax_scale)),
         softmax_(cuda::warp_uniform(unit() * cuda::kLog2e)),  // as an operand it is then in no register of a thread
         closed_(softmax_) {}
@@ -49,6 +50,13 @@ class ForwardScores {
   __device__ Visible visible(const KeyTile& tile, const QueryTile& of) const {
     Visible visible;
     cuda::branch_if(masked(tile), [&] {
+      if constexpr (!kHasDiagonals<Policy>) {
+        const SeqlenInfo seq(p_, of.batch);
+        cuda::ask_visible(visible, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(),
+                          Policy(p_.mask, seq, of.batch, of.head), tile.has(KeyTile::kPartial), m0(of), tile.n0,
+                          of.key_end);
+        return;
+      }
       const auto keys_of = [&](int query) {
         query = max_of(query, 0);  // before the first, they see what it sees
         return KeyRange{query + of.diagonals.begin, query + of.diagonals.end};
@@ -223,7 +231,7 @@ class ForwardScores {
     if (lane_of_quad < kRows && row >= begin && row < end) lse[row * p_.lse.row] = value;
   }
 
-  // A bias, softcap, or a scale that the exponents cannot take. kTried: for a try.
+  // A bias, softcap, the policy's own, or a scale that the exponents cannot take. kTried: for a try.
   template <bool kTried = false, class Scores>
   __device__ void modify(Scores& scores, const KeyTile& tile, const QueryTile& of) const {
     if constexpr (kBiasAlone) {
@@ -234,7 +242,8 @@ class ForwardScores {
       cuda::branch_if(scale_first_, [&] {
         if constexpr (cuda::modifies_scores(kFeatures)) {
           const SeqlenInfo seq(p_, of.batch);
-          cuda::ScoreFeatures(p_.score, seq, of.batch, of.head).cap(scores);
+          cuda::ScoreStages<kFeatures, Policy>(p_, seq, of.batch, of.head)
+              .apply(scores, coordinates_of(tile, of), cuda::NoBiasTile());
         } else {
           cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
         }

@@ -72,12 +72,12 @@ class ForwardInput {
   typename Traits::Smem& smem_;
 };
 
-template <class Traits, cuda::Features kFeatures>
+template <class Traits, class Policy, cuda::Features kFeatures>
 class ForwardWarpgroup {
   using MmaScores = typename Traits::MmaScores;
   using MmaOut = typename Traits::MmaOut;
   using Input = ForwardInput<Traits>;
-  using Scores = ForwardScores<Traits, kFeatures>;
+  using Scores = ForwardScores<Traits, Policy, kFeatures>;
   static constexpr int kBlockN = Traits::kBlockN;
 
  public:
