@@ -12,11 +12,11 @@
 #endif
 #include "kernel_registry.h"
 #include "pack_heads.h"
-#include "packed_tail.h"
 #include "planned_call.h"
 #include "processors.h"
 #include "profiler_range.h"
 #include "thread_pool.h"
+#include "unused_rows.h"
 #include "validate.h"
 
 namespace flashsdk {
@@ -73,7 +73,7 @@ void PlannedCall<Params>::launch(const LaunchOptions& options) const {
 #endif
   const ProfilerRange range(function_of(params));
   entry->launch(params, {options.workspace.data, options.stream, parallel_runner(num_threads)});
-  if (on_cpu) write_packed_tail(params);
+  if (on_cpu) write_unused_rows(params);
 }
 
 template struct PlannedCall<ForwardParams>;
@@ -106,7 +106,7 @@ namespace {
 // Whether the host reads what some tensors contain: then that decides what is launched, too.
 template <class Params>
 bool reads_contents(const Params& p) {
-  return p.device.type == DeviceType::kCPU && (p.cu_seqlens_q != nullptr || p.mask.kind == MaskKind::kBlockSparse);
+  return p.device.type == DeviceType::kCPU && (p.ragged() || p.mask.kind == MaskKind::kBlockSparse);
 }
 }  // namespace
 

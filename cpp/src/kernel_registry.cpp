@@ -107,6 +107,14 @@ std::string machine_refusal(const KernelKey& key, const std::string& forced_isa)
   return {};
 }
 
+// Arguments that no kernel for GPUs takes as yet.
+const char* backend_refusal(Backend backend, const ForwardParams& p) {
+  if (backend == Backend::kCpu) return nullptr;
+  if (p.seqused_q != nullptr) return "seqused_q is taken on a CPU only";
+  if (p.seqused_k != nullptr) return "seqused_k is taken on a CPU only";
+  return nullptr;
+}
+
 // Whether a kernel for GPUs runs on one of this machine. Listings alone ask: a call knows its device, and a process
 // that calls only the CPU should not start the driver.
 bool gpu_available([[maybe_unused]] const KernelKey& key) {
@@ -226,7 +234,8 @@ const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, std::
       refuse(*row, refusal);
       continue;
     }
-    const char* reason = row->entry.can_implement != nullptr ? row->entry.can_implement(p) : nullptr;
+    const char* reason = backend_refusal(key.backend, p);
+    if (reason == nullptr && row->entry.can_implement != nullptr) reason = row->entry.can_implement(p);
     if (reason == nullptr) return row;
     refuse(*row, reason);
   }

@@ -125,7 +125,7 @@ Mask to_mask(nb::handle mask, ArrayImporter& arrays) {
 
 // One call's arguments. `tensors` begins with q, k, v; `packed` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
 // max_seqlen_k), `options` is (softmax_scale, mask, bias, alibi_slopes, softcap, dropout_p, seed, offset,
-// deterministic, stream, backend).
+// deterministic, stream, backend, seqused_q, seqused_k).
 template <class Args>
 struct Call {
   Args args;
@@ -162,6 +162,8 @@ struct Call {
     // Not every str is UTF-8, and an empty one is no name: "" in the C++ arguments is None here.
     if (!o[10].is_none() && (!nb::try_cast(o[10], args.backend) || args.backend.empty()))
       fail("backend", o[10], "\"cpu\", \"sm80\", \"sm90\" or None");
+    args.seqused_q = arrays.take({"seqused_q", ArrayImporter::kInt32}, o[11]);
+    args.seqused_k = arrays.take({"seqused_k", ArrayImporter::kInt32}, o[12]);
   }
 
   TensorView required(ArrayImporter::Role role, nb::handle array) {

@@ -33,6 +33,9 @@ Keywords of all four functions::
                    array int64 or uint64 (2,) where q is, read by the kernel, so that a CUDA graph
                    draws anew when it changes; (batch, 2) is one for each sequence, whose heads
                    then count from 0
+    seqused_q      how many queries and keys of each sequence are used, int32 (batch,) where q is;
+    seqused_k      of batches alone. Masks and positions count with these lengths. Keys behind them
+                   are not read; queries behind have out 0 and lse -inf; gradients of both are 0
     deterministic  True: the same bits from run to run, or an Error; CPU kernels always are. None
                    does what torch.use_deterministic_algorithms says of PyTorch's tensors
     stream         address of a CUDA stream; None is the current one. None on a CPU
@@ -97,6 +100,8 @@ def mha_fwd(
     dropout_p: float = 0.0,
     seed: Any = 0,
     offset: int = 0,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
     deterministic: bool | None = None,
     out: Array | None = None,
     lse: Array | None = None,
@@ -116,7 +121,8 @@ def mha_fwd(
     arXiv 2205.14135, algorithm 1.
     """
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, _deterministic(deterministic, q), stream, backend)  # fmt: skip
+               seed, offset, _deterministic(deterministic, q), stream, backend,
+               seqused_q, seqused_k)  # fmt: skip
     return _forward(q, k, v, out, lse, (), options)
 
 
@@ -163,7 +169,8 @@ def mha_varlen_fwd(
     """
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, _deterministic(deterministic, q), stream, backend)  # fmt: skip
+               seed, offset, _deterministic(deterministic, q), stream, backend,
+               None, None)  # fmt: skip
     return _forward(q, k, v, out, lse, packed, options)
 
 
@@ -184,6 +191,8 @@ def mha_bwd(
     dropout_p: float = 0.0,
     seed: Any = 0,
     offset: int = 0,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
     deterministic: bool | None = None,
     dq: Array | None = None,
     dk: Array | None = None,
@@ -206,7 +215,8 @@ def mha_bwd(
     arXiv 2205.14135, algorithm 4.
     """
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, _deterministic(deterministic, q), stream, backend)  # fmt: skip
+               seed, offset, _deterministic(deterministic, q), stream, backend,
+               seqused_q, seqused_k)  # fmt: skip
     return _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, (), options)
 
 
@@ -254,7 +264,8 @@ def mha_varlen_bwd(
     """
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, _deterministic(deterministic, q), stream, backend)  # fmt: skip
+               seed, offset, _deterministic(deterministic, q), stream, backend,
+               None, None)  # fmt: skip
     return _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, packed, options)
 
 
@@ -299,6 +310,8 @@ def explain(
     dropout_p: float = 0.0,
     seed: Any = 0,
     offset: int = 0,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
     deterministic: bool | None = None,
     backend: Backend | None = None,
 ) -> Explanation:
@@ -313,7 +326,8 @@ def explain(
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     packed: Any = () if all(x is None for x in lengths) else lengths  # as a whole or not at all
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, _deterministic(deterministic, q), None, backend)  # fmt: skip
+               seed, offset, _deterministic(deterministic, q), None, backend,
+               seqused_q, seqused_k)  # fmt: skip
     return Explanation(*_bindings.explain(op == "bwd", (q, k, v), packed, options))
 
 

@@ -83,8 +83,7 @@ def _by_heads(p, placed, method):
         dropout_p=p.dropout_p,
         seed=x.get("seed", p.dropout_seed),
         offset=p.dropout_offset,
-        bias=x.get("bias"),
-        alibi_slopes=x.get("alibi_slopes"),
+        **{name: x.get(name) for name in verify.GIVEN},
     )
     cu_seqlens = (x["cu_seqlens_q"], x["cu_seqlens_k"]) if p.packed else None
     whole = {"out": (*x["q"].shape[:-1], p.head_dim_v), **{f"d{n}": x[n].shape for n in "qkv"}}

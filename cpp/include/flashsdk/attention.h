@@ -39,6 +39,11 @@ struct AttentionArgs {
   std::int64_t max_seqlen_q = 0;  // packed: upper bound of the lengths; batched: 0
   std::int64_t max_seqlen_k = 0;
 
+  // Batched: int32 (batch), how many queries and keys of each sequence are used. Masks, ALiBi, bias and dropout count
+  // with these lengths. Unused queries have out 0 and lse -inf, unused keys are not read; gradients of both are 0.
+  TensorView seqused_q;
+  TensorView seqused_k;
+
   bool deterministic = false;  // bit-identical from run to run, or an error
   std::string backend;         // "" = the best that fits, else "cpu", "sm80", "sm90"
 };
@@ -73,8 +78,8 @@ struct LaunchOptions {
 //
 // It holds the addresses of the tensors and of the mask's lists, not their memory: these must live until the last
 // launch is done. Copies share what they hold; any thread may launch one, with a workspace of its own for each launch.
-// What q, k, v and the like contain may change between launches. On a CPU so may cu_seqlens and the lists of a layout:
-// each launch reads and checks them again, and throws where they have come to need more workspace.
+// What q, k, v and the like contain may change between launches. On a CPU so may cu_seqlens, seqused and the lists of
+// a layout: each launch reads and checks them again, and throws where they have come to need more workspace.
 class FLASHSDK_API Plan {
  public:
   Plan(const Plan&) = default;  // a move is a copy: no Plan is ever empty

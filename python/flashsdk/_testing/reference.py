@@ -71,6 +71,9 @@ class Features:
     dropout_p: float = 0.0
     seed: Any = 0  # or of both: (2,) of all sequences, (batch, 2) one of each
     offset: int = 0
+    # Batched: (batch,), how many rows of each sequence are used; None: all. Others are not read.
+    seqused_q: Array | None = None
+    seqused_k: Array | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.mask, "row_full"):
@@ -265,13 +268,15 @@ def heads(
     dlse: Array | None = None,
     cu_seqlens: CuSeqlens = None,
 ) -> Iterator[Head]:
-    """Every head of a batched or, with ``cu_seqlens``, packed problem."""
+    """Every head of a batched or, with ``cu_seqlens``, packed problem, over the rows it uses."""
     num_heads, num_heads_kv = q.shape[-2], k.shape[-2]
     batch = len(q) if cu_seqlens is None else len(cu_seqlens[0]) - 1
     for b, h in np.ndindex(batch, num_heads):
         h_kv = h // (num_heads // num_heads_kv)
-        every = slice(None)
-        at_q, at_k, at_lse = (b, every, h), (b, every, h_kv), (b, h, every)
+        rows, rows_k = (
+            slice(None if used is None else int(used[b])) for used in (f.seqused_q, f.seqused_k)
+        )
+        at_q, at_k, at_lse = (b, rows, h), (b, rows_k, h_kv), (b, h, rows)
         if cu_seqlens is not None:
             rows, rows_k = (slice(int(cu[b]), int(cu[b + 1])) for cu in cu_seqlens)
             at_q, at_k, at_lse = (rows, h), (rows_k, h_kv), (h, rows)  # type: ignore[assignment]

@@ -16,6 +16,7 @@ from . import naive, reference, tolerance
 from .problems import Placed, Problem, generate, inputs, mask_of, numpy_dtype, place
 from .reference import Array
 
+GIVEN = ("bias", "alibi_slopes", "seqused_q", "seqused_k")  # keywords of arrays, by their names
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 FEW = 512  # elements whose bound is the largest, or more with less
 FEW_ROWS = 32  # and rows: one rounding, that of an lse, reaches whole rows of a gradient
@@ -140,7 +141,7 @@ def run(
         "backend": backend,
         **problem.options,
     }
-    call |= {name: t[name] for name in ("bias", "alibi_slopes") if name in t}
+    call |= {name: t[name] for name in GIVEN if name in t}
     call |= {"softmax_scale": problem.softmax_scale, "dropout_p": problem.dropout_p}
     call |= {"seed": t["seed"]} if "seed" in t else _seed_and_offset(problem)
     packed = (t["cu_seqlens_q"], t["cu_seqlens_k"], *problem.max_seqlen) if problem.packed else ()
@@ -249,8 +250,7 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
         "softcap": problem.softcap,
         "dropout_p": problem.dropout_p,
         **({"seed": x["seed"]} if "seed" in x else _seed_and_offset(problem)),
-        "bias": x.get("bias"),
-        "alibi_slopes": x.get("alibi_slopes"),
+        **{name: x.get(name) for name in GIVEN},
     }
     q, k, v, dout, dlse = x["q"], x["k"], x["v"], x["dout"], x.get("dlse")
     cu_seqlens = (x["cu_seqlens_q"], x["cu_seqlens_k"]) if problem.packed else None
