@@ -112,6 +112,7 @@ const char* backend_refusal(Backend backend, const ForwardParams& p) {
   if (backend == Backend::kCpu) return nullptr;
   if (p.seqused_q != nullptr) return "seqused_q is taken on a CPU only";
   if (p.seqused_k != nullptr) return "seqused_k is taken on a CPU only";
+  if (p.sink.ptr != nullptr) return "sink is taken on a CPU only";
   return nullptr;
 }
 

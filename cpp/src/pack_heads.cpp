@@ -27,6 +27,8 @@ void heads_become_rows(ForwardParams& p) {
   heads_become_rows(p.out, rows);
   heads_become_rows(p.lse, rows);
   heads_become_rows(p.score.bias, rows);
+  p.sink.row = p.sink.head;
+  p.sink.head *= rows;
   p.num_heads = p.num_heads_kv;
   p.seqlen_q = rows;
 }
@@ -62,8 +64,8 @@ ForwardParams pack_query_heads(ForwardParams p) {
 }
 
 BackwardParams pack_query_heads(BackwardParams p) {
-  // Keys outside of a band have gradients too: zeros, which somebody has to write.
-  if (!heads_can_be_rows(p) || p.mask.kind != MaskKind::kDense) return p;
+  // Keys outside of a band have gradients too: zeros, which somebody has to write. A sink's is a sum over a head.
+  if (!heads_can_be_rows(p) || p.mask.kind != MaskKind::kDense || p.sink.ptr != nullptr) return p;
   const int rows = p.heads_per_group();
   heads_become_rows(p.dout, rows);
   heads_become_rows(p.dq, rows);

@@ -156,6 +156,14 @@ class Tensors {
     score.alibi_slopes = static_cast<const float*>(t.data);
   }
 
+  // float32 (num_heads), contiguous.
+  float* per_head(const char* name, const TensorView& t, MemoryMap::Access access) {
+    check_dtype(name, t, DType::kFloat32, "");
+    check_shape(name, t, {{"num_heads", p_.num_heads}});
+    finish(name, t, access);
+    return static_cast<float*>(t.data);
+  }
+
   void seeds(const TensorView& t, DropoutParam& dropout) {
     if (t.dtype != DType::kInt64 && t.dtype != DType::kUInt64)
       fail("seed", std::string("dtype ") + to_string(t.dtype), "int64 or uint64");
@@ -286,6 +294,7 @@ void validate_common(const AttentionArgs& args, bool packed, bool columns, Forwa
   p.score.dropout.heads_each = p.num_heads;
   if (args.bias.given()) p.score.bias = tensors.bias(args.bias);
   if (args.alibi_slopes.given()) tensors.alibi_slopes(args.alibi_slopes, p.score);
+  if (args.sink.given()) p.sink.ptr = tensors.per_head("sink", args.sink, kRead);
   if (args.seed_tensor.given()) tensors.seeds(args.seed_tensor, p.score.dropout);
   validate_mask(args.mask, columns, p, memory);
 }
@@ -359,6 +368,9 @@ BackwardParams validate(const BackwardArgs& args, Completeness completeness) {
   p.dq = rows("dq", args.dq, Side::kQuery, Width::kQk, kWrite);
   p.dk = rows("dk", args.dk, Side::kKey, Width::kQk, kWrite);
   p.dv = rows("dv", args.dv, Side::kKey, Width::kV, kWrite);
+  if (args.dsink.given() && !args.sink.given()) fail("dsink", "given", "none, as there is no sink");
+  if (args.sink.given() && launch) check_given("dsink", args.dsink);
+  if (args.dsink.given()) p.dsink = tensors.per_head("dsink", args.dsink, kWrite);
   memory.check_overlap();
   check_length_values(p);
   return p;

@@ -82,6 +82,9 @@ TEST(KernelRegistry, AGpuRefusesWhatACpuAloneTakes) {
   ForwardParams p = problem(64, 64);
   p.device.type = DeviceType::kCUDA;
   EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"its own reason"});
+  const float sink[] = {0};
+  p.sink.ptr = sink;
+  EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"sink is taken on a CPU only"});
   p.seqused_k = lengths;
   EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"seqused_k is taken on a CPU only"});
   p.seqused_q = lengths;

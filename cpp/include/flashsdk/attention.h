@@ -26,6 +26,7 @@ struct AttentionArgs {
   TensorView bias;  // float dtype or bool (true = attend), (batch, num_heads, seqlen_q, seqlen_k), each of them or 1;
                     // packed: (…, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence
   TensorView alibi_slopes;  // float32 (num_heads) or (batch, num_heads)
+  TensorView sink;  // float32 (num_heads): a logit that joins the softmax of each query and has no value; lse counts it
 
   double dropout_p = 0.;  // in [0, 1), rounded to the nearest multiple of 1/256, at most 255/256
   std::uint64_t seed = 0;
@@ -58,6 +59,7 @@ struct BackwardArgs : AttentionArgs {
   TensorView lse;         // as the forward wrote it
   TensorView dlse;        // optional gradient of lse, same shape
   TensorView dq, dk, dv;  // outputs, as q, k, v
+  TensorView dsink;       // output where there is a sink: float32 (num_heads)
 };
 
 struct Workspace {

@@ -83,6 +83,16 @@ struct ScoreParam {
   bool any_feature() const { return features() != Features::kNone; }
 };
 
+// A logit of each head that joins the softmax of its queries: float32 (num_heads). Where heads are rows of one head
+// (cpp/src/pack_heads.cpp), of each row.
+struct SinkParam {
+  const float* ptr = nullptr;  // null: none
+  std::int64_t head = 1, row = 0;
+  FLASHSDK_HD const float* of(int head_, int row_) const {
+    return ptr == nullptr ? nullptr : ptr + head_ * head + row_ * row;
+  }
+};
+
 struct ForwardParams {
   DType dtype = DType::kFloat32;
   Device device;
@@ -100,6 +110,7 @@ struct ForwardParams {
   RowParam lse;
   MaskParam mask;
   ScoreParam score;
+  SinkParam sink;
 
   FLASHSDK_HD int heads_per_group() const { return num_heads / num_heads_kv; }
   // Whether sequences have lengths of their own, of which seqlen_q and seqlen_k are bounds.
@@ -109,7 +120,8 @@ struct ForwardParams {
 // The backward needs all the forward had, and the gradients.
 struct BackwardParams : ForwardParams {
   TensorParam dout, dq, dk, dv;
-  RowParam dlse;  // ptr null: zero
+  RowParam dlse;           // ptr null: zero
+  float* dsink = nullptr;  // (num_heads), contiguous; null where there is no sink
 };
 
 }  // namespace flashsdk

@@ -52,6 +52,7 @@ class Problem:
     mask: Any = None  # BandSpec, Blocks, or a flashsdk mask
     bias: tuple[str, tuple[int, int, int, int]] | None = None  # dtype, shape
     alibi: str | None = None  # "heads", "batch"
+    sink: bool = False
     softcap: float = 0.0
     dropout_p: float = 0.0
     dropout_seed: int = 0
@@ -98,6 +99,7 @@ class Problem:
             "softcap",
             "dropout_p",
             "dropout_seeds",
+            "sink",
             "dlse",
             "low_bias",
             "options",
@@ -185,8 +187,10 @@ def generate(seed: int, backend: str = "cpu") -> Problem:
     if problem.dropout_p and (kind := own.random()) < 0.6:
         words = [(int(s), int(o)) for s, o in own.integers(0, 2**63, (batch, 2))]
         problem = replace(problem, dropout_seeds=words[0] if kind < 0.3 else tuple(words))
-    if backend == "cpu" and not packed:
-        problem = _used(problem, np.random.default_rng([seed, 4]))
+    if backend == "cpu":
+        own = np.random.default_rng([seed, 4])
+        problem = _used(problem, own) if not packed else problem
+        problem = replace(problem, sink=bool(own.random() < 0.2))
     # The fast kernels of a GPU take only what is aligned: most problems should be theirs.
     if backend == "cpu" or chance(0.25):
         return problem
@@ -345,6 +349,8 @@ def inputs(p: Problem) -> dict[str, Placed]:
     if p.alibi:
         shape = (p.num_heads,) if p.alibi == "heads" else (p.batch, p.num_heads)
         values["alibi_slopes"] = (rng.standard_normal(shape) / 8).astype(np.float32)
+    if p.sink:
+        values["sink"] = (3 * rng.standard_normal(p.num_heads)).astype(np.float32)
     if p.bias is not None:
         of, size = p.bias
         bias: Array = 2 * rng.standard_normal(size)
@@ -364,7 +370,8 @@ def inputs(p: Problem) -> dict[str, Placed]:
             x,
             rng if p.strides else None,
             negative=p.negative_strides,
-            broadcast=name in ("q", "k", "v", "dout"),
+            # A broadcast sequence would be the first, whose unused rows others may use.
+            broadcast=name in ("q", "k", "v", "dout") and not (p.used_q or p.used_k),
             aligned=p.aligned,
         )
         for name, x in values.items()
@@ -375,8 +382,8 @@ def inputs(p: Problem) -> dict[str, Placed]:
             placed[name] = Placed(cu, cu)
     for name, used in (("seqused_q", p.used_q), ("seqused_k", p.used_k)):
         if used:
-            lengths = np.array(used, np.int32)
-            placed[name] = Placed(lengths, lengths)
+            seqused = np.array(used, np.int32)
+            placed[name] = Placed(seqused, seqused)
     if p.dropout_seeds:
         seeds = np.array(p.dropout_seeds, np.uint64).view(np.int64)
         placed["seed"] = Placed(seeds, seeds)
