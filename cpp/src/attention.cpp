@@ -14,11 +14,11 @@
 #endif
 #include "kernel_registry.h"
 #include "pack_heads.h"
-#include "packed_tail.h"
 #include "planned_call.h"
 #include "processors.h"
 #include "profiler_range.h"
 #include "thread_pool.h"
+#include "unused_rows.h"
 #include "validate.h"
 
 namespace flashsdk {
@@ -61,6 +61,7 @@ const char* refusal(const Params& p, const KernelEntry<Params>& entry) {
   if (key.head_dim < p.head_dim || key.head_dim_v < p.head_dim_v) return "head_dim is larger than the kernel's";
   if (key.mask != p.mask.kind) return "the mask is of another kind";
   if (cuda::missing(key.features, p.score.features()) != Features::kNone) return "a feature is not compiled in";
+  if (const char* reason = backend_refusal(key.backend, p)) return reason;
   return entry.can_implement == nullptr ? nullptr : entry.can_implement(p);
 }
 
@@ -105,7 +106,7 @@ void PlannedCall<Params>::launch(const LaunchOptions& options) const {
 #endif
   const ProfilerRange range(function_of(params));
   entry->launch(params, {options.workspace.data, options.stream, parallel_runner(num_threads)});
-  if (on_cpu) write_packed_tail(params);
+  if (on_cpu) write_unused_rows(params);
 }
 
 template struct PlannedCall<ForwardParams>;
@@ -145,7 +146,7 @@ class CallOf final : public Base {
   void launch(const LaunchOptions& options) const override {
     const auto& p = planned_.params;
     const bool reads_contents =
-        p.device.type == DeviceType::kCPU && (p.cu_seqlens_q != nullptr || p.mask.kind == MaskKind::kBlockSparse);
+        p.device.type == DeviceType::kCPU && (p.ragged() || p.mask.kind == MaskKind::kBlockSparse);
     if (reads_contents)
       make_().launch(options);
     else

@@ -71,7 +71,7 @@ class MemoryMap {
   };
   void check_distinct_elements(const Region& r) const;
 
-  static constexpr int kMaxRegions = 24;
+  static constexpr int kMaxRegions = 28;
   std::array<Region, kMaxRegions> region_;
   int size_ = 0;
 };

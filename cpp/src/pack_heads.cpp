@@ -7,10 +7,10 @@
 namespace flashsdk {
 namespace {
 
-// Slopes, dropout's pattern and lists of blocks belong to a head; packed sequences may have any length. A bias has
-// strides, and goes with its head.
+// Slopes, dropout's pattern and lists of blocks belong to a head; packed sequences and used queries may have any length.
+// A bias has strides, and goes with its head.
 bool heads_can_be_rows(const ForwardParams& p) {
-  return p.num_heads > p.num_heads_kv && p.seqlen_q == 1 && p.cu_seqlens_q == nullptr &&
+  return p.num_heads > p.num_heads_kv && p.seqlen_q == 1 && p.cu_seqlens_q == nullptr && p.seqused_q == nullptr &&
          p.mask.kind != MaskKind::kBlockSparse && p.score.alibi_slopes == nullptr && p.score.dropout.threshold == 0;
 }
 
@@ -27,6 +27,8 @@ void heads_become_rows(ForwardParams& p) {
   heads_become_rows(p.out, rows);
   heads_become_rows(p.lse, rows);
   heads_become_rows(p.score.bias, rows);
+  p.sink.row = p.sink.head;
+  p.sink.head *= rows;
   p.num_heads = p.num_heads_kv;
   p.seqlen_q = rows;
 }
@@ -38,8 +40,9 @@ Pointer* advanced(Pointer* pointer, std::int64_t elements, DType dtype) {
 }
 
 // A band moves from row to row, but the keys of one query are an interval: the rows of a group see all of it. False
-// where it is empty, for not every kernel takes a tensor without rows.
+// where it is empty, for not every kernel takes a tensor without rows, and where each sequence has another interval.
 bool cut_keys_to_band(ForwardParams& p) {
+  if (p.seqused_k != nullptr) return false;
   const KeyRange keys = BandPolicy(p.mask, SeqlenInfo(p, 0), 0, 0).keys_of(0);
   if (keys.begin >= keys.end) return false;
   BiasParam& bias = p.score.bias;
@@ -61,8 +64,8 @@ ForwardParams pack_query_heads(ForwardParams p) {
 }
 
 BackwardParams pack_query_heads(BackwardParams p) {
-  // Keys outside of a band have gradients too: zeros, which somebody has to write.
-  if (!heads_can_be_rows(p) || p.mask.kind != MaskKind::kDense) return p;
+  // Keys outside of a band have gradients too: zeros, which somebody has to write. A sink's is a sum over a head.
+  if (!heads_can_be_rows(p) || p.mask.kind != MaskKind::kDense || p.sink.ptr != nullptr) return p;
   const int rows = p.heads_per_group();
   heads_become_rows(p.dout, rows);
   heads_become_rows(p.dq, rows);

@@ -84,8 +84,8 @@ void read_sizes(const AttentionArgs& args, bool packed, ForwardParams& p) {
     if (args.max_seqlen_k != 0) fail("max_seqlen_k", std::to_string(args.max_seqlen_k), kAllowed);
     check_extent("q", "batch", args.q.shape[0], 0, kMaxRows);
     p.batch = static_cast<int>(args.q.shape[0]);
-    p.seqlen_q = static_cast<int>(args.q.shape[1]);
-    p.seqlen_k = static_cast<int>(args.k.shape[1]);
+    p.seqlen_q = p.total_q = static_cast<int>(args.q.shape[1]);
+    p.seqlen_k = p.total_k = static_cast<int>(args.k.shape[1]);
   }
   // Heads of the whole batch are numbered in 32 bits (dropout).
   check_extent("q", "batch * num_heads", std::int64_t{p.batch} * num_heads, 0, kMaxRows);
@@ -156,6 +156,14 @@ class Tensors {
     score.alibi_slopes = static_cast<const float*>(t.data);
   }
 
+  // float32 (num_heads), contiguous.
+  float* per_head(const char* name, const TensorView& t, MemoryMap::Access access) {
+    check_dtype(name, t, DType::kFloat32, "");
+    check_shape(name, t, {{"num_heads", p_.num_heads}});
+    finish(name, t, access);
+    return static_cast<float*>(t.data);
+  }
+
   void seeds(const TensorView& t, DropoutParam& dropout) {
     if (t.dtype != DType::kInt64 && t.dtype != DType::kUInt64)
       fail("seed", std::string("dtype ") + to_string(t.dtype), "int64 or uint64");
@@ -170,7 +178,13 @@ class Tensors {
     dropout.state = static_cast<const std::uint64_t*>(t.data);
   }
 
-  const std::int32_t* cu_seqlens(const char* name, const TensorView& t) {
+  const std::int32_t* seqused(const char* name, const TensorView& t, const char* cu_seqlens) {
+    if (!t.given()) return nullptr;
+    if (packed_) fail(name, "given", std::string("none, as the lengths of packed sequences are in ") + cu_seqlens);
+    check_shape(name, t, {{"batch", p_.batch}});
+    return lengths(name, t);
+  }
+  const std::int32_t* lengths(const char* name, const TensorView& t) {
     check_dtype(name, t, DType::kInt32, "");
     finish(name, t, kRead);
     return static_cast<const std::int32_t*>(t.data);
@@ -217,6 +231,18 @@ int check_lengths(const Lengths& of, const std::int32_t* cu, int batch, int tota
   return longest;
 }
 
+// Returns the longest length, at most `seqlen`. Reads the values: CPU only.
+int check_used(const char* name, const std::int32_t* used, int batch, const char* seqlen_name, int seqlen) {
+  int longest = 0;
+  for (int b = 0; b < batch; ++b) {
+    if (used[b] < 0 || used[b] > seqlen)
+      fail(name, std::to_string(used[b]) + " of sequence " + std::to_string(b),
+           "0 to " + std::string(seqlen_name) + ", which is " + std::to_string(seqlen));
+    longest = std::max(longest, used[b]);
+  }
+  return longest;
+}
+
 // Callers have doubles, which kernels have not.
 float narrowed(const char* name, double x) {
   const auto result = static_cast<float>(x);
@@ -259,24 +285,31 @@ void validate_common(const AttentionArgs& args, bool packed, bool columns, Forwa
   p.k = tensors.rows("k", args.k, Side::kKey, Width::kQk, kRead);
   p.v = tensors.rows("v", args.v, Side::kKey, Width::kV, kRead);
   if (packed) {
-    p.cu_seqlens_q = tensors.cu_seqlens("cu_seqlens_q", args.cu_seqlens_q);
-    p.cu_seqlens_k = tensors.cu_seqlens("cu_seqlens_k", args.cu_seqlens_k);
+    p.cu_seqlens_q = tensors.lengths("cu_seqlens_q", args.cu_seqlens_q);
+    p.cu_seqlens_k = tensors.lengths("cu_seqlens_k", args.cu_seqlens_k);
   }
+  p.seqused_q = tensors.seqused("seqused_q", args.seqused_q, "cu_seqlens_q");
+  p.seqused_k = tensors.seqused("seqused_k", args.seqused_k, "cu_seqlens_k");
   p.score = read_scores(args, p.head_dim);
   p.score.dropout.heads_each = p.num_heads;
   if (args.bias.given()) p.score.bias = tensors.bias(args.bias);
   if (args.alibi_slopes.given()) tensors.alibi_slopes(args.alibi_slopes, p.score);
+  if (args.sink.given()) p.sink.ptr = tensors.per_head("sink", args.sink, kRead);
   if (args.seed_tensor.given()) tensors.seeds(args.seed_tensor, p.score.dropout);
   validate_mask(args.mask, columns, p, memory);
 }
 
 // The lengths themselves, last: a kernel's loops need no more than the longest.
-void check_packed_values(ForwardParams& p) {
-  if (p.cu_seqlens_q == nullptr || p.device.type != DeviceType::kCPU) return;
-  p.seqlen_q =
-      check_lengths({"cu_seqlens_q", "total_q", "max_seqlen_q"}, p.cu_seqlens_q, p.batch, p.total_q, p.seqlen_q);
-  p.seqlen_k =
-      check_lengths({"cu_seqlens_k", "total_k", "max_seqlen_k"}, p.cu_seqlens_k, p.batch, p.total_k, p.seqlen_k);
+void check_length_values(ForwardParams& p) {
+  if (p.device.type != DeviceType::kCPU) return;
+  if (p.cu_seqlens_q != nullptr) {
+    p.seqlen_q =
+        check_lengths({"cu_seqlens_q", "total_q", "max_seqlen_q"}, p.cu_seqlens_q, p.batch, p.total_q, p.seqlen_q);
+    p.seqlen_k =
+        check_lengths({"cu_seqlens_k", "total_k", "max_seqlen_k"}, p.cu_seqlens_k, p.batch, p.total_k, p.seqlen_k);
+  }
+  if (p.seqused_q != nullptr) p.seqlen_q = check_used("seqused_q", p.seqused_q, p.batch, "seqlen_q", p.seqlen_q);
+  if (p.seqused_k != nullptr) p.seqlen_k = check_used("seqused_k", p.seqused_k, p.batch, "seqlen_k", p.seqlen_k);
 }
 
 }  // namespace
@@ -313,7 +346,7 @@ ForwardParams validate(const ForwardArgs& args, Completeness completeness) {
   p.out = tensors.rows("out", args.out, Side::kQuery, Width::kV, kWrite);
   if (args.lse.given()) p.lse = tensors.per_query("lse", args.lse, kWrite);
   memory.check_overlap();
-  check_packed_values(p);
+  check_length_values(p);
   return p;
 }
 
@@ -335,8 +368,11 @@ BackwardParams validate(const BackwardArgs& args, Completeness completeness) {
   p.dq = rows("dq", args.dq, Side::kQuery, Width::kQk, kWrite);
   p.dk = rows("dk", args.dk, Side::kKey, Width::kQk, kWrite);
   p.dv = rows("dv", args.dv, Side::kKey, Width::kV, kWrite);
+  if (args.dsink.given() && !args.sink.given()) fail("dsink", "given", "none, as there is no sink");
+  if (args.sink.given() && launch) check_given("dsink", args.dsink);
+  if (args.dsink.given()) p.dsink = tensors.per_head("dsink", args.dsink, kWrite);
   memory.check_overlap();
-  check_packed_values(p);
+  check_length_values(p);
   return p;
 }
 

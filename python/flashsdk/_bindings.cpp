@@ -125,7 +125,7 @@ Mask to_mask(nb::handle mask, ArrayImporter& arrays) {
 
 // One call's arguments. `tensors` begins with q, k, v; `packed` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
 // max_seqlen_k), `options` is (softmax_scale, mask, bias, alibi_slopes, softcap, dropout_p, seed, offset,
-// deterministic, stream, backend).
+// deterministic, stream, backend, seqused_q, seqused_k, sink).
 template <class Args>
 struct Call {
   Args args;
@@ -162,6 +162,9 @@ struct Call {
     // Not every str is UTF-8, and an empty one is no name: "" in the C++ arguments is None here.
     if (!o[10].is_none() && (!nb::try_cast(o[10], args.backend) || args.backend.empty()))
       fail("backend", o[10], "\"cpu\", \"sm80\", \"sm90\" or None");
+    args.seqused_q = arrays.take({"seqused_q", ArrayImporter::kInt32}, o[11]);
+    args.seqused_k = arrays.take({"seqused_k", ArrayImporter::kInt32}, o[12]);
+    args.sink = arrays.take({"sink", ArrayImporter::kFloat32}, o[13]);
   }
 
   TensorView required(ArrayImporter::Role role, nb::handle array) {
@@ -232,7 +235,7 @@ void forward(nb::tuple tensors, nb::tuple packed, nb::tuple options) {
   call.launch();
 }
 
-// tensors: (q, k, v, dout, out, lse, dlse | None, dq, dk, dv)
+// tensors: (q, k, v, dout, out, lse, dlse | None, dq, dk, dv, dsink | None)
 void backward(nb::tuple tensors, nb::tuple packed, nb::tuple options) {
   Call<BackwardArgs> call(tensors, packed, options);
   call.args.dout = call.required({"dout"}, tensors[3]);
@@ -242,6 +245,7 @@ void backward(nb::tuple tensors, nb::tuple packed, nb::tuple options) {
   call.args.dq = call.output({"dq"}, tensors[7]);
   call.args.dk = call.output({"dk"}, tensors[8]);
   call.args.dv = call.output({"dv"}, tensors[9]);
+  call.args.dsink = call.output({"dsink", ArrayImporter::kFloat32}, tensors[10]);
   call.launch();
 }
 

@@ -13,16 +13,17 @@ BandFields: TypeAlias = tuple[int | None, int | None, bool]
 # a band; or (block_q, block_k, seqlen_q, seqlen_k, band | None, the arrays of BlockMask._arrays)
 Mask: TypeAlias = BandFields | tuple[Any, ...] | None
 # (softmax_scale, mask, bias, alibi_slopes, softcap, dropout_p, seed, offset, deterministic,
-#  stream, backend)
+#  stream, backend, seqused_q, seqused_k, sink)
 Options: TypeAlias = tuple[
-    float | None, Mask, Any, Any, float, float, int, int, bool, int | None, str | None
-]
+    float | None, Mask, Any, Any, float, float, int, int, bool, int | None, str | None,
+    Any, Any, Any,
+]  # fmt: skip
 
 def forward(tensors: tuple[Any, Any, Any, Any, Any], packed: Packed, options: Options, /) -> None:
     """tensors: (q, k, v, out, lse)"""
 
 def backward(tensors: tuple[Any, ...], packed: Packed, options: Options, /) -> None:
-    """tensors: (q, k, v, dout, out, lse, dlse | None, dq, dk, dv)"""
+    """tensors: (q, k, v, dout, out, lse, dlse | None, dq, dk, dv, dsink | None)"""
 
 def explain(
     backward: bool, tensors: tuple[Any, Any, Any], packed: Packed, options: Options, /

@@ -65,8 +65,12 @@ def _arrays(q: Any, k: Any, v: Any) -> str:
     return f"{' '.join(parts)} {_dtype(q)} on {where}"
 
 
+# The last of the options, by their names.
+_GIVEN = ("seqused_q", "seqused_k", "sink")
+
+
 def _features(packed: _bindings.Packed, options: _bindings.Options) -> str:
-    _, mask, bias, slopes, softcap, dropout_p, _, _, deterministic, _, backend = options
+    _, mask, bias, slopes, softcap, dropout_p, _, _, deterministic, _, backend, *given = options
     found = [_mask(mask)]
     if packed:
         found.append(f"{packed[0].shape[0] - 1} sequences of at most {packed[2]} and {packed[3]}")
@@ -74,6 +78,7 @@ def _features(packed: _bindings.Packed, options: _bindings.Options) -> str:
         found.append(f"{_dtype(bias)} bias {tuple(bias.shape)}")
     found += ["ALiBi"] * (slopes is not None) + [f"softcap {softcap:g}"] * bool(softcap)
     found += [f"dropout {dropout_p:g}"] * bool(dropout_p)
+    found += [name for name, x in zip(_GIVEN, given, strict=True) if x is not None]
     found += ["deterministic"] * bool(deterministic) + [f"backend {backend}"] * bool(backend)
     return "".join(f", {x}" for x in found if x)
 

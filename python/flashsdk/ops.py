@@ -26,6 +26,8 @@ Keywords of all four functions::
                    max_seqlen_q and max_seqlen_k, indexed from the start of each sequence
     alibi_slopes   float32 (num_heads,) or (batch, num_heads):
                    -slope * |i + seqlen_k - seqlen_q - j| is added to the scores
+    sink           float32 (num_heads,): a logit that joins the softmax of each query and has no
+                   value; lse counts it
     softcap        > 0: scores s become softcap * tanh(s / softcap), before bias; 0 is off
     dropout_p      probability to drop an element of softmax's result, 0 <= dropout_p < 1, rounded
                    to the nearest 1/256, at most 255/256
@@ -33,12 +35,15 @@ Keywords of all four functions::
                    array int64 or uint64 (2,) where q is, read by the kernel, so that a CUDA graph
                    draws anew when it changes; (batch, 2) is one for each sequence, whose heads
                    then count from 0
+    seqused_q      how many queries and keys of each sequence are used, int32 (batch,) where q is;
+    seqused_k      of batches alone. Masks and positions count with these lengths. Keys behind them
+                   are not read; queries behind have out 0 and lse -inf; gradients of both are 0
     deterministic  True: the same bits from run to run, or an Error; CPU kernels always are. None
                    does what torch.use_deterministic_algorithms says of PyTorch's tensors
     stream         address of a CUDA stream; None is the current one. None on a CPU
     backend        "cpu", "sm80" or "sm90"; None is the fastest that fits
 
-A query that sees no key has out = 0, lse = -inf and gradients 0.
+A query that sees no key has out = 0, lse = -inf, or its sink, and gradients 0.
 
 Every function raises ``Error``, one line "<argument>: <given>; <allowed>", before anything is
 written. They release the GIL and may be called from several threads at once.
@@ -97,6 +102,9 @@ def mha_fwd(
     dropout_p: float = 0.0,
     seed: Any = 0,
     offset: int = 0,
+    sink: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
     deterministic: bool | None = None,
     out: Array | None = None,
     lse: Array | None = None,
@@ -116,7 +124,8 @@ def mha_fwd(
     arXiv 2205.14135, algorithm 1.
     """
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, _deterministic(deterministic, q), stream, backend)  # fmt: skip
+               seed, offset, _deterministic(deterministic, q), stream, backend,
+               seqused_q, seqused_k, sink)  # fmt: skip
     return _forward(q, k, v, out, lse, (), options)
 
 
@@ -137,6 +146,7 @@ def mha_varlen_fwd(
     dropout_p: float = 0.0,
     seed: Any = 0,
     offset: int = 0,
+    sink: Any = None,
     deterministic: bool | None = None,
     out: Array | None = None,
     lse: Array | None = None,
@@ -163,7 +173,8 @@ def mha_varlen_fwd(
     """
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, _deterministic(deterministic, q), stream, backend)  # fmt: skip
+               seed, offset, _deterministic(deterministic, q), stream, backend,
+               None, None, sink)  # fmt: skip
     return _forward(q, k, v, out, lse, packed, options)
 
 
@@ -184,14 +195,20 @@ def mha_bwd(
     dropout_p: float = 0.0,
     seed: Any = 0,
     offset: int = 0,
+    sink: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
     deterministic: bool | None = None,
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
+    dsink: Array | None = None,
     stream: int | None = None,
     backend: Backend | None = None,
-) -> tuple[Array, Array, Array]:
-    """Gradients of mha_fwd: (dq, dk, dv), new arrays of q's framework unless given.
+) -> tuple[Array, ...]:
+    """Gradients of mha_fwd: (dq, dk, dv), and dsink behind them where there is a sink.
+
+    New arrays of q's framework unless given.
 
     dout
         Gradient of out, same shape.
@@ -199,15 +216,16 @@ def mha_bwd(
         What mha_fwd was given and gave; the keywords must be the same as there.
     dlse
         Gradient of lse, same shape; None is zero.
-    dq, dk, dv
-        Where to write the gradients, with the shapes of q, k and v.
+    dq, dk, dv, dsink
+        Where to write the gradients, with the shapes of q, k, v and sink.
 
     The other keywords, dtypes, strides and errors: ``help(flashsdk.ops)``. Source: FlashAttention,
     arXiv 2205.14135, algorithm 4.
     """
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, _deterministic(deterministic, q), stream, backend)  # fmt: skip
-    return _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, (), options)
+               seed, offset, _deterministic(deterministic, q), stream, backend,
+               seqused_q, seqused_k, sink)  # fmt: skip
+    return _backward(dout, q, k, v, out, lse, dlse, (dq, dk, dv, dsink), (), options)
 
 
 def mha_varlen_bwd(
@@ -231,14 +249,18 @@ def mha_varlen_bwd(
     dropout_p: float = 0.0,
     seed: Any = 0,
     offset: int = 0,
+    sink: Any = None,
     deterministic: bool | None = None,
     dq: Array | None = None,
     dk: Array | None = None,
     dv: Array | None = None,
+    dsink: Array | None = None,
     stream: int | None = None,
     backend: Backend | None = None,
-) -> tuple[Array, Array, Array]:
-    """Gradients of mha_varlen_fwd: (dq, dk, dv), new arrays of q's framework unless given.
+) -> tuple[Array, ...]:
+    """Gradients of mha_varlen_fwd: (dq, dk, dv), and dsink behind them where there is a sink.
+
+    New arrays of q's framework unless given.
 
     dout
         Gradient of out, same shape: (total_q, num_heads, head_dim_v).
@@ -246,16 +268,17 @@ def mha_varlen_bwd(
         What mha_varlen_fwd was given and gave; the keywords must be the same as there.
     dlse
         Gradient of lse, float32 (num_heads, total_q); None is zero.
-    dq, dk, dv
-        Where to write the gradients, with the shapes of q, k and v.
+    dq, dk, dv, dsink
+        Where to write the gradients, with the shapes of q, k, v and sink.
 
     The other keywords, dtypes, strides and errors: ``help(flashsdk.ops)``. Source: FlashAttention,
     arXiv 2205.14135, algorithm 4.
     """
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, _deterministic(deterministic, q), stream, backend)  # fmt: skip
-    return _backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, packed, options)
+               seed, offset, _deterministic(deterministic, q), stream, backend,
+               None, None, sink)  # fmt: skip
+    return _backward(dout, q, k, v, out, lse, dlse, (dq, dk, dv, dsink), packed, options)
 
 
 @dataclass(frozen=True)
@@ -299,6 +322,9 @@ def explain(
     dropout_p: float = 0.0,
     seed: Any = 0,
     offset: int = 0,
+    sink: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
     deterministic: bool | None = None,
     backend: Backend | None = None,
 ) -> Explanation:
@@ -313,11 +339,14 @@ def explain(
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     packed: Any = () if all(x is None for x in lengths) else lengths  # as a whole or not at all
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
-               seed, offset, _deterministic(deterministic, q), None, backend)  # fmt: skip
+               seed, offset, _deterministic(deterministic, q), None, backend,
+               seqused_q, seqused_k, sink)  # fmt: skip
     return Explanation(*_bindings.explain(op == "bwd", (q, k, v), packed, options))
 
 
 # ---- from arguments to bindings
+
+_SINK = 13  # its place among the options
 
 
 @dataclass(frozen=True)
@@ -368,29 +397,34 @@ def _check_shapes(**arrays: Any) -> None:
 
 
 def _backward(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, dq: Any, dk: Any, dv: Any,
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, given: tuple[Any, ...],
     packed: _bindings.Packed, options: _bindings.Options,
-) -> tuple[Any, Any, Any]:  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
+    """``given`` are dq, dk, dv and dsink, or None for those that are to be made."""
     if _log.ON:
         _log.call("mha_varlen_bwd" if packed else "mha_bwd", True, (q, k, v), packed, options)
     framework = _frameworks.of(q)
-    given = dq, dk, dv
+    sink: Any = options[_SINK]
+    dsink = given[3]
     try:
-        dq, dk, dv = (
+        gradients = [
             framework.empty_like(q, of) if array is None else _frameworks.own(name, array)
-            for name, array, of in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v))
-        )
+            for name, array, of in zip(("dq", "dk", "dv"), given, (q, k, v), strict=False)
+        ]
+        if dsink is not None:
+            gradients.append(_frameworks.own("dsink", dsink))
+        elif sink is not None:
+            gradients.append(framework.empty_float32(q, tuple(sink.shape)))
     except Exception:
         _bindings.explain(True, (q, k, v), packed, options)
         _check_shapes(q=q, k=k, v=v)
         raise
-    _bindings.backward((q, k, v, dout, out, lse, dlse, dq, dk, dv), packed, options)
-    results = (
+    last = () if len(gradients) == 4 else (None,)
+    _bindings.backward((q, k, v, dout, out, lse, dlse, *gradients, *last), packed, options)
+    return tuple(
         framework.finish(new) if array is None else _frameworks.written(array)
-        for new, array in zip((dq, dk, dv), given, strict=True)
+        for new, array in zip(gradients, given, strict=False)
     )
-    dq, dk, dv = results
-    return dq, dk, dv
 
 
 def _deterministic(given: bool | None, q: Any) -> bool:

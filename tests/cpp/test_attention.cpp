@@ -332,6 +332,25 @@ bool is_work_for_two(const PlannedCall<Params>& call) {
   return false;
 }
 
+TEST_F(Attention, APlanReadsUsedLengthsAtEachLaunch) {
+  Problem p({.batch = 2, .seqlen_q = 9, .seqlen_k = 40, .num_heads = 2, .num_heads_kv = 1, .head_dim = 16});
+  std::int32_t used[] = {40, 3};
+  p.options.seqused_k = TensorView(used, DType::kInt32, {2});
+  const ForwardArgs args = p.forward_args();
+  const Plan planned = plan(args);
+  used[0] = 7;
+  used[1] = 12;
+  GuardedWorkspace workspace(planned.workspace_size());
+  p.out.fill(NAN);
+  planned.launch(workspace.options());
+  const HostTensor by_plan = p.out;
+  p.forward();
+  EXPECT_EQ(by_plan.bytes(), p.out.bytes());
+  used[1] = 41;
+  EXPECT_THROW(planned.launch(workspace.options()), Error);
+  EXPECT_EQ(by_plan.bytes(), p.out.bytes());  // what is refused writes nothing
+}
+
 TEST_F(Attention, APlanIsTheCallCheckedOnce) {
   Problem batched({.seqlen_q = 100, .seqlen_k = 70}), packed({.lengths_q = {3, 60}, .lengths_k = {50, 7}});
   for (Problem* p : {&batched, &packed}) {

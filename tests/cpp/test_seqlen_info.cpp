@@ -60,6 +60,23 @@ TEST(SeqlenInfo, PackedIncludingEmptySequences) {
   }
 }
 
+TEST(SeqlenInfo, UsedLengthsAreThoseOfTheFirstRows) {
+  const std::vector<std::int32_t> used_q{3, 0, 10}, used_k{7, 1, 0};
+  ForwardParams p;
+  p.batch = 3;
+  p.seqlen_q = 10;
+  p.seqlen_k = 7;
+  p.seqused_k = used_k.data();
+  const TensorParam t{at<float>(kBase), 1000, 100, 10};
+  for (int batch = 0; batch < 3; ++batch) {
+    EXPECT_EQ(SeqlenInfo(p, batch).seqlen_q, 10);
+    EXPECT_EQ(SeqlenInfo(p, batch).seqlen_k, used_k[batch]);
+    EXPECT_EQ(elements(SeqlenInfo(p, batch).head_k<float>(t, batch, 2)), batch * 1000 + 20);
+  }
+  p.seqused_q = used_q.data();
+  for (int batch = 0; batch < 3; ++batch) EXPECT_EQ(SeqlenInfo(p, batch).seqlen_q, used_q[batch]);
+}
+
 TEST(SeqlenInfo, OffsetsAre64Bit) {
   const std::vector<std::int32_t> cu{0, 2000000000, 2000000001};
   ForwardParams p;

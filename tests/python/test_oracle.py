@@ -39,6 +39,7 @@ def test_dropout_bytes_are_uniform_and_distinct_between_rows():
 
 FEATURES = {
     "plain": {},
+    "sink": {"sink": np.array([0.3, -1.0]), "mask": BandSpec(None, 0, "bottom_right")},
     "band": {"mask": BandSpec(9, 2, "bottom_right")},
     "everything": {
         "mask": BandSpec(30, 3, "top_left"),
@@ -58,13 +59,20 @@ def test_gradients_are_those_of_the_forward(features):
     q, k, v, dout = (x.astype(np.float64) for x in qkv((7, 9), (2, 1), (4, 3), batch=1))
     dlse = np.linspace(-1, 1, 14).reshape(1, 2, 7)
 
-    def loss(q, k, v):
-        out, lse = reference.forward(q, k, v, **features)
+    def loss(q, k, v, **changed):
+        out, lse = reference.forward(q, k, v, **(features | changed))
         return (out * dout).sum() + (dlse * np.where(np.isfinite(lse), lse, 0)).sum()
 
     grads = reference.backward(dout, q, k, v, dlse=dlse, **features)
     step = 1e-5
-    for n, (x, grad) in enumerate(zip((q, k, v), grads, strict=True)):
+    for h in range(2) if "sink" in features else ():
+        moved = []
+        for sign in (1, -1):
+            sink = features["sink"].copy()
+            sink[h] += sign * step
+            moved.append(loss(q, k, v, sink=sink))
+        assert abs((moved[0] - moved[1]) / (2 * step) - grads[3][h]) < 1e-7
+    for n, (x, grad) in enumerate(zip((q, k, v), grads, strict=False)):
         for index in np.ndindex(x.shape):
             moved = [[a.copy() for a in (q, k, v)] for _ in range(2)]
             moved[0][n][index] += step
@@ -83,8 +91,7 @@ def _by_heads(p, placed, method):
         dropout_p=p.dropout_p,
         seed=x.get("seed", p.dropout_seed),
         offset=p.dropout_offset,
-        bias=x.get("bias"),
-        alibi_slopes=x.get("alibi_slopes"),
+        **{name: x.get(name) for name in verify.GIVEN},
     )
     cu_seqlens = (x["cu_seqlens_q"], x["cu_seqlens_k"]) if p.packed else None
     whole = {"out": (*x["q"].shape[:-1], p.head_dim_v), **{f"d{n}": x[n].shape for n in "qkv"}}

@@ -26,6 +26,7 @@ struct AttentionArgs {
   TensorView bias;  // float dtype or bool (true = attend), (batch, num_heads, seqlen_q, seqlen_k), each of them or 1;
                     // packed: (…, max_seqlen_q, max_seqlen_k), indexed from the start of each sequence
   TensorView alibi_slopes;  // float32 (num_heads) or (batch, num_heads)
+  TensorView sink;  // float32 (num_heads): a logit that joins the softmax of each query and has no value; lse counts it
 
   double dropout_p = 0.;  // in [0, 1), rounded to the nearest multiple of 1/256, at most 255/256
   std::uint64_t seed = 0;
@@ -38,6 +39,11 @@ struct AttentionArgs {
   TensorView cu_seqlens_k;        // packed: int32 (batch + 1)
   std::int64_t max_seqlen_q = 0;  // packed: upper bound of the lengths; batched: 0
   std::int64_t max_seqlen_k = 0;
+
+  // Batched: int32 (batch), how many queries and keys of each sequence are used. Masks, ALiBi, bias and dropout count
+  // with these lengths. Unused queries have out 0 and lse -inf, unused keys are not read; gradients of both are 0.
+  TensorView seqused_q;
+  TensorView seqused_k;
 
   bool deterministic = false;  // bit-identical from run to run, or an error
   std::string backend;         // "" = the best that fits, else "cpu", "sm80", "sm90"
@@ -53,6 +59,7 @@ struct BackwardArgs : AttentionArgs {
   TensorView lse;         // as the forward wrote it
   TensorView dlse;        // optional gradient of lse, same shape
   TensorView dq, dk, dv;  // outputs, as q, k, v
+  TensorView dsink;       // output where there is a sink: float32 (num_heads)
 };
 
 // Of kernels of one's own: flashsdk/kernels/common/own_kernel.h.
@@ -79,8 +86,8 @@ struct LaunchOptions {
 //
 // It holds the addresses of the tensors and of the mask's lists, not their memory: these must live until the last
 // launch is done. Copies share what they hold; any thread may launch one, with a workspace of its own for each launch.
-// What q, k, v and the like contain may change between launches. On a CPU so may cu_seqlens and the lists of a layout:
-// each launch reads and checks them again, and throws where they have come to need more workspace.
+// What q, k, v and the like contain may change between launches. On a CPU so may cu_seqlens, seqused and the lists of
+// a layout: each launch reads and checks them again, and throws where they have come to need more workspace.
 class FLASHSDK_API Plan {
  public:
   Plan(const Plan&) = default;  // a move is a copy: no Plan is ever empty

@@ -83,6 +83,16 @@ struct ScoreParam {
   bool any_feature() const { return features() != Features::kNone; }
 };
 
+// A logit of each head that joins the softmax of its queries: float32 (num_heads). Where heads are rows of one head
+// (cpp/src/pack_heads.cpp), of each row.
+struct SinkParam {
+  const float* ptr = nullptr;  // null: none
+  std::int64_t head = 1, row = 0;
+  FLASHSDK_HD const float* of(int head_, int row_) const {
+    return ptr == nullptr ? nullptr : ptr + head_ * head + row_ * row;
+  }
+};
+
 struct ForwardParams {
   DType dtype = DType::kFloat32;
   Device device;
@@ -90,22 +100,28 @@ struct ForwardParams {
   int num_heads = 0, num_heads_kv = 0;
   int head_dim = 0, head_dim_v = 0;
   int seqlen_q = 0, seqlen_k = 0;              // packed: upper bounds
-  int total_q = 0, total_k = 0;                // packed: rows of q and k
+  int total_q = 0, total_k = 0;                // rows of q and k: packed all, batched of each sequence
   const std::int32_t* cu_seqlens_q = nullptr;  // packed: (batch + 1); null = batched
   const std::int32_t* cu_seqlens_k = nullptr;
+  const std::int32_t* seqused_q = nullptr;  // batched: (batch), lengths in place of seqlen_q; null = all are seqlen_q
+  const std::int32_t* seqused_k = nullptr;
   bool deterministic = false;
   TensorParam q, k, v, out;
   RowParam lse;
   MaskParam mask;
   ScoreParam score;
+  SinkParam sink;
 
   FLASHSDK_HD int heads_per_group() const { return num_heads / num_heads_kv; }
+  // Whether sequences have lengths of their own, of which seqlen_q and seqlen_k are bounds.
+  FLASHSDK_HD bool ragged() const { return cu_seqlens_q != nullptr || seqused_q != nullptr || seqused_k != nullptr; }
 };
 
 // The backward needs all the forward had, and the gradients.
 struct BackwardParams : ForwardParams {
   TensorParam dout, dq, dk, dv;
-  RowParam dlse;  // ptr null: zero
+  RowParam dlse;           // ptr null: zero
+  float* dsink = nullptr;  // (num_heads), contiguous; null where there is no sink
 };
 
 }  // namespace flashsdk

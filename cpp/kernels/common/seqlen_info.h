@@ -1,4 +1,4 @@
-// Where one sequence of the batch lies: the only place that knows batched from packed.
+// Where one sequence of the batch lies and how long it is: the only place that knows batched, packed and used lengths.
 #pragma once
 
 #include "common/params.h"
@@ -16,6 +16,10 @@ struct SeqlenInfo {
       offset_k = p.cu_seqlens_k[batch];
       seqlen_k = p.cu_seqlens_k[batch + 1] - offset_k;
     }
+#if !defined(__CUDA_ARCH__)  // GPU kernels are not given used lengths (kernel_registry.cpp), and do not ask
+    if (p.seqused_q != nullptr) seqlen_q = p.seqused_q[batch];
+    if (p.seqused_k != nullptr) seqlen_k = p.seqused_k[batch];
+#endif
   }
 
   // First row of q, out, dout, dq (…_q) or k, v, dk, dv (…_k) of this sequence and head.

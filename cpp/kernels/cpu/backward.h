@@ -1,5 +1,6 @@
 // Backward attention on a CPU (FlashAttention, arXiv 2205.14135, algorithm 4, transposed), in three passes:
 //   1. delta = rowsum(dO∘O) - dlse, dQ accumulators zeroed, and row sums where |lse| is too large for float32 to say P;
+//      of these the gradient of a sink;
 //   2. a job per tile of keys, which walks down its column of the score matrix with queries in vector lanes:
 //        S^T = K·Q^T, dP^T = V·dO^T, P^T = exp(S^T - lse), dS^T = P^T∘(dP^T - delta),
 //        dV += P^T·dO, dK += dS^T·Q, dQ^T += K^T·dS^T;
@@ -51,6 +52,7 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
         p, buffers, runner, typename Base::RowOffset(p), [&](int slot, int batch, int head, int m_block) {
           Backward(p, tile, buffers, batch, head / p.heads_per_group(), scratch[slot]).sum_rows(head, m_block);
         });
+    write_dsink(p, buffers, runner, typename Base::RowOffset(p).factor);
     const int heads = p.batch * p.num_heads_kv;
     const int side_by_side = heads_side_by_side(p, runner.num_threads);
     for_each_job(runner, buffers.jobs(), [&](std::int64_t job, int slot) {

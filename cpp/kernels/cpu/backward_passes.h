@@ -229,6 +229,23 @@ void prepare_backward(const BackwardParams& p, const BackwardBuffers& buffers, c
   for_each_query_tile(p, buffers, runner, prepare);
 }
 
+// dsink = -sum of exp(sink - lse)·delta over the queries of a head, in their order. factor takes a top to units of log2.
+inline void write_dsink(const BackwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner,
+                        double factor) {
+  if (p.dsink == nullptr) return;
+  for_each_job(runner, p.num_heads, [&](std::int64_t head, int) {
+    const double sink = *p.sink.of(static_cast<int>(head), 0) * kLog2e;
+    double sum = 0.;
+    for (int batch = 0; batch < p.batch; ++batch) {
+      const SeqlenInfo s(p, batch);
+      const RowValues row = buffers.row_values(p, s, batch, static_cast<int>(head));
+      for (int i = 0; i < s.seqlen_q; ++i)
+        sum += std::exp2(sink - (row.top[i] * factor + row.log2_sum[i])) * row.delta[i];
+    }
+    p.dsink[head] = static_cast<float>(-sum);
+  });
+}
+
 // dQ = softmax_scale · accumulator.
 template <class T>
 void convert_dq(const BackwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner) {

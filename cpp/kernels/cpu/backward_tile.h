@@ -142,8 +142,11 @@ class BackwardTile {
     const RowValues row = buffers_.row_values(p_, seqlen_, batch_, head) + i0_;
     for (int l = 0; l < lanes_; ++l) {
       if (trusted<T>(lse[l * p_.lse.row]) || w_.row_sum[l] == 0.f) continue;
+      double sum = w_.row_sum[l];
+      if (const float* sink = p_.sink.of(head, i0_ + l); sink != nullptr)
+        sum += std::exp2(*sink * kLog2e - w_.row_max[l] * double{factor_});
       row.top[l] = w_.row_max[l];
-      row.log2_sum[l] = static_cast<float>(std::log2(double{w_.row_sum[l]}));
+      row.log2_sum[l] = static_cast<float>(std::log2(sum));
     }
   }
 

@@ -203,11 +203,30 @@ class ForwardTile {
     }
     T* out = seqlen_.template head_q<T>(p_.out, batch_, head_) + i * p_.out.row;
     float* lse = seqlen_.rows(p_.lse, batch_, head_) + i * p_.lse.row;
-    store_row(o, p_.head_dim_v, sum == 0.f ? 0.f : p_.score.dropout.scale() / sum, out);
-    *lse = sum == 0.f ? -INFINITY : saturate(max * unit() + std::log(double{sum}));
+    const float* sink = p_.sink.of(head_, i);
+    const Total total = sink == nullptr ? total_of(max, sum) : total_with(*sink, max, sum);
+    store_row(o, p_.head_dim_v, total.scale, out);
+    *lse = total.lse;
   }
 
  private:
+  // What O is multiplied with in the end, and the lse.
+  struct Total {
+    float scale, lse;
+  };
+  Total total_of(float max, float sum) const {
+    if (sum == 0.f) return {0.f, -INFINITY};
+    return {p_.score.dropout.scale() / sum, saturate(max * unit() + std::log(double{sum}))};
+  }
+  // With a logit more, which has no value.
+  __attribute__((noinline)) Total total_with(float sink, float max, float sum) const {
+    if (sum == 0.f) return {0.f, sink};
+    const double highest_key = max * unit(), highest = highest_key > sink ? highest_key : sink;
+    const double of_keys = std::exp(highest_key - highest);
+    const double total = sum * of_keys + std::exp(sink - highest);
+    return {static_cast<float>(p_.score.dropout.scale() * of_keys / total), saturate(highest + std::log(total))};
+  }
+
   // The online softmax's step with what a part has found: o, max and sum become those of all parts up to it.
   __attribute__((noinline)) void join(const float* before, float* o, float& max, float& sum) const {
     const int d = round_up(p_.head_dim_v, kLanes);

@@ -58,7 +58,7 @@ class PartBuffers {
         batch_(p.batch),
         slots_(p.batch) {
     const bool packed = p.cu_seqlens_q != nullptr;
-    most_parts_ = num_parts(packed ? rows_ : rows, length);  // where they are packed, others may have fewer rows
+    most_parts_ = num_parts(p.ragged() ? rows_ : rows, length);  // of sequences with other lengths, some have fewer rows
     if (most_parts_ == 1) slots_ = lines_ = 0;
     const std::int64_t long_enough = total_length / (2 * kPartLength);
     if (!packed || long_enough >= slots_) return;

@@ -45,6 +45,7 @@ class Heads:
     dlse: Any
     scale: float
     alibi_slope: float = 0.0
+    sink: float = -np.inf
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Matrices:
     p: Array
     drop: Array  # 0 or the scale of dropout
     slope: Array  # d(score) / d(softmax_scale·q·k)
+    p_sink: Any = 0.0  # (seqlen_q,), what a sink takes of P
 
 
 def matrices(head: Head, round_to: Round) -> Matrices:
@@ -98,7 +100,7 @@ def from_products(
     round_to: Round = lambda x: x,
     xp: Any = np,
 ) -> Matrices:
-    """S and P from q·k; of the head only its scale and softcap."""
+    """S and P from q·k; of the head only its scale, softcap and sink."""
     score = round_to(qk * head.scale)
     slope = xp.ones_like(score)
     if head.f.softcap > 0:
@@ -109,10 +111,18 @@ def from_products(
         score = round_to(score + added)
     if visible is not None:
         score = xp.where(visible, score, -np.inf)
-    e = xp.exp(score - finite_max(score, xp))
+    top = finite_max(score, xp)
+    e, p_sink = xp.exp(score - top), 0.0
     total = xp.clip(e.sum(-1), 1, None)  # the largest e is 1, and all are 0 where no key is seen
+    if head.sink != -np.inf:
+        blind = np.isneginf(score).all(-1, keepdims=True)
+        top = np.maximum(np.where(blind, -np.inf, top), head.sink)
+        with np.errstate(invalid="ignore"):  # float16 may overflow
+            e, of_sink = np.exp(score - top), np.exp(head.sink - top[..., 0])
+        total = e.sum(-1) + of_sink
+        p_sink = of_sink / total
     p = round_to(e / total[..., None])
-    return Matrices(score, p, xp.ones_like(score) if drop is None else drop, slope)
+    return Matrices(score, p, xp.ones_like(score) if drop is None else drop, slope, p_sink)
 
 
 def log_sum_exp(score: Array, xp: Any = np) -> Array:
@@ -175,8 +185,11 @@ def flash_backward(head: Head, storage: Any, lag: float = 0.0) -> dict[str, Arra
     given: Any = {name: to32(getattr(head, name)) for name in ("q", "k", "v", "dout", "dlse")}
     head = replace(head, **given)
     m = matrices(head, to32)
-    e = np.exp(m.score - finite_max(m.score))
+    top = finite_max(m.score)
+    e = np.exp(m.score - top)
     total = np.clip(e.sum(axis=1, keepdims=True), 1, None)
+    with np.errstate(over="ignore"):  # beside such a sink keys count for nothing
+        total = total + np.exp(head.sink - top)
     several = np.isfinite(m.score).sum(axis=1, keepdims=True) > 1  # a single key is its own maximum
     raised = np.where(several, np.float32(2**lag), np.float32(1))
     out = round_to(round_to(e * raised) * m.drop @ head.v / (total * raised))

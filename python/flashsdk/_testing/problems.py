@@ -46,10 +46,13 @@ class Problem:
     packed: bool = False
     slack: tuple[int, int] = (0, 0)  # packed: how far max_seqlen_q/k exceed the longest sequence
     tail: tuple[int, int] = (0, 0)  # packed: rows of q and of k, v behind the last sequence
+    used_q: tuple[int, ...] = ()  # batched: how many rows of each sequence are used; (): all
+    used_k: tuple[int, ...] = ()
     softmax_scale: float | None = None
     mask: Any = None  # BandSpec, Blocks, or a flashsdk mask
     bias: tuple[str, tuple[int, int, int, int]] | None = None  # dtype, shape
     alibi: str | None = None  # "heads", "batch"
+    sink: bool = False
     softcap: float = 0.0
     dropout_p: float = 0.0
     dropout_seed: int = 0
@@ -88,12 +91,15 @@ class Problem:
         names = (
             "slack",
             "tail",
+            "used_q",
+            "used_k",
             "softmax_scale",
             "bias",
             "alibi",
             "softcap",
             "dropout_p",
             "dropout_seeds",
+            "sink",
             "dlse",
             "low_bias",
             "options",
@@ -181,11 +187,30 @@ def generate(seed: int, backend: str = "cpu") -> Problem:
     if problem.dropout_p and (kind := own.random()) < 0.6:
         words = [(int(s), int(o)) for s, o in own.integers(0, 2**63, (batch, 2))]
         problem = replace(problem, dropout_seeds=words[0] if kind < 0.3 else tuple(words))
+    if backend == "cpu":
+        own = np.random.default_rng([seed, 4])
+        problem = _used(problem, own) if not packed else problem
+        problem = replace(problem, sink=bool(own.random() < 0.2))
     # The fast kernels of a GPU take only what is aligned: most problems should be theirs.
     if backend == "cpu" or chance(0.25):
         return problem
     head_dim, head_dim_v = (-(-d // 8) * 8 for d in (problem.head_dim, problem.head_dim_v))
     return replace(problem, aligned=True, head_dim=head_dim, head_dim_v=head_dim_v)
+
+
+def _used(problem: Problem, rng: np.random.Generator) -> Problem:
+    """The same with used lengths, or without."""
+
+    def some(lengths: tuple[int, ...]) -> tuple[int, ...]:
+        kinds = [(0, n, int(rng.integers(0, n + 1)))[int(rng.integers(0, 3))] for n in lengths]
+        return tuple(kinds) if rng.random() < 0.35 else ()
+
+    used_q, used_k = some(problem.lengths_q), some(problem.lengths_k)
+    mask = problem.mask
+    if (used_q or used_k) and isinstance(mask, Blocks) and mask.band is not None:
+        # As for packed sequences: blocks are full or not by the shift of all rows.
+        mask = replace(mask, band=replace(mask.band, alignment="top_left"))
+    return replace(problem, used_q=used_q, used_k=used_k, mask=mask)
 
 
 def _length(rng: np.random.Generator) -> int:
@@ -291,7 +316,10 @@ def place(
 
 
 def inputs(p: Problem) -> dict[str, Placed]:
-    """q, k, v, dout and, where there are any, bias, alibi_slopes, dlse, cu_seqlens_q/k, seed."""
+    """q, k, v, dout and, where there are any, bias, alibi_slopes, dlse, lengths and seeds.
+
+    Rows that are not used hold NaN.
+    """
     rng = np.random.default_rng([p.seed, 1])
     dtype = numpy_dtype(p.dtype)
     total_q, total_k = sum(p.lengths_q) + p.tail[0], sum(p.lengths_k) + p.tail[1]
@@ -321,6 +349,8 @@ def inputs(p: Problem) -> dict[str, Placed]:
     if p.alibi:
         shape = (p.num_heads,) if p.alibi == "heads" else (p.batch, p.num_heads)
         values["alibi_slopes"] = (rng.standard_normal(shape) / 8).astype(np.float32)
+    if p.sink:
+        values["sink"] = (3 * rng.standard_normal(p.num_heads)).astype(np.float32)
     if p.bias is not None:
         of, size = p.bias
         bias: Array = 2 * rng.standard_normal(size)
@@ -331,12 +361,17 @@ def inputs(p: Problem) -> dict[str, Placed]:
             bias[..., ::3, :] = bias[..., size[3] // 2] = p.low_bias
         bias = bias > 0 if of == "bool" else bias.astype(numpy_dtype(of))
         values["bias"] = bias
+    for name in ("q", "dout"):
+        _poison(values[name], p.used_q)
+    for name in "kv":
+        _poison(values[name], p.used_k)
     placed = {
         name: place(
             x,
             rng if p.strides else None,
             negative=p.negative_strides,
-            broadcast=name in ("q", "k", "v", "dout"),
+            # A broadcast sequence would be the first, whose unused rows others may use.
+            broadcast=name in ("q", "k", "v", "dout") and not (p.used_q or p.used_k),
             aligned=p.aligned,
         )
         for name, x in values.items()
@@ -345,10 +380,19 @@ def inputs(p: Problem) -> dict[str, Placed]:
         for name, lengths in (("cu_seqlens_q", p.lengths_q), ("cu_seqlens_k", p.lengths_k)):
             cu = np.cumsum([0, *lengths]).astype(np.int32)
             placed[name] = Placed(cu, cu)
+    for name, used in (("seqused_q", p.used_q), ("seqused_k", p.used_k)):
+        if used:
+            seqused = np.array(used, np.int32)
+            placed[name] = Placed(seqused, seqused)
     if p.dropout_seeds:
         seeds = np.array(p.dropout_seeds, np.uint64).view(np.int64)
         placed["seed"] = Placed(seeds, seeds)
     return placed
+
+
+def _poison(rows: Array, used: tuple[int, ...]) -> None:
+    for sequence, n in zip(rows, used, strict=False):
+        sequence[n:] = np.nan
 
 
 def mask_of(p: Problem) -> Any:

@@ -71,6 +71,10 @@ class Features:
     dropout_p: float = 0.0
     seed: Any = 0  # or of both: (2,) of all sequences, (batch, 2) one of each
     offset: int = 0
+    sink: Array | None = None  # (num_heads,)
+    # Batched: (batch,), how many rows of each sequence are used; None: all. Others are not read.
+    seqused_q: Array | None = None
+    seqused_k: Array | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.mask, "row_full"):
@@ -173,7 +177,7 @@ class Row:
     p: Float64  # probabilities before dropout
     drop: Float64  # what dropout multiplies them with: 0 or 256 / (256 - threshold)
     slope: Float64  # d(score) / d(softmax_scale·q·k), 1 without softcap
-    lse: float  # logarithm of the sum of exp(score); -inf when no key is seen
+    lse: float  # logarithm of the sum of exp(score), with the sink; -inf of nothing
 
 
 @dataclass(frozen=True)
@@ -203,6 +207,11 @@ class Head:
         if self.f.alibi_slopes is None:
             return 0.0
         return float(_broadcast(np.atleast_2d(self.f.alibi_slopes), self.sequence, self.head))
+
+    @property
+    def sink(self) -> float:
+        """-inf where there is none: it then counts for nothing."""
+        return -np.inf if self.f.sink is None else float(self.f.sink[self.head])
 
     def visible(self, i: int) -> Bool:
         """Keys (seqlen_k,) that the mask and a boolean bias show to query i."""
@@ -248,9 +257,11 @@ class Head:
         keys, score, slope = keys[shown], score[shown], slope[shown]
         drop = self.drop(i)[keys]
         if len(keys) == 0:
-            return Row(keys, score, drop, slope, -np.inf)
-        e = np.exp(score - score.max())
-        return Row(keys, e / e.sum(), drop, slope, float(score.max() + np.log(e.sum())))
+            return Row(keys, score, drop, slope, self.sink)
+        top = max(score.max(), self.sink)
+        e = np.exp(score - top)
+        total = e.sum() + np.exp(self.sink - top)
+        return Row(keys, e / total, drop, slope, float(top + np.log(total)))
 
 
 CuSeqlens = tuple[Array, Array] | None  # cu_seqlens_q and cu_seqlens_k of a packed problem
@@ -265,13 +276,15 @@ def heads(
     dlse: Array | None = None,
     cu_seqlens: CuSeqlens = None,
 ) -> Iterator[Head]:
-    """Every head of a batched or, with ``cu_seqlens``, packed problem."""
+    """Every head of a batched or, with ``cu_seqlens``, packed problem, over the rows it uses."""
     num_heads, num_heads_kv = q.shape[-2], k.shape[-2]
     batch = len(q) if cu_seqlens is None else len(cu_seqlens[0]) - 1
     for b, h in np.ndindex(batch, num_heads):
         h_kv = h // (num_heads // num_heads_kv)
-        every = slice(None)
-        at_q, at_k, at_lse = (b, every, h), (b, every, h_kv), (b, h, every)
+        rows, rows_k = (
+            slice(None if used is None else int(used[b])) for used in (f.seqused_q, f.seqused_k)
+        )
+        at_q, at_k, at_lse = (b, rows, h), (b, rows_k, h_kv), (b, h, rows)
         if cu_seqlens is not None:
             rows, rows_k = (slice(int(cu[b]), int(cu[b + 1])) for cu in cu_seqlens)
             at_q, at_k, at_lse = (rows, h), (rows_k, h_kv), (h, rows)  # type: ignore[assignment]
@@ -314,11 +327,12 @@ def forward_backward(
     dlse: Array | None = None,
     cu_seqlens: CuSeqlens = None,
     **features: Any,
-) -> tuple[Float64, Float64, Float64, Float64, Float64]:
-    """out, lse, and dq, dk, dv of sum(dout·out) + sum(dlse·lse)."""
+) -> tuple[Float64, ...]:
+    """out, lse, and dq, dk, dv of sum(dout·out) + sum(dlse·lse); with a sink dsink too."""
     out = np.zeros((*q.shape[:-1], v.shape[-1]))
     lse = np.full(_lse_shape(q), -np.inf)
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    dsink = np.zeros(q.shape[-2])
     for head in heads(Features(**features), q, k, v, dout, dlse, cu_seqlens):
         assert head.dout is not None
         for i in range(len(head.q)):
@@ -329,17 +343,18 @@ def forward_backward(
             lse[head.at_lse][i] = row.lse
             dp = row.drop * (v_seen @ head.dout[i])
             delta = head.dout[i] @ (dropped @ v_seen) - head.dlse[i]
+            if head.sink != -np.inf:
+                dsink[head.head] -= np.exp(head.sink - row.lse) * delta
             ds = head.scale * row.slope * row.p * (dp - delta)
             dq[head.at_q][i] = ds @ k_seen
             dk[head.at_k][row.keys] += np.outer(ds, head.q[i])
             dv[head.at_k][row.keys] += np.outer(dropped, head.dout[i])
-    return out, lse, dq, dk, dv
+    of_sink = (dsink,) if features.get("sink") is not None else ()
+    return out, lse, dq, dk, dv, *of_sink
 
 
-def backward(
-    dout: Array, q: Array, k: Array, v: Array, **keywords: Any
-) -> tuple[Float64, Float64, Float64]:
-    """dq, dk, dv of forward_backward."""
+def backward(dout: Array, q: Array, k: Array, v: Array, **keywords: Any) -> tuple[Float64, ...]:
+    """dq, dk, dv of forward_backward, and dsink where it has one."""
     return forward_backward(dout, q, k, v, **keywords)[2:]
 
 
@@ -363,7 +378,7 @@ def varlen_backward(
     cu_seqlens_q: Array,
     cu_seqlens_k: Array,
     **features: Any,
-) -> tuple[Float64, Float64, Float64]:
+) -> tuple[Float64, ...]:
     """dq, dk, dv of packed sequences."""
     return backward(dout, q, k, v, cu_seqlens=(cu_seqlens_q, cu_seqlens_k), **features)
 

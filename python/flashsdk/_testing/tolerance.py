@@ -108,8 +108,8 @@ def _reach_mean(e_p: Float64, drop: Float64, x: Float64, mean: Float64, xp: Any)
 def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float64]:
     """Largest error of each element of one head's out, lse, dq, dk and dv that rounding explains.
 
-    dk and dv without the rounding of the output: heads that share k and v add up first. ``m`` is
-    in float64.
+    And of dsink, where there is a sink. dk and dv without the rounding of the output: heads that
+    share k and v add up first. ``m`` is in float64.
     """
     assert head.dout is not None
     u, underflow, exp_error = UNIT_ROUNDOFF[dtype], UNDERFLOW[dtype], EXP_ERROR[dtype]
@@ -128,6 +128,8 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
     e_scores = (m.p * e_score).sum(-1)[..., None]  # what they do to the sum of a row
     e_sum = _sum_of_equals(seqlen_k)  # of taking that sum
     lse = abs(_logsumexp(m.score, xp))
+    if head.sink != -np.inf:
+        lse = np.maximum(lse, abs(head.sink))
     e_lse = e_scores[..., 0] + exp_error + e_sum + 2 * U32 * lse
 
     # Forward: each P errs by itself, and all are divided by their sum. P is rounded for the
@@ -164,6 +166,10 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
     e_delta += _reach_row(xp.copysign(e_stored, out) * dout, xp)
     e_delta += 4 * U32 * abs(delta)
     e_delta += _walk_error(mean, (terms**2).sum(-1), abs(terms).sum(-1), v.shape[-1], xp)
+    of_sink = {}
+    if head.sink != -np.inf:
+        e_sink = m.p_sink * (e_delta + abs(delta) * (e_scores[..., 0] + e_row[..., 0]))
+        of_sink["dsink"] = e_sink.sum() + U32 * abs(m.p_sink * delta).sum() + UNDERFLOW["float32"]
     delta, e_delta = delta[..., None], e_delta[..., None]
     gap = dp - delta
     p = m.p * m.slope
@@ -196,6 +202,7 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
         "dq": scale * e_dq + underflow,
         "dk": scale * e_dk,
         "dv": e_dv,
+        **of_sink,
     }
 
 

@@ -16,10 +16,21 @@ from . import naive, reference, tolerance
 from .problems import Placed, Problem, generate, inputs, mask_of, numpy_dtype, place
 from .reference import Array
 
+GIVEN = (
+    "bias",
+    "alibi_slopes",
+    "sink",
+    "seqused_q",
+    "seqused_k",
+)  # keywords of arrays, by their names
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 FEW = 512  # elements whose bound is the largest, or more with less
 FEW_ROWS = 32  # and rows: one rounding, that of an lse, reaches whole rows of a gradient
 ORDERS = 3  # of summation and rounding, in which the errors of plain attention are measured
+
+
+def outputs_of(problem: Problem) -> tuple[str, ...]:
+    return (*OUTPUTS, "dsink") if problem.sink else OUTPUTS
 
 
 def repeat_command(seed: int, backend: str) -> str:
@@ -32,7 +43,7 @@ def repeat_command(seed: int, backend: str) -> str:
 class Results:
     """What a backend gave back, and what it did that it must not do."""
 
-    arrays: dict[str, Array]  # out, lse, dq, dk, dv
+    arrays: dict[str, Array]  # of outputs_of
     faults: list[str] = field(default_factory=list)
 
 
@@ -121,6 +132,7 @@ def run(
         "out": ((*x["q"].shape[:-1], problem.head_dim_v), dtype),
         "lse": (_lse_shape(problem, x["q"]), np.dtype(np.float32)),
         **{f"d{name}": (x[name].shape, dtype) for name in "qkv"},
+        **({"dsink": (x["sink"].shape, np.dtype(np.float32))} if problem.sink else {}),
     }
     outputs = {
         name: place(
@@ -140,7 +152,7 @@ def run(
         "backend": backend,
         **problem.options,
     }
-    call |= {name: t[name] for name in ("bias", "alibi_slopes") if name in t}
+    call |= {name: t[name] for name in GIVEN if name in t}
     call |= {"softmax_scale": problem.softmax_scale, "dropout_p": problem.dropout_p}
     call |= {"seed": t["seed"]} if "seed" in t else _seed_and_offset(problem)
     packed = (t["cu_seqlens_q"], t["cu_seqlens_k"], *problem.max_seqlen) if problem.packed else ()
@@ -151,14 +163,14 @@ def run(
     )
     qkv = (t["q"], t["k"], t["v"])
     returned: tuple[Any, ...] = forward(*qkv, *packed, out=t["out"], lse=t["lse"], **call)
-    grads = {name: t[name] for name in ("dq", "dk", "dv")}
+    grads = {name: t[name] for name in outputs_of(problem)[2:]}
     if problem.dlse:
         grads["dlse"] = t["dlse"]
     returned += backward(t["dout"], *qkv, t["out"], t["lse"], *packed, **grads, **call)
 
     faults = []
     arrays = {}
-    for name, r in zip(OUTPUTS, returned, strict=True):
+    for name, r in zip(outputs_of(problem), returned, strict=True):
         if r is not t[name]:
             faults.append(f"{name}: the array given as {name}= was not the one returned")
         arrays[name] = given.read(name, outputs[name])
@@ -249,13 +261,13 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
         "softcap": problem.softcap,
         "dropout_p": problem.dropout_p,
         **({"seed": x["seed"]} if "seed" in x else _seed_and_offset(problem)),
-        "bias": x.get("bias"),
-        "alibi_slopes": x.get("alibi_slopes"),
+        **{name: x.get(name) for name in GIVEN},
     }
     q, k, v, dout, dlse = x["q"], x["k"], x["v"], x["dout"], x.get("dlse")
     cu_seqlens = (x["cu_seqlens_q"], x["cu_seqlens_k"]) if problem.packed else None
     keywords = {"dlse": dlse, "cu_seqlens": cu_seqlens, **features}
-    exact = dict(zip(OUTPUTS, reference.forward_backward(dout, q, k, v, **keywords), strict=True))
+    of_all = reference.forward_backward(dout, q, k, v, **keywords)
+    exact = dict(zip(outputs_of(problem), of_all, strict=True))
 
     f = reference.Features(**features)
     arrays = q, k, v, dout, dlse
@@ -284,7 +296,8 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
 
 def _where(head: reference.Head, name: str) -> Any:
     """The head's place in an output; heads that share k and v add up there."""
-    return {"lse": head.at_lse, "out": head.at_q, "dq": head.at_q}.get(name, head.at_k)
+    at = {"lse": head.at_lse, "out": head.at_q, "dq": head.at_q, "dsink": head.head}
+    return at.get(name, head.at_k)
 
 
 def _plain_errors(
@@ -328,10 +341,10 @@ def _largest(x: Array) -> float:
 def compare(problem: Problem, backend: str, results: Results, want: Expected) -> Report:
     failures = list(results.faults)
     errors = {}
-    for name in OUTPUTS:
+    for name in want.exact:
         ours, exact = results.arrays[name].astype(np.float64), want.exact[name]
         bound = want.bound[name]
-        limit = _largest(bound) if name == "lse" else want.limit(name)
+        limit = _largest(bound) if name in ("lse", "dsink") else want.limit(name)
         with np.errstate(invalid="ignore"):
             error = np.where(ours == exact, 0, np.abs(ours - exact))  # -inf of the LSE is exact
         errors[name] = (_largest(error), limit)
