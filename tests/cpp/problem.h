@@ -125,10 +125,16 @@ class Problem {
 
   // Runs both and compares every element. Bounds are those of one rounding of inputs of order 1, with room.
   void check(const std::string& name) {
+    check(name, [this] { forward(); }, [this] { backward(); });
+  }
+  // … by other calls, which write the same tensors.
+  template <class Forward, class Backward>
+  void check(const std::string& name, Forward run_forward, Backward run_backward) {
     const std::vector<HostTensor> inputs{q, k, v, dout, dlse, bias, alibi, cu_q, cu_k};
-    forward();
+    poison({&out, &lse, &dq, &dk, &dv});
+    run_forward();
     const HostTensor out_before = out, lse_before = lse;
-    backward();
+    run_backward();
     const Reference expected(common(), dout.view(), with_dlse ? dlse.view() : TensorView());
     compare(name + " out", out, expected.out);
     compare_lse(name + " lse", expected.lse);
