@@ -33,7 +33,6 @@ install(FILES ${PROJECT_BINARY_DIR}/flashsdkConfig.cmake ${PROJECT_BINARY_DIR}/f
 # The same for pkg-config, by its own place. A wheel's folder is on no search path, and its library has no short name.
 cmake_path(ABSOLUTE_PATH CMAKE_INSTALL_LIBDIR BASE_DIRECTORY ${CMAKE_INSTALL_PREFIX} OUTPUT_VARIABLE libdir)
 cmake_path(ABSOLUTE_PATH CMAKE_INSTALL_INCLUDEDIR BASE_DIRECTORY ${CMAKE_INSTALL_PREFIX} OUTPUT_VARIABLE includedir)
-file(RELATIVE_PATH pc_libdir ${libdir}/pkgconfig ${libdir})
 file(RELATIVE_PATH pc_includedir ${libdir}/pkgconfig ${includedir})
 set(pc_libs "-L\${libdir} -lflashsdk")
 if(NOT BUILD_SHARED_LIBS)
