@@ -1,4 +1,4 @@
-// The C API: structs of C to those of the C++ API, exceptions to a status and a line. What is allowed, the C++ API says.
+// The C API: structs of C to those of the C++ API, exceptions to a status and a line. The C++ API says what is allowed.
 #include "flashsdk/c_api.h"
 
 #include <algorithm>

@@ -20,7 +20,7 @@ struct Tensor {
     byte_offset: u64,
 }
 
-// flashsdk_attention_args. What stands behind the last field, a newer header's, is not given.
+// flashsdk_attention_args. Fields of newer headers, behind the last one, are not given.
 #[repr(C)]
 struct Args {
     struct_size: usize,

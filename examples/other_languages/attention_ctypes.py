@@ -1,6 +1,6 @@
-"""flashsdk by ctypes: its C API from a Python without the package's extension, as from any language.
+"""flashsdk by ctypes: the C API without the package's extension, as any language calls it.
 
-    python attention_ctypes.py libflashsdk.so.0.1
+python attention_ctypes.py libflashsdk.so.0.1
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TensorPtr = c.POINTER(Tensor)
 
 
 class Args(c.Structure):
-    """flashsdk_attention_args. What stands behind the last field, a newer header's, is not given."""
+    """flashsdk_attention_args. Fields of newer headers, behind the last one, are not given."""
 
     _fields_ = [
         ("struct_size", c.c_size_t),
@@ -79,8 +79,9 @@ def main() -> None:
             raise ValueError(lib.flashsdk_last_error().decode())
 
     rows, dim = 5, 8
-    q, k, v = ((c.c_float * (rows * dim))(*map(math.sin, range(n, n + rows * dim))) for n in range(3))
-    out, lse = (c.c_float * (rows * dim))(), (c.c_float * rows)()
+    floats = c.c_float * (rows * dim)
+    q, k, v = (floats(*map(math.sin, range(n, n + rows * dim))) for n in range(3))
+    out, lse = floats(), (c.c_float * rows)()
     tensors = {name: tensor(x, 1, rows, 1, dim) for name, x in dict(q=q, k=k, v=v, out=out).items()}
     tensors["lse"] = tensor(lse, 1, 1, rows)
     args = Args(struct_size=c.sizeof(Args), **{n: c.pointer(t) for n, t in tensors.items()})
@@ -95,10 +96,10 @@ def main() -> None:
 
     for i in range(rows):
         of_q = q[i * dim : (i + 1) * dim]
-        scores = [sum(a * b for a, b in zip(of_q, k[j * dim :])) / math.sqrt(dim) for j in range(rows)]
-        total = sum(map(math.exp, scores))
+        dots = (sum(a * b for a, b in zip(of_q, k[j * dim :])) for j in range(rows))
+        p = [math.exp(x / math.sqrt(dim)) for x in dots]
         for n in range(dim):
-            want = sum(math.exp(s) / total * v[j * dim + n] for j, s in enumerate(scores))
+            want = sum(p[j] * v[j * dim + n] for j in range(rows)) / sum(p)
             assert abs(out[i * dim + n] - want) < 1e-6, (i, n, out[i * dim + n], want)
     args.q = None
     status = lib.flashsdk_plan_forward(c.byref(args), c.byref(plan))

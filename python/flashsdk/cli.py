@@ -1,4 +1,4 @@
-"""The command line: ``flashsdk info | demo | verify | bench | config``, also ``python -m flashsdk``."""
+"""The command line: ``flashsdk info | demo | verify | bench | config``, or ``-m flashsdk``."""
 
 from __future__ import annotations
 

@@ -14,10 +14,8 @@ import sys
 from pathlib import Path
 
 # As compilers and their libraries spell the same.
-SPELLINGS = {
-    "std::__cxx11::basic_string<char, std::char_traits<char>, std::allocator<char> >": "std::string",
-    "[abi:cxx11]": "",
-}
+STRING = "std::__cxx11::basic_string<char, std::char_traits<char>, std::allocator<char> >"
+SPELLINGS = {STRING: "std::string", "[abi:cxx11]": ""}
 
 
 def exported(nm: str, library: str) -> set[str]:

@@ -122,8 +122,8 @@ FLASHSDK_API void flashsdk_block_lists_destroy(flashsdk_block_lists* lists);  //
 
 // ---- one call of attention, forward or backward
 //
-// Packed (varlen) problems give cu_seqlens_q and cu_seqlens_k, and their tensors have no batch dimension. A forward does
-// not look at dout, dlse, dq, dk and dv, so that one struct serves both.
+// Packed (varlen) problems give cu_seqlens_q and cu_seqlens_k, and their tensors have no batch dimension. A forward
+// does not look at dout, dlse, dq, dk and dv, so that one struct serves both.
 
 typedef struct flashsdk_attention_args {
   size_t struct_size;
@@ -159,8 +159,8 @@ FLASHSDK_API flashsdk_status flashsdk_plan_backward(const flashsdk_attention_arg
 FLASHSDK_API size_t flashsdk_plan_workspace_size(const flashsdk_plan* plan);
 
 // Workspace: at least as many bytes, 256-byte aligned, on the tensors' device; NULL and 0 where none is needed. Stream:
-// a cudaStream_t, NULL on a CPU. On a CPU the call is done on return. Any thread may launch a plan, several at once with
-// a workspace each.
+// a cudaStream_t, NULL on a CPU. On a CPU the call is done on return. Any thread may launch a plan, several at once
+// with a workspace each.
 FLASHSDK_API flashsdk_status flashsdk_plan_launch(const flashsdk_plan* plan, void* workspace, size_t workspace_size,
                                                   void* stream);
 FLASHSDK_API void flashsdk_plan_destroy(flashsdk_plan* plan);  // NULL is allowed; not before its launches are done

@@ -1,4 +1,4 @@
-"""``config``: where the files are that programs in C, C++ and other languages compile and link with."""
+"""``config``: where the files are that programs compile and link with, in C or otherwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATHS = {
     "include": ("include", "folder of the headers"),
     "library": (f"lib/{LIBRARY}", "the shared library"),
     "pkgconfig": ("lib/pkgconfig", "folder of flashsdk.pc: PKG_CONFIG_PATH"),
-    "torch-library": ("lib/libflashsdk_torch.so", "PyTorch's operators in C++, where they were built"),
+    "torch-library": ("lib/libflashsdk_torch.so", "PyTorch's operators, where they were built"),
 }
 FLAGS = {
     "cflags": "flags of a compiler, for a shell",
