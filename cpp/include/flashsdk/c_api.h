@@ -49,9 +49,9 @@ FLASHSDK_API int32_t flashsdk_version_number(void);  // 10000·major + 100·mino
 
 // ---- tensors
 //
-// DLPack's DLTensor. Where its header was included before this one, flashsdk_tensor is that type; else it is a struct of
-// the same layout, to which a pointer to a DLTensor may be cast. The library reads a descriptor during a call and never
-// keeps it. Values of dtype.code and device_type are DLPack's.
+// DLPack's DLTensor. Where its header was included before this one, flashsdk_tensor is that type; else it is a struct
+// of the same layout, to which a pointer to a DLTensor may be cast. The library reads a descriptor during a call and
+// never keeps it. Values of dtype.code and device_type are DLPack's.
 
 #ifdef DLPACK_DLPACK_H_
 typedef DLTensor flashsdk_tensor;
