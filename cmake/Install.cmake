@@ -14,11 +14,9 @@ install(EXPORT flashsdkTargets NAMESPACE flashsdk:: DESTINATION ${package_dir} C
 
 install(DIRECTORY cpp/include/flashsdk ${PROJECT_BINARY_DIR}/generated/include/flashsdk
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT development FILES_MATCHING PATTERN "*.h")
-# Headers of the CPU kernels, for mask policies of a user's own: flashsdk::kernels.
-foreach(part common cpu)
-  install(DIRECTORY cpp/kernels/${part} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/flashsdk/kernels
-    COMPONENT development FILES_MATCHING PATTERN "*.h")
-endforeach()
+# The kernels' headers, for mask policies of a user's own: flashsdk::kernels.
+install(DIRECTORY cpp/kernels/ DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/flashsdk/kernels
+  COMPONENT development FILES_MATCHING PATTERN "*.h")
 
 if(NOT SKBUILD)
   install(FILES docs/semantics.md docs/numerics.md LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT development)

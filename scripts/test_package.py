@@ -53,6 +53,17 @@ if importlib.util.find_spec("jax"):
     assert gradient.shape == q.shape
 """
 
+# A process that has PyTorch, and of flashsdk only that library.
+TORCH_CALL = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+assert not any(name.startswith("flashsdk") for name in sys.modules)
+x = torch.ones(1, 5, 2, 16)
+nothing = (None,) * 4  # bias, alibi_slopes, seed, blocks
+out, lse = torch.ops.flashsdk.mha_fwd(x, x, x, *nothing, [], None, 0.0, 0.0, False, "")
+assert torch.equal(out, x)
+"""
+
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
     subprocess.run([str(part) for part in command], check=True, cwd=cwd)
@@ -128,6 +139,8 @@ def programs(python: Path, wheel: Path, folder: Path) -> None:
     compile_c(folder / "by_pkg_config", pkg_config(Path(pkgconfig)))
     languages = ROOT / "examples" / "other_languages"
     run(python, "-S", languages / "attention_ctypes.py", library)
+    if list(site.glob("flashsdk/lib/libflashsdk_torch.so")):  # PyTorch was there when it was built
+        run(python, "-c", TORCH_CALL, *config("--torch-library"), cwd=folder)
     # The kernels are there once: what Python imports is smaller than what programs link.
     (extension,) = site.glob("flashsdk/_bindings*.so")
     assert extension.stat().st_size < Path(library).stat().st_size / 2, extension
