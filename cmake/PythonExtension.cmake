@@ -9,10 +9,16 @@ find_package(nanobind CONFIG REQUIRED)
 
 nanobind_add_module(_bindings STABLE_ABI NB_STATIC NOMINSIZE
   python/flashsdk/_bindings.cpp python/flashsdk/_arrays.cpp)
-target_link_libraries(_bindings PRIVATE flashsdk_archive flashsdk_kernels flashsdk_warnings)
+# A wheel has the library once, for Python and for programs. A development build's extension has it inside: alone in its
+# file it can be copied, and two builds of it do not mix in one process.
+set(core flashsdk_archive)
+if(SKBUILD AND BUILD_SHARED_LIBS)
+  set(core flashsdk)
+  set_target_properties(_bindings PROPERTIES INSTALL_RPATH $ORIGIN/lib)
+endif()
+target_link_libraries(_bindings PRIVATE ${core} flashsdk_kernels flashsdk_warnings)
 target_include_directories(_bindings PRIVATE ${PROJECT_SOURCE_DIR}/cpp/src ${PROJECT_SOURCE_DIR}/cpp/python)
-target_compile_definitions(_bindings PRIVATE FLASHSDK_HAVE_CUDA=$<BOOL:${FLASHSDK_CUDA_ENABLED}>)
-# Only the module's init function is visible: two copies of the library in one process do not mix.
+# Only the module's init function is visible.
 target_link_options(_bindings PRIVATE LINKER:--exclude-libs,ALL)
 
 if(SKBUILD)

@@ -65,7 +65,7 @@ target_include_directories(flashsdk_torch_operators SYSTEM PUBLIC
   ${torch_dir}/include ${torch_dir}/include/torch/csrc/api/include)
 target_link_libraries(flashsdk_torch_operators PRIVATE flashsdk_warnings)
 
-if(BUILD_SHARED_LIBS AND NOT SKBUILD)
+if(BUILD_SHARED_LIBS)
   set(on_gpu 0)  # a PyTorch for CPUs alone has no streams to ask for
   if(FLASHSDK_CUDA_ENABLED AND EXISTS ${torch_dir}/lib/libtorch_cuda.so)
     set(on_gpu 1)

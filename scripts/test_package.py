@@ -2,13 +2,17 @@
 
 Each way of pip goes into a fresh virtual environment that sees the build tools of .venv: a wheel,
 `pip install .` and `pip install -e .`, all with --no-build-isolation --no-index. One instruction
-set, dtype and head dimension are compiled: this checks the packaging. The C++ package is installed
-as a static library, and used from CMake; ctest does the same with the shared one.
+set, two dtypes and a head dimension are compiled: this checks the packaging. Programs in C and C++
+are built with what the wheel holds, in a folder that it was moved to. The C++ package is also
+installed as a static library, and used from CMake; ctest does the same with the shared one.
 """
 
 from __future__ import annotations
 
 import email
+import os
+import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -21,8 +25,12 @@ OFFLINE = ["--no-build-isolation", "--no-index", "--no-deps", "--disable-pip-ver
 FEW_KERNELS = {
     "FLASHSDK_CPU_ISAS": "portable",
     "FLASHSDK_CPU_HEAD_DIMS": "128",
-    "FLASHSDK_CPU_DTYPES": "fp32",
+    "FLASHSDK_CPU_DTYPES": "fp32;bf16",
 }
+TOOLS = Path(sysconfig.get_path("scripts"))
+CMAKE = TOOLS / "cmake"
+NINJA = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={TOOLS / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release"]
+NINJA.append("--log-level=WARNING")
 SMALL = [f"--config-settings=cmake.define.{name}={value}" for name, value in FEW_KERNELS.items()]
 SMALL.append("--config-settings=build-dir=build/package")
 CALL = """
@@ -45,6 +53,17 @@ if importlib.util.find_spec("jax"):
     assert gradient.shape == q.shape
 """
 
+# A process that has PyTorch, and of flashsdk only that library.
+TORCH_CALL = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+assert not any(name.startswith("flashsdk") for name in sys.modules)
+x = torch.ones(1, 5, 2, 16)
+nothing = (None,) * 4  # bias, alibi_slopes, seed, blocks
+out, lse = torch.ops.flashsdk.mha_fwd(x, x, x, *nothing, [], None, 0.0, 0.0, False, "")
+assert torch.equal(out, x)
+"""
+
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
     subprocess.run([str(part) for part in command], check=True, cwd=cwd)
@@ -53,34 +72,78 @@ def run(*command: str | Path, cwd: Path = ROOT) -> None:
 def static_library(folder: Path) -> None:
     """Installs the C++ package with BUILD_SHARED_LIBS=OFF, then builds and runs an example."""
     print("cmake --install, BUILD_SHARED_LIBS=OFF", flush=True)
-    tools = Path(sysconfig.get_path("scripts"))
-    cmake, ninja = tools / "cmake", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"
-    common = ["-G", "Ninja", ninja, "-DCMAKE_BUILD_TYPE=Release", "--log-level=WARNING"]
-    kernels = {**FEW_KERNELS, "FLASHSDK_CPU_DTYPES": "fp32;bf16"}  # the example's
-    few = [f"-D{name}={value}" for name, value in kernels.items()]
-    build, prefix, example = (
-        ROOT / "build" / "package-static",
-        folder / "prefix",
-        folder / "example",
-    )
-    run(
-        cmake,
-        "-S",
-        ROOT,
-        "-B",
-        build,
-        *common,
-        *few,
-        "-DBUILD_SHARED_LIBS=OFF",
-        "-DFLASHSDK_CUDA=OFF",
-    )
-    run(cmake, "--build", build, "--target", "flashsdk")
-    run(cmake, "--install", build, "--prefix", prefix, "--component", "development")
+    few = [f"-D{name}={value}" for name, value in FEW_KERNELS.items()]
+    build, prefix = ROOT / "build" / "package-static", folder / "prefix"
+    options = ["-DBUILD_SHARED_LIBS=OFF", "-DFLASHSDK_CUDA=OFF"]
+    run(CMAKE, "-S", ROOT, "-B", build, *NINJA, *few, *options)
+    run(CMAKE, "--build", build, "--target", "flashsdk")
+    run(CMAKE, "--install", build, "--prefix", prefix, "--component", "development")
     assert not list(prefix.rglob("*.so*")), "a shared library was installed"
-    source = ROOT / "examples" / "cpp_integration"
-    run(cmake, "-S", source, "-B", example, *common, f"-DCMAKE_PREFIX_PATH={prefix}")
-    run(cmake, "--build", example)
-    run(example / "cpp_integration")
+    example("cpp_integration", folder / "static", f"-DCMAKE_PREFIX_PATH={prefix}")
+    flags = pkg_config(next(prefix.rglob("pkgconfig")))
+    compile_c(folder / "static_c", flags)
+
+
+def example(name: str, build: Path, where: str) -> None:
+    """Builds and runs one of examples/, as a project of its own."""
+    run(CMAKE, "-S", ROOT / "examples" / name, "-B", build, *NINJA, where)
+    run(CMAKE, "--build", build)
+    run(build / name)
+
+
+def compile_c(program: Path, flags: list[str]) -> None:
+    """… the one in C, without CMake."""
+    source = ROOT / "examples" / "c" / "main.c"
+    run("cc", "-std=c99", "-pedantic", "-Werror", source, "-o", program, *flags, "-lm")
+    run(program)
+
+
+def pkg_config(folder: Path) -> list[str]:
+    """Flags of the flashsdk.pc in the folder."""
+    if shutil.which("pkg-config") is None:
+        raise SystemExit("test_package: no pkg-config (Debian: apt-get install pkg-config)")
+    done = subprocess.run(
+        ["pkg-config", "--cflags", "--libs", "flashsdk"],
+        check=True,
+        env={**os.environ, "PKG_CONFIG_PATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    return shlex.split(done.stdout)
+
+
+def programs(python: Path, wheel: Path, folder: Path) -> None:
+    """Programs of the wheel's own files, in a folder that it was not installed to."""
+    print("programs of the wheel", flush=True)
+    first, site = folder / "first", folder / "second"
+    run(python, "-m", "pip", "install", *OFFLINE, "--target", first, wheel)
+    first.rename(site)
+
+    def config(*options: str) -> list[str]:
+        done = subprocess.run(
+            [python, "-m", "flashsdk", "config", *options],
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(site)},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+        return shlex.split(done.stdout)
+
+    run("env", f"PYTHONPATH={site}", python, "-c", CALL, cwd=folder)
+    (cmake,), (library,), (pkgconfig,) = map(config, ("--cmake", "--library", "--pkgconfig"))
+    assert Path(library).is_relative_to(site), library
+    for name in ("cpp_integration", "custom_mask", "c"):
+        example(name, folder / name, f"-Dflashsdk_DIR={cmake}")
+    compile_c(folder / "by_config", config("--cflags", "--libs"))
+    compile_c(folder / "by_pkg_config", pkg_config(Path(pkgconfig)))
+    languages = ROOT / "examples" / "other_languages"
+    run(python, "-S", languages / "attention_ctypes.py", library)
+    if list(site.glob("flashsdk/lib/libflashsdk_torch.so")):  # PyTorch was there when it was built
+        run(python, "-c", TORCH_CALL, *config("--torch-library"), cwd=folder)
+    # The kernels are there once: what Python imports is smaller than what programs link.
+    (extension,) = site.glob("flashsdk/_bindings*.so")
+    assert extension.stat().st_size < Path(library).stat().st_size / 2, extension
 
 
 def check_description(wheel: Path) -> None:
@@ -106,6 +169,7 @@ def main() -> None:
         run(sys.executable, "-m", "pip", "wheel", *OFFLINE, *SMALL, "-w", folder / "dist", ".")
         (wheel,) = (folder / "dist").glob("flashsdk-*.whl")
         check_description(wheel)
+        programs(python, wheel, folder)
         for title, arguments in {
             f"pip install {wheel.name}": [wheel],
             "pip install .": [*SMALL, "."],

@@ -2,26 +2,33 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <string>
+#include <type_traits>
 
 #include "_arrays.h"
 #include "core_api.h"
-#include "cpu_workspace.h"
-#include "gil.h"
-#if FLASHSDK_HAVE_CUDA
-#include "cuda/host/device.h"
-#endif
+#include "flashsdk/c_api.h"
 #include "flashsdk/flashsdk.h"
-#include "peak.h"
-#include "planned_call.h"
+#include "gil.h"
 #include "processors.h"
-#include "profiler_range.h"
 #include "validate.h"
 
 namespace flashsdk::python {
 namespace {
 
 using Access = ArrayImporter::Access;
+
+// Every Error of the library is one flashsdk.Error, a subclass of ValueError.
+void set_error(const char* line, const char* code) {
+  const nb::object error = nb::module_::import_("flashsdk._errors").attr("Error")(line, code);
+  PyErr_SetObject(error.type().ptr(), error.ptr());
+}
+
+[[noreturn]] void throw_error(const char* line, const char* code) {
+  set_error(line, code);
+  throw nb::python_error();
+}
 
 // ---- numbers: their types; which of them is allowed is the library's to check
 
@@ -129,7 +136,6 @@ Mask to_mask(nb::handle mask, ArrayImporter& arrays) {
 template <class Args>
 struct Call {
   Args args;
-  LaunchOptions options;
   bool packed;
   ArrayImporter arrays;
 
@@ -173,48 +179,52 @@ struct Call {
   }
   TensorView output(ArrayImporter::Role role, nb::handle array) { return arrays.take(role, array, Access::kWrite); }
 
-  // Runs without the GIL.
+  // Runs without the GIL, once all is checked.
   void launch() {
-    const auto planned = plan_call(args, packed);
-    if (args.q.device.type == DeviceType::kCUDA) return launch_on_gpu(planned);
-    const WithoutGil released;
-    launch_on_cpu(planned, options);
+    const CoreApi& core = core_api();
+    GpuOptions gpu;
+    gpu.owner = this;
+    gpu.current_stream = [](void* call) { return static_cast<Call*>(call)->stream(); };
+    gpu.workspace = [](void* call, std::size_t size) { return static_cast<Call*>(call)->scratch(size); };
+    gpu.at_launch = [](void* call) { static_cast<Call*>(call)->release_gil(); };
+    Failure failure;
+    bool done = false;
+    if constexpr (std::is_same_v<Args, ForwardArgs>)
+      done = core.forward(args, packed, gpu, failure);
+    else
+      done = core.backward(args, packed, gpu, failure);
+    if (done && wait_) core.synchronize(stream_, args.q.device.index);
+    without_gil_.reset();
+    if (!done) throw_error(failure.message.c_str(), failure.code);
   }
 
  private:
   // The stream given, else the one on which q's framework works now.
   void* stream() {
-    if (stream_known_) return options.stream;
+    if (stream_known_) return stream_;
     if (!given_stream_.is_none()) {
       const auto address = to_integer<std::uint64_t>("stream", given_stream_, "a stream's address");
-      options.stream = reinterpret_cast<void*>(address);
-    } else if (!args.q.given() || !ArrayImporter::current_stream(q_, args.q.device, &options.stream)) {
+      stream_ = reinterpret_cast<void*>(address);
+    } else if (!args.q.given() || !ArrayImporter::current_stream(q_, args.q.device, &stream_)) {
       const auto address = nb::cast<std::uintptr_t>(frameworks().attr("gpu_stream")(q_));
-      options.stream = reinterpret_cast<void*>(address);
+      stream_ = reinterpret_cast<void*>(address);
     }
     stream_known_ = true;
-    return options.stream;
+    return stream_;
   }
 
-  // With memory of q's framework for the workspace, which goes back when the call returns: the framework gives it to
-  // nobody else before the stream has passed the call, or says that it cannot know.
-  template <class Planned>
-  void launch_on_gpu(const Planned& planned) {
-    stream();
-    nb::object scratch;
-    if (planned.workspace_size > 0) {
-      scratch = frameworks().attr("gpu_scratch")(q_, planned.workspace_size, given_stream_);
-      options.workspace = {arrays.take({"workspace"}, scratch).data, planned.workspace_size};
-    }
+  // Memory of q's framework for the workspace, which goes back when the call returns: the framework gives it to nobody
+  // else before the stream has passed the call, or says that it cannot know.
+  void* scratch(std::size_t size) {
+    scratch_ = frameworks().attr("gpu_scratch")(q_, size, given_stream_);
+    return arrays.take({"workspace"}, scratch_).data;
+  }
+
+  void release_gil() {
     // Those that tell their stream without Python keep memory in the order of streams.
-    const bool wait = !ArrayImporter::tells_stream(q_) && nb::cast<bool>(frameworks().attr("gpu_must_wait")(q_));
-    const WithoutGil released;
-    planned.launch(options);
-#if FLASHSDK_HAVE_CUDA
-    if (wait) cuda::synchronize(options.stream, args.q.device.index);
-#else
-    static_cast<void>(wait);
-#endif
+    wait_ = args.q.device.type == DeviceType::kCUDA && !ArrayImporter::tells_stream(q_) &&
+            nb::cast<bool>(frameworks().attr("gpu_must_wait")(q_));
+    without_gil_.emplace();
   }
 
   // The module is looked up once: on a GPU most calls ask it, and an import costs more than the question.
@@ -224,7 +234,10 @@ struct Call {
   }
 
   nb::handle q_, given_stream_;
-  bool stream_known_ = false;
+  nb::object scratch_;
+  void* stream_ = nullptr;
+  bool stream_known_ = false, wait_ = false;
+  std::optional<WithoutGil> without_gil_;  // the last member, so that an exception that passes finds the GIL back first
 };
 
 // tensors: (q, k, v, out, lse)
@@ -331,19 +344,24 @@ void use_threads(int n, std::uintptr_t address) {
 double peak_of_machine(const std::string& kind, double seconds) {
   if (kind != "fp32" && kind != "bf16_dot") fail("kind", nb::str(kind.c_str()), "\"fp32\" or \"bf16_dot\"");
   const WithoutGil released;
-  return measure_peak(kind == "fp32" ? PeakKind::kFp32 : PeakKind::kBf16Dot, build_info().cpu_isa, get_num_threads(),
-                      seconds);
+  return core_api().measure_peak(kind == "fp32" ? PeakKind::kFp32 : PeakKind::kBf16Dot, build_info().cpu_isa,
+                                 get_num_threads(), seconds);
 }
 
-// Every Error of the library is one flashsdk.Error, a subclass of ValueError.
 void translate(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
   } catch (const Error& e) {
-    nb::object type = nb::module_::import_("flashsdk._errors").attr("Error");
-    nb::object error = type(e.what(), to_string(e.code()));
-    PyErr_SetObject(type.ptr(), error.ptr());
+    set_error(e.what(), to_string(e.code()));
   }
+}
+
+// A process has one library of a name: that of a program which runs Python may be of another build than this.
+void check_library() {
+  if (std::string(flashsdk_version()) != FLASHSDK_VERSION || core_api().layout != CoreApi::kLayout)
+    throw nb::import_error(("libflashsdk " + std::string(flashsdk_version()) +
+                            ": loaded before, of another build; that of flashsdk " FLASHSDK_VERSION)
+                               .c_str());
 }
 
 }  // namespace
@@ -351,6 +369,7 @@ void translate(const std::exception_ptr& thrown, void*) {
 
 NB_MODULE(_bindings, m) {
   namespace py = flashsdk::python;
+  py::check_library();
   nanobind::register_exception_translator(py::translate);
   m.attr("__version__") = FLASHSDK_VERSION;
   m.attr("MAX_THREADS") = flashsdk::kMaxThreads;
@@ -367,6 +386,6 @@ NB_MODULE(_bindings, m) {
   m.attr("core_api") = nanobind::capsule(&flashsdk::core_api(), "flashsdk.core_api");
   m.def("empty", py::empty);
   m.def("gpu_view", py::gpu_view);
-  m.def("begin_range", flashsdk::begin_range);
-  m.def("end_range", flashsdk::end_range);
+  m.def("begin_range", flashsdk::core_api().begin_range);
+  m.def("end_range", flashsdk::core_api().end_range);
 }

@@ -1,4 +1,4 @@
-"""The command line: ``flashsdk info | demo | verify | bench``, also ``python -m flashsdk``."""
+"""The command line: ``flashsdk info | demo | verify | bench | config``, or ``-m flashsdk``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import NoReturn, TypeVar
 
 from flashsdk._bindings import MAX_THREADS
 from flashsdk._commands import INTERRUPTED
+from flashsdk._commands.config import OPTIONS
 from flashsdk._errors import Error, InvalidArgument
 
 USAGE_ERROR = 2
@@ -42,7 +43,7 @@ def parser() -> Parser:
     top = Parser(prog="flashsdk", description="Exact attention: FlashAttention kernels.")
     top.add_argument("--version", action=Version)
     commands = top.add_subparsers(
-        dest="command", required=True, metavar="info | demo | verify | bench"
+        dest="command", required=True, metavar="info | demo | verify | bench | config"
     )
 
     info = commands.add_parser("info", help="version, backends, instruction sets and kernels")
@@ -97,6 +98,13 @@ def parser() -> Parser:
         "--dtype", choices=("fp32", "bf16", "fp16"), help="of --shape (default fp32, on a GPU bf16)"
     )
 
+    config = commands.add_parser("config", help="where headers, library and CMake package are")
+    for option, text in OPTIONS.items():
+        config.add_argument(
+            f"--{option}", dest="options", action="append_const", const=option, help=text
+        )
+
+    top.set_defaults(isa=None, threads=None)
     for command in (info, demo, verify, bench):
         command.add_argument(
             "--isa", type=isa, metavar="NAME", help="CPU instruction set (default: the best)"
@@ -108,6 +116,8 @@ def parser() -> Parser:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
+    if args.command == "config" and args.options is None:
+        parser().error(f"config: no option; one or more of --{', --'.join(OPTIONS)}")
     if args.isa is not None and os.environ.get("FLASHSDK_CPU_ISA") != args.isa:
         # The library chooses once, when it is loaded: start again with the choice made.
         os.environ["FLASHSDK_CPU_ISA"] = args.isa
@@ -131,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     import flashsdk as fs
-    from flashsdk._commands import bench, bench_shape, demo, info, verify
+    from flashsdk._commands import bench, bench_shape, config, demo, info, verify
 
     if args.threads is not None:
         fs.set_num_threads(args.threads)
@@ -149,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
                 backend=args.backend,
                 framework=args.framework,
             )
+        case "config":
+            return config.run(args.options)
         case _ if args.shape is not None:
             if args.filter:
                 raise InvalidArgument(f"--filter: {' '.join(args.filter)}; none with --shape")

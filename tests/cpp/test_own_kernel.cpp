@@ -28,12 +28,10 @@ void launch(const Plan& plan) {
 template <class Policy, bool kFeatures, class T = float>
 void check(const std::string& name, Problem problem, const OwnScores& definition, const void* user) {
   problem.own_scores = definition;
-  problem.own_forward = [&](const ForwardArgs& args) { launch(plan_own(args, kForward<T, Policy, kFeatures>, user)); };
-  problem.own_backward = [&](const BackwardArgs& args) {
-    launch(plan_own(args, kBackward<T, Policy, kFeatures>, user));
-  };
   problem.with_dlse = true;
-  problem.check(name);
+  problem.check(
+      name, [&] { launch(plan_own(problem.forward_args(), kForward<T, Policy, kFeatures>, user)); },
+      [&] { launch(plan_own(problem.backward_args(), kBackward<T, Policy, kFeatures>, user)); });
 }
 
 const Shape kShapes[] = {{.batch = 2, .seqlen_q = 150, .seqlen_k = 150, .num_heads = 4, .num_heads_kv = 2},

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import mmap
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from flashsdk import _bindings, cli
 from flashsdk._commands import (
     bench_cpu,
     bench_cpu_tables,
+    config,
     demo,
     exact,
     machine,
@@ -151,6 +153,8 @@ def test_as_many_threads_as_the_library_takes():
         (["bench", "--filter", "fp64"], "--filter: 'fp64'"),
         (["bench", "--out", "/proc/nowhere"], "--out: '/proc/nowhere'"),
         (["demo", "--out", "/proc/nowhere/demo.png"], "--out: '/proc/nowhere'"),
+        (["config"], "config: no option; one or more of --cmake, --include"),
+        (["config", "--nonsense"], "--nonsense"),
         (["demo", "--out", "demo.exe"], "--out: 'demo.exe'; a path that ends in .png, .svg, .pdf"),
     ],
 )
@@ -165,6 +169,40 @@ def test_errors_are_one_line(args, says, capsys):
         err = capsys.readouterr().err
     assert says in err
     assert len(err.strip().splitlines()) == 1
+
+
+# ---- config
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """As a wheel lies in a folder with a space in its name."""
+    folder = tmp_path / "site packages"
+    for file in ("include/flashsdk/c_api.h", f"lib/{config.LIBRARY}", "lib/cmake/flashsdk/x.cmake"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    monkeypatch.setattr(config, "FOLDER", folder)
+    return folder
+
+
+def test_config_prints_paths_and_flags(installed, capsys):
+    assert cli.main(["config", "--cmake"]) == 0
+    assert capsys.readouterr().out == f"{installed}/lib/cmake/flashsdk\n"
+    assert cli.main(["config", "--library"]) == 0
+    assert capsys.readouterr().out == f"{installed}/lib/{config.LIBRARY}\n"
+    assert cli.main(["config", "--libs", "--cflags"]) == 0
+    lib = f"{installed}/lib"
+    words = [f"-L{lib}", f"-Wl,-rpath,{lib}", f"-l:{config.LIBRARY}", f"-I{installed}/include"]
+    assert shlex.split(capsys.readouterr().out) == words
+
+
+def test_config_says_what_is_not_there(installed, capsys):
+    assert cli.main(["config", "--cmake", "--torch-library"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    missing = installed / "lib" / "libflashsdk_torch.so"
+    what = f"--torch-library: this flashsdk has no {missing}; a build with PyTorch"
+    assert said.err == f"flashsdk config: {what}\n"
 
 
 # ---- verify: of fixed problems, so that what fails here was changed here

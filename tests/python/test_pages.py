@@ -152,6 +152,22 @@ def test_cpp_compiles(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_c_compiles(tmp_path):
+    (example,) = blocks("c.md", "c")
+    (tmp_path / "flashsdk").mkdir()
+    (tmp_path / "flashsdk" / "version.h").touch()  # the build's
+    (tmp_path / "example.c").write_text(example)
+    command = [COMPILER, "-x", "c", "-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+    includes = [f"-I{ROOT / 'cpp' / 'include'}", f"-I{tmp_path}"]
+    done = subprocess.run(
+        [*command, *includes, "-fsyntax-only", tmp_path / "example.c"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_commands_of_make_exist():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {

@@ -71,22 +71,24 @@ class Copies {
 void check(const std::string& name, const OwnKernel& kernel, Problem problem, const OwnScores& definition,
            const void* user) {
   problem.own_scores = definition;
-  problem.own_forward = [&](const ForwardArgs& host) {
+  problem.with_dlse = true;
+  const auto forward = [&] {
     Copies copies;
+    const ForwardArgs host = problem.forward_args();
     ForwardArgs args = copies.with_inputs(host);
     args.out = copies.of(host.out, true);
     args.lse = copies.of(host.lse, true);
     copies.launch(plan_own(args, kernel.forward, user));
   };
-  problem.own_backward = [&](const BackwardArgs& host) {
+  const auto backward = [&] {
     Copies copies;
+    const BackwardArgs host = problem.backward_args();
     BackwardArgs args = copies.with_inputs(host);
     for (TensorView* t : {&args.dout, &args.out, &args.lse, &args.dlse}) *t = copies.of(*t);
     for (TensorView* t : {&args.dq, &args.dk, &args.dv}) *t = copies.of(*t, true);
     copies.launch(plan_own(args, kernel.backward, user));
   };
-  problem.with_dlse = true;
-  problem.check(name);
+  problem.check(name, forward, backward);
 }
 
 const Shape kShapes[] = {{.batch = 2, .seqlen_q = 300, .seqlen_k = 300, .num_heads = 4, .num_heads_kv = 2},
