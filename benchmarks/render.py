@@ -32,7 +32,10 @@ DOCS = ROOT / "docs"
 DOCUMENT = DOCS / "dev" / "benchmarks.md"
 IMAGES = DOCS / "images"
 README = ROOT / "README.md"
-PAGES = (README, DOCS / "benchmarks.md", DOCS / "torch_sdpa.md")  # with marked blocks
+PAGES = (  # with marked blocks
+    README,
+    *(DOCS / name for name in ("benchmarks.md", "torch_sdpa.md", "versions.md")),
+)
 
 Record = dict[str, Any]
 
@@ -84,7 +87,7 @@ SECTIONS = {
     "gpu_tests": lambda _, record: gpu_tables.tests_section(record),
     transformers_step.KIND: lambda _, record: transformers_step.section(record, about(record)),
 }
-ELSEWHERE = {"torch_tests"}  # in pages of their own
+ELSEWHERE = {"torch_tests", "versions"}  # in pages of their own
 
 
 def document(found: dict[str, Record]) -> str:
@@ -112,6 +115,7 @@ def blocks_of(found: dict[str, Record]) -> dict[str, str]:
         "torch_tests": "\n\n".join(
             torch_tests(r) for r in found.values() if r["kind"] == "torch_tests"
         ),
+        "versions": "\n\n".join(versions(r) for r in found.values() if r["kind"] == "versions"),
     }
 
 
@@ -143,6 +147,25 @@ def torch_tests(record: Record) -> str:
         return text
     cells = [[f"`{name}`", why.replace("|", "\\|")] for name, why in rows]
     return f"{text}\n\n{markdown_table(['test', 'why it fails'], cells, 2)}"
+
+
+def versions(record: Record) -> str:
+    """The outcome of scripts/test_versions.py."""
+    rows = []
+    for cell in record["cells"]:
+        if "missing" in cell:
+            names = dict(p.partition("==")[::2] for p in cell["spec"].split(","))
+            found = {name: version or "newest" for name, version in names.items()}
+            outcome = f"not run: no {cell['missing']}"
+        else:
+            found = cell["versions"]
+            outcome = f"{cell['passed']} passed, {cell['failed']} failed, {cell['skipped']} skipped"
+        columns = [found.get(name, "–") for name in ("python", "numpy", "torch", "jax")]
+        rows.append([*columns, outcome])
+    header = ["Python", "NumPy", "PyTorch", "JAX", f"tests, {record['date']}"]
+    return (
+        f"{markdown_table(header, rows, 5)}\n\npytest's options: `{' '.join(record['options'])}`."
+    )
 
 
 def headline(record: Record) -> str:
