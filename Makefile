@@ -43,13 +43,14 @@ PY_DIRS = $(wildcard python tests benchmarks examples scripts)
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*.h' '*.cu' '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test coverage coverage-python coverage-cpp test-asan test-tsan test-package test-versions \
-	test-gpu bench-gpu build-cuda-ci bench lint lint-tools lint-ruff lint-format lint-mypy lint-clang-format \
-	lint-columns format site wheel clean distclean
+.PHONY: help setup build demo test coverage coverage-python coverage-cpp test-asan test-tsan test-compiler test-aarch64 test-package \
+	test-versions test-gpu bench-gpu build-cuda-ci bench lint lint-tools lint-ruff lint-format lint-mypy lint-clang-format \
+	lint-columns lint-github \
+	format site wheel wheels clean distclean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
-	@echo "also: setup build bench lint format site wheel coverage-python coverage-cpp test-asan test-tsan test-package test-versions build-cuda-ci clean distclean"
+	@echo "also: setup build bench lint format site wheel wheels coverage-python coverage-cpp test-asan test-tsan test-compiler test-aarch64 test-package test-versions build-cuda-ci clean distclean"
 
 setup:
 	@$(BOOTSTRAP) $(TEST_GROUPS) lint
@@ -110,6 +111,23 @@ test-tsan:
 	@TSAN_OPTIONS=halt_on_error=1 setarch -R build/tsan/tests/cpp/flashsdk_tests --gtest_brief=1 \
 		--gtest_filter='ThreadPool*:*Threads*:*SeveralCallers*:Attention.Packed:Attention.BlockSparse'
 
+# The library and its C++ tests by another compiler: make test-compiler CXX=clang++-19
+test-compiler:
+	@$(BOOTSTRAP) build
+	@$(WATCHED) -B build/$(notdir $(CXX)) -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_COMPILER=$(CXX) -DFLASHSDK_WERROR=ON \
+		-DFLASHSDK_BUILD_TORCH=OFF "-DFLASHSDK_CPU_ISAS=portable;$(VECTOR_ISA)" $(CMAKE_ARGS)
+	@$(CMAKE) --build build/$(notdir $(CXX)) -j $(JOBS)
+	@$(CTEST) --test-dir build/$(notdir $(CXX)) -j $(JOBS) -E Attention $(CTEST_ARGS)
+
+# Needs Debian's g++-aarch64-linux-gnu, qemu-user-static and googletest. What takes long in an emulator is left out.
+test-aarch64:
+	@$(BOOTSTRAP) build
+	@$(WATCHED) -B build/aarch64 -DCMAKE_BUILD_TYPE=Release -DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=/usr/src/googletest \
+		-DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/toolchains/aarch64-linux-gnu.cmake -DFLASHSDK_BUILD_TORCH=OFF \
+		-DFLASHSDK_CPU_ISAS=all $(CMAKE_ARGS)
+	@$(CMAKE) --build build/aarch64 -j $(JOBS)
+	@$(CTEST) --test-dir build/aarch64 -j $(JOBS) -E 'RandomProblems|DeathTest|custom_mask' $(CTEST_ARGS)
+
 # On a machine with a GPU, which may have no network: with what PYTHON has installed, see scripts/test_gpu.py.
 GPU_CMAKE_ARGS = $(if $(FLASHSDK_CUTLASS_DIR),-DFLASHSDK_CUTLASS_DIR=$(abspath $(FLASHSDK_CUTLASS_DIR))) $(CMAKE_ARGS)
 test-gpu:
@@ -143,9 +161,9 @@ test-package:
 	@$(PY) scripts/test_package.py
 
 # .pre-commit-config.yaml calls these one by one.
-lint: lint-ruff lint-format lint-mypy lint-clang-format lint-columns
+lint: lint-ruff lint-format lint-mypy lint-clang-format lint-columns lint-github
 
-lint-ruff lint-format lint-mypy lint-clang-format: lint-tools
+lint-ruff lint-format lint-mypy lint-clang-format lint-github: lint-tools
 lint-tools:
 	@$(BOOTSTRAP) lint
 lint-ruff:
@@ -158,6 +176,12 @@ lint-clang-format:
 	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 lint-columns:
 	@! LC_ALL=C.UTF-8 grep -nE '.{121}' $(CPP_FILES) || { echo "lint: longer than 120 columns"; exit 1; }
+
+# By the schemas that come with the tool: no network.
+lint-github:
+	@$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
+	@$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 
 # The pages of docs/ as a site, in build/site. A link that leads nowhere fails it.
 site:
@@ -173,6 +197,11 @@ format:
 wheel:
 	@$(BOOTSTRAP) build
 	@$(PY) -m pip wheel . --no-build-isolation --no-deps -w dist
+
+# All that is published, tried in empty environments: make wheels WHEEL_ARGS="--pythons 3.12 --with jax"
+wheels:
+	@$(BOOTSTRAP) wheels
+	@$(PY) scripts/wheels.py $(WHEEL_ARGS)
 
 clean:
 	rm -rf build dist python/flashsdk/*.so

@@ -33,10 +33,10 @@ DOCS = ROOT / "docs"
 DOCUMENT = DOCS / "dev" / "benchmarks.md"
 IMAGES = DOCS / "images"
 README = ROOT / "README.md"
-PAGES = (
+PAGES = (  # with marked blocks
     README,
-    *(DOCS / f"{name}.md" for name in ("benchmarks", "jax", "torch_sdpa")),
-)  # with marked blocks
+    *(DOCS / f"{name}.md" for name in ("benchmarks", "jax", "torch_sdpa", "versions")),
+)
 
 Record = dict[str, Any]
 
@@ -88,7 +88,7 @@ SECTIONS = {
     "gpu_tests": lambda _, record: gpu_tables.tests_section(record),
     transformers_step.KIND: lambda _, record: transformers_step.section(record, about(record)),
 }
-ELSEWHERE = {"torch_tests", jax_tables.KIND}  # in pages of their own
+ELSEWHERE = {"torch_tests", "versions", jax_tables.KIND}  # in pages of their own
 
 
 def document(found: dict[str, Record]) -> str:
@@ -119,6 +119,7 @@ def blocks_of(found: dict[str, Record]) -> dict[str, str]:
         "jax": "\n\n".join(
             jax_tables.block(r) for r in found.values() if r["kind"] == jax_tables.KIND
         ),
+        "versions": "\n\n".join(versions(r) for r in found.values() if r["kind"] == "versions"),
     }
 
 
@@ -150,6 +151,25 @@ def torch_tests(record: Record) -> str:
         return text
     cells = [[f"`{name}`", why.replace("|", "\\|")] for name, why in rows]
     return f"{text}\n\n{markdown_table(['test', 'why it fails'], cells, 2)}"
+
+
+def versions(record: Record) -> str:
+    """The outcome of scripts/test_versions.py."""
+    rows = []
+    for cell in record["cells"]:
+        if "missing" in cell:
+            names = dict(p.partition("==")[::2] for p in cell["spec"].split(","))
+            found = {name: version or "newest" for name, version in names.items()}
+            outcome = f"not run: no {cell['missing']}"
+        else:
+            found = cell["versions"]
+            outcome = f"{cell['passed']} passed, {cell['failed']} failed, {cell['skipped']} skipped"
+        columns = [found.get(name, "–") for name in ("python", "numpy", "torch", "jax")]
+        rows.append([*columns, outcome])
+    header = ["Python", "NumPy", "PyTorch", "JAX", f"tests, {record['date']}"]
+    return (
+        f"{markdown_table(header, rows, 5)}\n\npytest's options: `{' '.join(record['options'])}`."
+    )
 
 
 def headline(record: Record) -> str:

@@ -23,6 +23,9 @@ target_link_options(_bindings PRIVATE LINKER:--exclude-libs,ALL)
 
 if(SKBUILD)
   install(TARGETS _bindings LIBRARY DESTINATION flashsdk COMPONENT python EXCLUDE_FROM_ALL)
+  # nanobind is linked into it, and its licence wants to be shown.
+  file(GLOB nanobind_licence ${nanobind_ROOT}/../../nanobind-*.dist-info/licenses/LICENSE)
+  install(FILES ${nanobind_licence} DESTINATION flashsdk/licenses RENAME nanobind.txt COMPONENT python EXCLUDE_FROM_ALL)
 else()
   # A development build: the extension lies beside its Python files, unless it is only to be looked at.
   set(FLASHSDK_EXTENSION_DIR ${PROJECT_SOURCE_DIR}/python/flashsdk CACHE PATH "Where a development build puts the extension")

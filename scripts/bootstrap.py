@@ -1,7 +1,7 @@
 """Sets up .venv with what one make target needs, and skips what is done.
 
-    python3 scripts/bootstrap.py GROUP...     build  demo  test  coverage  lint  docs  jax
-                                              transformers
+    python3 scripts/bootstrap.py GROUP...     build  demo  test  coverage  lint  docs  wheels
+                                              jax  transformers
 
 The packages of a group are read from pyproject.toml, the only place that lists them. Runs on the
 system's Python with nothing but the standard library. Missing Debian packages are installed when
@@ -159,6 +159,7 @@ def packages(group: str) -> list[str]:
         "test": groups["test"],
         "coverage": groups["coverage"],
         "docs": groups["docs"],
+        "wheels": groups["wheels"],
         "lint": groups["lint"],
         "jax": [*([JAX_SPEC] if JAX_SPEC else extras["jax"]), *groups["test-jax"]],
         "transformers": extras["transformers"],

@@ -1,10 +1,12 @@
 """Builds and installs the package the way a machine without a network does, and calls it.
 
-Each way of pip goes into a fresh virtual environment that sees the build tools of .venv: a wheel,
-`pip install .` and `pip install -e .`, all with --no-build-isolation --no-index. One instruction
-set, two dtypes and a head dimension are compiled: this checks the packaging. Programs in C and C++
-are built with what the wheel holds, in a folder that it was moved to. The C++ package is also
-installed as a static library, and used from CMake; ctest does the same with the shared one.
+Each way of pip goes into a fresh virtual environment that sees the build tools of .venv: a wheel of
+the archive of sources, `pip install .` and `pip install -e .`, all with --no-build-isolation
+--no-index. The wheel is also called where NumPy is all there is, with an empty PATH, as
+scripts/wheels.py does with those that are published. One instruction set, two dtypes and a head
+dimension are compiled: this checks the packaging. Programs in C and C++ are built with what the
+wheel holds, in a folder that it was moved to. The C++ package is installed as a static library, and
+used from CMake, by a plugin too; ctest does the same with the shared one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import wheels
+
 ROOT = Path(__file__).resolve().parent.parent
 OFFLINE = ["--no-build-isolation", "--no-index", "--no-deps", "--disable-pip-version-check", "-q"]
 FEW_KERNELS = {
@@ -33,25 +37,6 @@ NINJA = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={TOOLS / 'ninja'}", "-DCMAKE_BUIL
 NINJA.append("--log-level=WARNING")
 SMALL = [f"--config-settings=cmake.define.{name}={value}" for name, value in FEW_KERNELS.items()]
 SMALL.append("--config-settings=build-dir=build/package")
-CALL = """
-import numpy as np, flashsdk as fs
-q = np.ones((1, 5, 2, 16), np.float32)
-out, lse = fs.mha_fwd(q, q, q, mask=fs.Causal())
-assert np.allclose(out, 1) and lse.shape == (1, 2, 5)
-print(fs.__version__, fs.build_info()["cpu_isas"], fs._bindings.__file__)
-
-import importlib.util
-if importlib.util.find_spec("torch"):  # of the build tools' environment, so it was built with it
-    import torch, flashsdk.torch
-    from flashsdk import _torch_native
-    x = torch.ones(1, 5, 2, 16, requires_grad=True)
-    assert flashsdk.torch.attention(x, x, x).grad_fn.name() == "FlashsdkAttentionBackward"
-    print(_torch_native.__file__)
-if importlib.util.find_spec("jax"):
-    import jax, flashsdk.jax
-    gradient = jax.jit(jax.grad(lambda q: flashsdk.jax.attention(q, q, q).sum()))(q)
-    assert gradient.shape == q.shape
-"""
 
 # A process that has PyTorch, and of flashsdk only that library.
 TORCH_CALL = """
@@ -69,8 +54,13 @@ def run(*command: str | Path, cwd: Path = ROOT) -> None:
     subprocess.run([str(part) for part in command], check=True, cwd=cwd)
 
 
+def output(*command: str | Path) -> str:
+    parts = [str(part) for part in command]
+    return subprocess.run(parts, check=True, capture_output=True, text=True).stdout
+
+
 def static_library(folder: Path) -> None:
-    """Installs the C++ package with BUILD_SHARED_LIBS=OFF, then builds and runs an example."""
+    """Installs the C++ package with BUILD_SHARED_LIBS=OFF, then uses it in programs."""
     print("cmake --install, BUILD_SHARED_LIBS=OFF", flush=True)
     few = [f"-D{name}={value}" for name, value in FEW_KERNELS.items()]
     build, prefix = ROOT / "build" / "package-static", folder / "prefix"
@@ -79,29 +69,36 @@ def static_library(folder: Path) -> None:
     run(CMAKE, "--build", build, "--target", "flashsdk")
     run(CMAKE, "--install", build, "--prefix", prefix, "--component", "development")
     assert not list(prefix.rglob("*.so*")), "a shared library was installed"
-    example("cpp_integration", folder / "static", f"-DCMAKE_PREFIX_PATH={prefix}")
-    flags = pkg_config(next(prefix.rglob("pkgconfig")))
-    compile_c(folder / "static_c", flags)
+    here = f"-DCMAKE_PREFIX_PATH={prefix}"
+    project(ROOT / "examples" / "cpp_integration", folder / "static", here)
+    project(ROOT / "tests" / "cpp" / "plugin", folder / "plugin", here)
+    # By this flag, as GCC's libraries mostly stay where they are without it.
+    header = output("readelf", "-d", folder / "plugin" / "flashsdk_plugin.so")
+    assert "NODELETE" in header, "the plugin can be unmapped under the library's threads"
+    compile_c(folder / "static_c", pkg_config(next(prefix.rglob("pkgconfig"))))
 
 
-def example(name: str, build: Path, where: str) -> None:
-    """Builds and runs one of examples/, as a project of its own."""
-    run(CMAKE, "-S", ROOT / "examples" / name, "-B", build, *NINJA, where)
+def project(source: Path, build: Path, where: str) -> None:
+    """Builds and runs the program of a folder, which has its name."""
+    run(CMAKE, "-S", source, "-B", build, *NINJA, where)
     run(CMAKE, "--build", build)
-    run(build / name)
+    run(build / source.name)
 
 
-def compile_c(program: Path, flags: list[str]) -> None:
-    """… the one in C, without CMake."""
+def compile_c(program: Path, flags: list[str] | None) -> None:
+    """The example in C, without CMake."""
+    if flags is None:
+        return
     source = ROOT / "examples" / "c" / "main.c"
     run("cc", "-std=c99", "-pedantic", "-Werror", source, "-o", program, *flags, "-lm")
     run(program)
 
 
-def pkg_config(folder: Path) -> list[str]:
-    """Flags of the flashsdk.pc in the folder."""
+def pkg_config(folder: Path) -> list[str] | None:
+    """Flags of the flashsdk.pc in the folder; None where the machine has no pkg-config."""
     if shutil.which("pkg-config") is None:
-        raise SystemExit("test_package: no pkg-config (Debian: apt-get install pkg-config)")
+        print("not tried, as there is no pkg-config: flashsdk.pc", flush=True)
+        return None
     done = subprocess.run(
         ["pkg-config", "--cflags", "--libs", "flashsdk"],
         check=True,
@@ -130,11 +127,11 @@ def programs(python: Path, wheel: Path, folder: Path) -> None:
         )
         return shlex.split(done.stdout)
 
-    run("env", f"PYTHONPATH={site}", python, "-c", CALL, cwd=folder)
+    run("env", f"PYTHONPATH={site}", python, folder / "try_package.py", "--native", cwd=folder)
     (cmake,), (library,), (pkgconfig,) = map(config, ("--cmake", "--library", "--pkgconfig"))
     assert Path(library).is_relative_to(site), library
     for name in ("cpp_integration", "custom_mask", "c"):
-        example(name, folder / name, f"-Dflashsdk_DIR={cmake}")
+        project(ROOT / "examples" / name, folder / name, f"-Dflashsdk_DIR={cmake}")
     compile_c(folder / "by_config", config("--cflags", "--libs"))
     compile_c(folder / "by_pkg_config", pkg_config(Path(pkgconfig)))
     languages = ROOT / "examples" / "other_languages"
@@ -156,19 +153,45 @@ def check_description(wheel: Path) -> None:
     assert shown.get_payload(decode=True).decode("utf-8").strip() == page.strip(), "another page"
 
 
+def build_wheel(folder: Path) -> Path:
+    """Of what the archive of sources holds."""
+    sources = wheels.unpacked(wheels.source_archive(folder), folder / "sources")
+    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, *SMALL, "-w", folder / "dist", sources)
+    (wheel,) = (folder / "dist").glob("flashsdk-*.whl")
+    return wheel
+
+
+def call_beside_numpy_alone(wheel: Path, folder: Path) -> None:
+    """In an environment that sees nothing of this one but NumPy, without any variable."""
+    run(sys.executable, "-m", "venv", folder / "empty")
+    programs = folder / "empty" / "bin"
+    run(programs / "python", "-m", "pip", "install", *OFFLINE, wheel)
+    site = next((folder / "empty" / "lib").glob("python3*/site-packages"))
+    for package in Path(sysconfig.get_path("purelib")).glob("numpy*"):
+        (site / package.name).symlink_to(package)
+    subprocess.run(
+        ["python", str(folder / "try_package.py")],
+        check=True,
+        cwd=folder,
+        env={"PATH": str(programs)},
+        executable=programs / "python",
+    )
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         static_library(folder)
+        shutil.copy(ROOT / "scripts" / "try_package.py", folder)
         run(sys.executable, "-m", "venv", folder / "env")
         python = folder / "env" / "bin" / "python"
         # The packages of this environment, but not its link to the source tree, a .pth file too.
         site = next((folder / "env" / "lib").glob("python3*/site-packages"))
         (site / "tools.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
-        run(sys.executable, "-m", "pip", "wheel", *OFFLINE, *SMALL, "-w", folder / "dist", ".")
-        (wheel,) = (folder / "dist").glob("flashsdk-*.whl")
+        wheel = build_wheel(folder)
         check_description(wheel)
+        call_beside_numpy_alone(wheel, folder)
         programs(python, wheel, folder)
         for title, arguments in {
             f"pip install {wheel.name}": [wheel],
@@ -177,7 +200,7 @@ def main() -> None:
         }.items():
             print(title, flush=True)
             run(python, "-m", "pip", "install", *OFFLINE, *arguments)
-            run(python, "-c", CALL, cwd=folder)
+            run(python, folder / "try_package.py", "--native", cwd=folder)
             run(python.with_name("flashsdk"), "--version", cwd=folder)
             run(python, "-m", "pip", "uninstall", "-y", "-q", "flashsdk")
 

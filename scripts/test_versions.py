@@ -1,37 +1,62 @@
-"""Tests with other releases of PyTorch and JAX than .venv's, beside the build that is there.
+"""Tests with other releases of Python, PyTorch, JAX and NumPy than .venv's.
 
     python scripts/test_versions.py [torch==2.11.0] [jax==0.8.3] [--tests torch_seeds jax]
-                                    [-- options of pytest]
+                                    [--record FILE] [-- options of pytest]
+    python scripts/test_versions.py matrix          every cell of MATRIX
+    python scripts/test_versions.py --list          prints these cells, as JSON
 
 Each is tested in an environment of its own in build/versions, which pip fills. What goes with it
-stands behind a comma: torch==2.6.0,numpy==1.26.4. There is a copy of the package by links, but for
-the library that is compiled for that release: _torch_native (PyTorch 2.11 or newer) or
-libflashsdk_jax. `make build` comes first. Without an argument: the oldest of each that is
-supported, and ones between that and the newest.
+stands behind a comma: torch==2.6.0,numpy==1.26.4. A name without a version is the newest release.
+
+With python==3.12 among them the environment is of that Python and has its wheel of dist/, which
+`make wheels` leaves there. Else it is of this Python, and has the build of python/flashsdk by
+links, but for the library that is compiled for that release: _torch_native (PyTorch 2.11 or newer)
+or libflashsdk_jax. `make build` comes first. Without an argument: the oldest of PyTorch and JAX
+that are supported, and ones between these and the newest.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import os
+import platform
 import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
+
+import pythons
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = Path(sysconfig.get_path("scripts"))
 # Of the oldest series, and of one between. JAX: from the series two before the newest on.
 RELEASES = ("torch==2.6.0", "torch==2.11.0", "jax==0.8.3", "jax==0.9.2")
+# Pythons that wheels are tested with, and the oldest PyTorch and NumPy that have wheels for each.
+OLDEST = {
+    "3.10": ("torch==2.6.0", "numpy==1.23.5"),
+    "3.12": ("torch==2.6.0", "numpy==1.26.4"),
+    "3.14": ("torch==2.10.0", "numpy==2.3.2"),
+    "3.14t": ("torch==2.10.0", "numpy==2.3.2"),
+}
 # Beside the framework; with it come NumPy and what its package asks for.
 PACKAGES = {
+    "numpy": ("pytest", "ml_dtypes"),
     "torch": ("pytest", "ml_dtypes", "nanobind"),
     "jax": ("pytest", "ml_dtypes", "nanobind", "flax", "matplotlib"),
 }
 # What is about the framework itself: tracing, dispatch, seeds. Kernels are the same with all.
 TESTS = {
+    "numpy": (
+        *("arrays", "attention", "block_lists", "dlpack", "equivalences", "errors"),
+        *("layouts", "masks", "strides", "varlen"),
+    ),
     "torch": (
         *("torch", "torch_compile", "torch_eager", "torch_errors", "torch_flash_attn"),
         *("torch_native", "torch_seeds", "from_flex"),
@@ -41,46 +66,97 @@ TESTS = {
 LIBRARIES = {"torch": "_torch_native", "jax": "libflashsdk_jax"}
 
 
+def matrix() -> list[str]:
+    """Oldest and newest PyTorch by oldest and newest NumPy, without PyTorch, and JAX."""
+    cells = []
+    for python, (oldest_torch, oldest_numpy) in OLDEST.items():
+        cells.append(f"{oldest_numpy},python=={python}")
+        for torch in (oldest_torch, "torch"):
+            cells += [f"{torch},{numpy},python=={python}" for numpy in (oldest_numpy, "numpy")]
+    return [*cells, "jax==0.8.3,python==3.12", "jax,python==3.12"]
+
+
 def run(*command: str | Path, **environment: str) -> None:
     parts = [str(part) for part in command]
     subprocess.run(parts, check=True, cwd=ROOT, env={**os.environ, **environment})
 
 
 class MissingError(Exception):
-    """A release of a framework that pip does not find here, or cannot install."""
+    """What this machine lacks for a release: its Python, its wheel, or that pip finds it."""
+
+
+Counts = dict[str, int]
+
+
+def counts(report: Path, status: int) -> Counts:
+    """How many tests passed, failed and were skipped. A pytest that did not begin has failed."""
+    found = {"passed": 0, "failed": 0, "skipped": 0}
+    cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
+    for case in cases:
+        tags = {child.tag for child in case}
+        bad = "failed" if tags & {"failure", "error"} else "skipped"
+        found[bad if tags & {"failure", "error", "skipped"} else "passed"] += 1
+    if status and not found["failed"]:
+        found["failed"] = 1
+    return found
 
 
 class Release:
     """An environment with one release of a framework, and the package in it."""
 
     def __init__(self, spec: str) -> None:
-        self.packages = spec.split(",")
+        self.packages = [p for p in spec.split(",") if not p.startswith("python==")]
         self.framework, _, self.version = self.packages[0].partition("==")
-        if self.framework not in TESTS or not self.version:
+        # Of the wheel's Python; "" where the package is the one of this tree.
+        self.series = next((p[8:] for p in spec.split(",") if p.startswith("python==")), "")
+        if self.framework not in TESTS or not (self.version or self.series):
             sys.exit(f"test_versions: {spec!r}; {' or '.join(f'{name}==…' for name in TESTS)}")
-        self.folder = ROOT / "build" / "versions" / re.sub(r"[^\w.]+", "-", spec)
+        # What goes with it is exchanged there, as a framework is large.
+        name = f"{self.packages[0]}-{self.series}" if self.series else spec
+        self.folder = ROOT / "build" / "versions" / re.sub(r"[^\w.]+", "-", name)
         self.python = self.folder / "bin" / "python"
         self.package = self.folder / "package" / "flashsdk"
 
     def make(self) -> None:
+        if self.series:
+            self.install_wheel()
+            return
         self.link()
         if self.has_library():
             self.build()
 
+    def interpreter(self) -> Path:
+        if not self.series:
+            return Path(sys.executable)
+        if found := pythons.find(self.series):
+            return found.path
+        raise MissingError(f"Python {self.series}")
+
     def install(self) -> None:
         if not self.python.exists():
-            run(sys.executable, "-m", "venv", self.folder)
-        pip = [self.python, "-m", "pip", "install", "-qq", "--no-compile"]
-        pip += ["--disable-pip-version-check"]
+            run(self.interpreter(), "-m", "venv", self.folder)
         framework = self.packages[0]
         done = 1
-        if self.framework == "torch":  # for CPUs, where pip knows an index that has it
-            done = self.tried(*pip, cpu := f"{framework}+cpu")
+        if (
+            self.framework == "torch" and self.version
+        ):  # for CPUs, if pip knows an index that has it
+            done = self.tried(*self.pip(), cpu := f"{framework}+cpu")
             framework = framework if done else cpu
-        if done and self.tried(*pip, framework, quiet=False):
+        if done and self.tried(*self.pip(), framework, quiet=False):
             raise MissingError(framework)
         # Beside it: what else is there for this release.
-        run(*pip, framework, *PACKAGES[self.framework], *self.packages[1:])
+        names = [p for p in self.packages[1:] if "==" not in p]
+        upgrade = ["--upgrade", *names] if names else []
+        run(*self.pip(), framework, *PACKAGES[self.framework], *self.packages[1:], *upgrade)
+
+    def pip(self) -> list[str | Path]:
+        quiet = ("-qq", "--no-compile", "--disable-pip-version-check")
+        return [self.python, "-m", "pip", "install", *quiet]
+
+    def install_wheel(self) -> None:
+        found = ["--no-index", "--find-links", ROOT / "dist", "--no-deps", "--force-reinstall"]
+        if self.tried(*self.pip(), *found, "flashsdk", quiet=False):
+            raise MissingError(f"a wheel for Python {self.series} in dist")
 
     @staticmethod
     def tried(*command: str | Path, quiet: bool = True) -> int:
@@ -125,46 +201,106 @@ class Release:
         target = LIBRARIES[self.framework].removeprefix("lib")
         run(cmake, "--build", folder, "--target", target)
 
-    def test(self, names: list[str], options: list[str]) -> bool:
+    def tests(self, wanted: list[str]) -> list[str]:
+        """Of a wheel also what needs NumPy alone."""
+        of = {self.framework, "numpy"} if self.series else {self.framework}
+        return [
+            name
+            for framework in TESTS
+            if framework in of
+            for name in TESTS[framework]
+            if name in wanted
+        ]
+
+    def test(self, names: list[str], options: list[str]) -> Counts:
         tests = [ROOT / "tests" / "python" / f"test_{name}.py" for name in names]
-        command = [self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, *options]
-        environment = {**os.environ, "PYTHONPATH": str(self.package.parent)}
-        done = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment)
-        return done.returncode == 0
+        environment = dict(os.environ)
+        if not self.series:
+            environment["PYTHONPATH"] = str(self.package.parent)
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            command = [self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+            command += [f"--junitxml={report}", *tests, *options]
+            done = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment)
+            return counts(report, done.returncode)
+
+    def versions(self) -> dict[str, str]:
+        """What is really there, by name."""
+        code = (
+            "import importlib.metadata as m, platform, sys\n"
+            "print('python', platform.python_version())\n"
+            "for name in sys.argv[1:]:\n"
+            "    if list(m.distributions(name=name)): print(name, m.version(name))"
+        )
+        command = [self.python, "-c", code, "numpy", *LIBRARIES]
+        words = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def try_release(spec: str, wanted: list[str], options: list[str]) -> dict[str, Any]:
+    """What the record says of one release. Raises MissingError."""
+    began = time.monotonic()
+    print(f"---- {spec}", flush=True)
+    release = Release(spec)
+    names = release.tests(wanted)
+    if not names:
+        sys.exit(f"test_versions: --tests has none of {release.framework}'s")
+    release.install()
+    release.make()
+    print(f"---- {spec}: set up in {time.monotonic() - began:.0f} s", flush=True)
+    outcome = release.test(names, options)
+    print(f"---- {spec}: {outcome}", flush=True)
+    return {"spec": spec, "versions": release.versions(), "tests": names, **outcome}
+
+
+def write_record(path: Path, cells: list[dict[str, Any]], options: list[str]) -> None:
+    """Cells that were tried replace those of the same name in a record that is there."""
+    before = json.loads(path.read_text())["cells"] if path.exists() else []
+    found = {cell["spec"]: cell for cell in [*before, *cells]}
+    order = {spec: i for i, spec in enumerate(matrix())}
+    record = {
+        "kind": "versions",
+        "date": datetime.date.today().isoformat(),
+        "machine": platform.machine(),
+        "options": options,
+        "cells": sorted(found.values(), key=lambda cell: order.get(cell["spec"], len(order))),
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> int:
     given = sys.argv[1:]
     end = given.index("--") if "--" in given else len(given)
+    options = given[end + 1 :]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("releases", nargs="*", default=RELEASES, metavar="torch==… | jax==…")
     known = sorted({name for names in TESTS.values() for name in names})
     parser.add_argument("--tests", nargs="+", choices=known, default=known, metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="print the cells of the matrix")
+    parser.add_argument("--record", type=Path, help="where the outcome goes, as JSON")
     parser.add_argument(
         "--skip-missing",
         action="store_true",
         help="pass where pip cannot install some of them",
     )
     args = parser.parse_args(given[:end])
-    failed, missing = [], []
-    for spec in args.releases:
-        began = time.monotonic()
-        print(f"---- {spec}", flush=True)
-        release = Release(spec)
+    if args.list:
+        print(json.dumps(matrix()))
+        return 0
+    specs = matrix() if args.releases == ["matrix"] else args.releases
+    cells: list[dict[str, Any]] = []
+    missing = []
+    for spec in specs:
         try:
-            release.install()
-        except MissingError:
-            print(f"---- {spec}: NOT TESTED, as pip cannot install it here", flush=True)
+            cells.append(try_release(spec, args.tests, options))
+        except MissingError as e:
+            print(f"---- {spec}: NOT TESTED, as there is no {e} here", flush=True)
             missing.append(spec)
-            continue
-        release.make()
-        print(f"---- {spec}: set up in {time.monotonic() - began:.0f} s", flush=True)
-        names = [name for name in TESTS[release.framework] if name in args.tests]
-        if not names:
-            sys.exit(f"test_versions: --tests has none of {release.framework}'s")
-        if not release.test(names, given[end + 1 :]):
-            failed.append(spec)
-    if len(missing) == len(args.releases) or (missing and not args.skip_missing):
+            cells.append({"spec": spec, "missing": str(e)})
+        if args.record:
+            write_record(args.record, cells, options)
+    failed = [cell["spec"] for cell in cells if cell.get("failed")]
+    if len(missing) == len(specs) or (missing and not args.skip_missing):
         failed += missing
     if failed:
         print(f"test_versions: failed with {', '.join(failed)}")

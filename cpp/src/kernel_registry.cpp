@@ -164,15 +164,15 @@ KernelRegistry::Rows<Params>::Rows(const std::vector<KernelEntry<Params>>& entri
     const auto arch = std::find(archs.begin(), archs.end(), entry.key.arch);
     const auto rank = static_cast<int>(arch - archs.begin());
     if (arch == archs.end()) archs.emplace_back(entry.key.arch);
-    all.push_back({entry, rank, name_of(entry.key, entry.tile, kOp<Params>), machine_refusal(entry.key, forced_isa),
-                   preference_refusal(entry.key, forced_isa)});
+    all.push_back({entry, rank, all.size(), name_of(entry.key, entry.tile, kOp<Params>),
+                   machine_refusal(entry.key, forced_isa), preference_refusal(entry.key, forced_isa)});
   }
   // The smallest head_dim that fits is the fastest, and what is not asked for is better not compiled in.
-  std::stable_sort(all.begin(), all.end(), [](const Row<Params>& a, const Row<Params>& b) {
+  std::sort(all.begin(), all.end(), [](const Row<Params>& a, const Row<Params>& b) {
     const auto order = [](const Row<Params>& row) {
       const KernelKey& key = row.entry.key;
       return std::tuple(-static_cast<int>(key.backend), row.arch_rank, key.head_dim, key.head_dim_v,
-                        count(key.features), key.any_alignment);
+                        count(key.features), key.any_alignment, row.position);
     };
     return order(a) < order(b);
   });

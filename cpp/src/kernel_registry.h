@@ -48,7 +48,8 @@ class KernelRegistry {
   template <class Params>
   struct Row {
     KernelEntry<Params> entry;
-    int arch_rank;  // 0 is the fastest
+    int arch_rank;         // 0 is the fastest
+    std::size_t position;  // among the entries
     std::string name;
     std::string machine_refusal;     // why this machine does not run it; empty: it does
     const char* preference_refusal;  // why it is passed over although it runs; null: it is not

@@ -35,6 +35,7 @@ BuildInfo build_info() {
   BuildInfo info;
   info.version = FLASHSDK_VERSION;
   info.compiler = kCompiler;
+  info.compiler.erase(info.compiler.find_last_not_of(' ') + 1);  // Debian's Clang ends with one
   info.cpu_isas = registry.cpu_isas();
   info.cpu_isa = registry.cpu_isa();
   info.cuda = FLASHSDK_HAVE_CUDA != 0;

@@ -104,4 +104,12 @@ Device device_from_dlpack(int device_type, int device_id) {
               "tensor: on DLPack device type " + std::to_string(device_type) + "; the CPU (1) or CUDA (2, 13)");
 }
 
+int TensorView::checked_rank(std::int64_t r) {
+  if (r < 0 || r > kMaxTensorRank) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "tensor: " + std::to_string(r) + " dimensions; at most " + std::to_string(kMaxTensorRank));
+  }
+  return static_cast<int>(r);
+}
+
 }  // namespace flashsdk

@@ -80,11 +80,14 @@ def as_array(name: str, values: ArrayLike) -> NDArray[Any]:
     if isinstance(values, np.ma.MaskedArray):
         raise InvalidArgument(f"{name}: a masked array; one without a mask, which would be lost")
     try:
-        return np.asarray(values)
+        array = np.asarray(values)
+        if array.dtype == object and isinstance(values, (list, tuple)):
+            raise ValueError("of unequal lengths")  # which NumPy itself says from 1.24 on
     except Exception as e:  # ragged lists, arrays of a GPU
         raise InvalidArgument(
             f"{name}: {shown(values)}; an array, or lists of equal lengths"
         ) from e
+    return array
 
 
 def as_blocks(name: str, blocks: ArrayLike) -> Bools:

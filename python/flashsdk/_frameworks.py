@@ -108,6 +108,8 @@ class _Torch(_NumPy):
     """What a call on a GPU takes on the host is mostly the making of tensors: two each forward."""
 
     def __init__(self) -> None:
+        from ._torch_private import is_wrapped  # PyTorch is there
+
         torch = sys.modules["torch"]
         self.cuda, self.from_numpy = torch.cuda, torch.from_numpy
         self.new, self.float32 = torch.empty, torch.float32  # faster than Tensor.new_empty
@@ -115,7 +117,7 @@ class _Torch(_NumPy):
         self.tensor, self.is_grad_enabled = torch.Tensor, torch.is_grad_enabled
         self.increment_version = torch.autograd.graph.increment_version
         self.is_deterministic = torch.are_deterministic_algorithms_enabled
-        self.is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        self.is_wrapped = is_wrapped
 
     def empty(self, like: Any, shape: Shape) -> Any:
         return self.new(shape, dtype=like.dtype, device=like.device)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ._block_lists import Bools
 from ._errors import Unsupported, first_line, type_name
+from ._torch_private import indexing_by_tensors
 
 # Of these operators' first argument only dtype and device matter. PyTorch's own and_masks begins
 # with b.new_ones.
@@ -36,7 +36,7 @@ class MaskMod:
     def shows(self, places: Places) -> Bools:
         """bool (blocks, n, m). Raises Unsupported where it cannot be asked so."""
         try:
-            with torch.no_grad(), TransformGetItemToIndex():
+            with torch.no_grad(), indexing_by_tensors():
                 seen: Bools = self._asked(*self._tensors(places)).to(torch.bool).cpu().numpy()
         except Exception as e:  # of the caller's function
             given = f"{type_name(e)}, {first_line(e)}"
@@ -52,7 +52,7 @@ class MaskMod:
         first = [np.zeros(shape, np.int64) for shape in ((1,), (1,), (1, 1), (1, 1))]
         self.shows(first)  # raises what there is to say
         try:
-            with torch.no_grad(), TransformGetItemToIndex():
+            with torch.no_grad(), indexing_by_tensors():
                 nodes = make_fx(self._asked)(*self._tensors(first)).graph.nodes
         except Exception:  # runs, and cannot be looked into: a compiled one, say
             return True

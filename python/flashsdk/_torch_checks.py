@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _errors
 from ._block_lists import MOST_ROWS
 from ._errors import REAL, InvalidArgument, Unsupported, has, integer, real, shown, truth, type_name
+from ._torch_private import in_forward_mode, without_batches
 
 F = TypeVar("F", bound=Callable[..., Any])
 _errors.tracing = torch.compiler.is_compiling
@@ -124,12 +124,9 @@ def check_constant(name: str, x: Tensor) -> None:
 
 def no_tangent(name: str, x: object) -> None:
     """Refuses a dual tensor of forward-mode differentiation, whose tangent would be lost."""
-    # The level is what unpack_dual looks at first; asking it costs a microsecond a tensor.
-    if forward_ad._current_level < 0 or not isinstance(x, Tensor):
+    if not in_forward_mode() or not isinstance(x, Tensor):
         return
-    while functorch.is_batchedtensor(x):  # under vmap, which cannot unpack
-        x = functorch.get_unwrapped(x)
-    dual = forward_ad.unpack_dual(x)  # type: ignore[no-untyped-call]
+    dual = forward_ad.unpack_dual(without_batches(x))  # type: ignore[no-untyped-call]
     if dual.tangent is not None:
         allowed = f"one without, {ONCE_IN_REVERSE}"
         raise Unsupported(f"{name}: a tensor with a tangent; {allowed}")

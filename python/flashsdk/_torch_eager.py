@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from . import _log, _torch_sharding, ops
+from ._torch_private import is_watched
 from ._torch_seed import draw_seed
 
 Keywords = dict[str, Any]  # of the functions of flashsdk.ops, but dlse and outputs
@@ -149,15 +149,7 @@ class _Attention(Function):
 
 def _unwatched(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether nobody wants to see the operators that these tensors go through."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
-    ):
+    if torch.compiler.is_compiling() or is_watched():
         return False
     # all() of a generator takes twice as long. Where a tensor's memory does not show its values,
     # the dispatcher works them out: it negates views, and unwraps what is a Tensor by its type

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import ops
 from ._errors import InvalidArgument, shown
 from ._torch_ops import Options
+from ._torch_private import TorchDispatchMode
 
 
 class _Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]

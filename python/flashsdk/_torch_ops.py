@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from . import _bindings, _frameworks, _torch_flops, _torch_sharding, ops
 from ._bands import no_mask
@@ -42,6 +41,13 @@ from ._torch_eager import (
     last_contiguous,
     native,
     recorded,
+)
+from ._torch_private import (
+    below_autograd,
+    has_schema,
+    in_forward_mode,
+    single_level,
+    with_forward_mode,
 )
 from ._torch_seed import draw_watched_seed
 from ._torch_threads import on_torch_threads
@@ -182,7 +188,7 @@ def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask | ops.Placed
 # Not torch.library.custom_op: its first call imports the compiler, which takes seconds.
 _library: Any = torch.library.Library("flashsdk", "DEF")  # type: ignore[no-untyped-call]
 # libflashsdk_torch was loaded before: operators and their kernels are its own.
-_in_cpp = bool(torch._C._jit_get_schemas_for_operator("flashsdk::mha_fwd"))
+_in_cpp = hasattr(torch.ops.flashsdk, "mha_fwd")
 
 
 def _define(
@@ -265,19 +271,15 @@ def _operator(
     if not _in_cpp:
         _library.define(_SCHEMAS[name])
     operator = getattr(torch.ops.flashsdk, name).default
-    if operator._schema != torch._C.parse_schema(f"flashsdk::{_SCHEMAS[name]}"):
+    if not has_schema(operator, f"flashsdk::{_SCHEMAS[name]}"):
         raise ImportError(f"libflashsdk_torch: another version; {_bindings.__version__}, as here")
     names = [argument.name for argument in operator._schema.arguments]
     constants = [names.index(name) for name in ("bias", "alibi_slopes")]
 
-    def below(keys: Any, *inputs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
-
     def forward(keys: Any, *inputs: Any) -> Any:
         # A Function turns both off, and so for the transforms of torch.func that lie below.
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-            return below(keys, *inputs)
+        with torch.enable_grad(), with_forward_mode():
+            return below_autograd(operator, keys, inputs)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         save(ctx, inputs[1:], output)
@@ -290,7 +292,7 @@ def _operator(
     function: Any = type(name, (Function,), members)
 
     def differentiable(keys: Any, *inputs: Any) -> Any:
-        if forward_ad._current_level >= 0:
+        if in_forward_mode():
             for argument, x in zip(names, inputs, strict=True):
                 no_tangent(argument, x)
         # Again: what vmap and functionalize wrap says that it requires none until it comes here.
@@ -298,10 +300,10 @@ def _operator(
             if inputs[i] is not None:
                 check_constant(names[i], inputs[i])
         if not recorded(x for x in inputs if isinstance(x, Tensor)):
-            return below(keys, *inputs)
+            return below_autograd(operator, keys, inputs)
         # Not Function.apply, which goes through the transforms of torch.func: the dispatcher does
         # so itself, and comes here once for each.
-        with enable_single_level_autograd_function():
+        with single_level():
             return super(Function, function).apply(keys, *inputs)
 
     _library.impl(name, kernel, "CompositeExplicitAutograd")

@@ -13,25 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config
 from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy
+
+from ._torch_private import is_exporting, is_tracing, memory_budget
 
 _END = 2**63 - 1
 # PyTorch 2.6's, which asks all that may be computed again for the checkpoint that it is part of.
 _OLD_PARTITIONER = torch.torch_version.TorchVersion(torch.__version__) < "2.7"
 
 _library: Any = torch.library.Library("flashsdk", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
-def _is_exporting() -> bool:
-    """By the flag itself: Dynamo of PyTorch 2.11 takes is_exporting() for true as it compiles."""
-    compiler: Any = torch.compiler
-    # PyTorch 2.6 has one flag for both, which Dynamo sets neither to compile nor to export: there
-    # what is exported strictly draws by our operator.
-    if hasattr(compiler, "_is_exporting_flag"):
-        return bool(compiler._is_exporting_flag)
-    return bool(compiler._is_compiling_flag)
 
 
 def draw_seed(like: Tensor) -> Tensor:
@@ -45,7 +36,7 @@ def draw_seed(like: Tensor) -> Tensor:
 def draw_watched_seed(like: Tensor) -> Tensor:
     """The same, for calls that torch.compile and others look at."""
     # Programs that run without Python have PyTorch's operators, and not ours in Python.
-    if _is_exporting() or torch._C._get_tracing_state() is not None:
+    if is_exporting() or is_tracing():
         return draw_seed(like)
     seed: Tensor = torch.ops.flashsdk.draw_seed(device=like.device)
     return seed
@@ -87,7 +78,7 @@ def _kept_for_the_backward() -> Iterator[None]:
 def _budget(meta: dict[str, Any]) -> float:
     """Of what is traced with this meta: that of its region, else that of all."""
     key = getattr(traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None)  # before PyTorch 2.13 none
-    budget: float = (meta.get("custom") or {}).get(key, config.activation_memory_budget)
+    budget: float = (meta.get("custom") or {}).get(key, memory_budget())
     return budget
 
 

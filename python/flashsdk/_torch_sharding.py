@@ -16,6 +16,7 @@ import torch
 
 from ._errors import InvalidArgument, Unsupported
 from ._torch_checks import constant_when_compiled
+from ._torch_private import replicates_implicitly
 
 Placements = list[Any]  # one for each tensor of the results, or one for each argument
 # Where batch and heads are in q, and in lse.
@@ -43,7 +44,7 @@ def prepare(tensors: Mapping[str, Any], dropout_p: float, blocks: bool) -> None:
     if placed["q"] and blocks:
         raise Unsupported("mask: a BlockMask, of DTensors; a band or None")
     # PyTorch replicates what holds one number, and with implicit_replication() everything.
-    if not getattr(module.DTensor._op_dispatcher, "_allow_implicit_replication", False):
+    if not replicates_implicitly(module.DTensor):
         for name, x in given.items():
             if placed[name] != placed["q"] and (placed[name] or x.numel() != 1):
                 kinds = ("a DTensor", "a plain tensor")

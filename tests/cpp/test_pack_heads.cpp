@@ -13,7 +13,8 @@
 namespace flashsdk::testing {
 namespace {
 
-constexpr Shape kDecoding{
+const Shape kDecoding{
+    // not constexpr, as GCC 11's std::string is not
     .batch = 3, .seqlen_q = 1, .seqlen_k = 50, .num_heads = 8, .num_heads_kv = 2, .head_dim = 16, .head_dim_v = 24};
 constexpr const char* kPacking = "query heads packed: 4 rows a head of keys";
 

@@ -7,12 +7,12 @@ import flashsdk as fs
 import numpy as np
 import pytest
 from cases import packed, problem
-from flashsdk._testing import dense
 from flashsdk._testing.problems import BandSpec, mask_of
 from flashsdk._testing.reference import Blocks
 from gpu_cases import BF16, assert_same, both, qkv
 
 torch = pytest.importorskip("torch")
+dense = pytest.importorskip("flashsdk._testing.dense")  # needs PyTorch
 
 
 @pytest.mark.parametrize("start, width", [(0, 64), (1, 64), (3, 40), (8, 33), (0, 1)])

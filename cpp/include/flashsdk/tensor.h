@@ -76,13 +76,8 @@ struct TensorView {
   }
 
  private:
-  static int checked_rank(std::int64_t r) {
-    if (r < 0 || r > kMaxTensorRank) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "tensor: " + std::to_string(r) + " dimensions; at most " + std::to_string(kMaxTensorRank));
-    }
-    return static_cast<int>(r);
-  }
+  // Not inline, as it throws: these headers compile under -fno-exceptions.
+  FLASHSDK_API static int checked_rank(std::int64_t r);
   void set_contiguous_strides() {
     std::int64_t step = 1;
     for (int d = rank - 1; d >= 0; --d) {

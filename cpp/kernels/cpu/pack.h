@@ -26,7 +26,8 @@ void store_row(const float* src, int n, float scale, T* dst) {
 
 // n elements in pairs of bf16, and behind them, from word kPart on, what these leave out; zeros up to n_padded.
 template <int kPart, class T>
-void split_row(const T* src, int n, int n_padded, std::uint32_t* dst) {
+void split_row([[maybe_unused]] const T* src, [[maybe_unused]] int n, [[maybe_unused]] int n_padded,
+               [[maybe_unused]] std::uint32_t* dst) {
 #if defined(__AVX512BF16__)
   constexpr int kPair = 2 * kLanes;
   alignas(64) float tail[kPair];

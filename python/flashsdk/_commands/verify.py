@@ -34,8 +34,12 @@ class Tally:
             part = (error / limit if limit else 0.0, report.problem.seed)
             self.closest[name] = max(part, self.closest.get(name, part))
 
+    @property
+    def count(self) -> int:
+        return sum(self.problems.values())
+
     def describe(self, seconds: float) -> str:
-        count = sum(self.problems.values())
+        count = self.count
         dtypes = ", ".join(f"{n} {dtype}" for dtype, n in sorted(self.problems.items()))
         lines = [
             f"{count} problem{'s' * (count != 1)} in {seconds:.0f} s"
@@ -79,7 +83,8 @@ def run(
                 elapsed = time.monotonic() - start
                 if seconds is not None and elapsed >= seconds:
                     break
-                progress.update(elapsed if count is None else done, f"{done} problems, none failed")
+                so_far = f"{tally.count} problems, none failed"
+                progress.update(elapsed if count is None else done, so_far)
                 report = attempt(first + done, backend, framework)
                 if not report.ok:
                     failure = report

@@ -48,7 +48,7 @@ def why_not(
 ) -> str:
     """Why nested tensors of a CPU are not given to our kernels; "" where they are."""
     named = (("query", query), ("key", key), ("value", value))
-    if not torch._C._get_flash_sdp_enabled():
+    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return "flash attention is turned off here, as sdpa_kernel does"
     for name, x in named:
         if x.device.type != "cpu":

@@ -27,6 +27,7 @@ from .. import Causal, build_info, ops
 from .._errors import Error, Unsupported, renamed
 from .._torch_checks import flag, shape_of, tensor
 from .._torch_eager import InPython, built
+from .._torch_private import sdp_choice
 from . import _sdpa_dtensor, _sdpa_nested
 
 __all__ = ["Enabled", "Explanation", "disable", "enable", "enabled", "explain"]
@@ -194,7 +195,7 @@ def explain(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, op
         )
     choice: Any = SDPBackend(
-        torch._fused_sdp_choice(
+        sdp_choice(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     )
@@ -257,7 +258,7 @@ def _not_flash(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float
 ) -> str:
     """Why PyTorch does not give a call to its flash attention, as far as we know its rules."""
-    if not torch._C._get_flash_sdp_enabled():
+    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return "flash attention is turned off here, as sdpa_kernel does"
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:

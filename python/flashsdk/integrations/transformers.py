@@ -27,6 +27,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from .._errors import Error, InvalidArgument, Unsupported, has, renamed, shown
 from .._torch_eager import last_contiguous
+from .._torch_private import is_tracing
 from ..masks import Band
 from ..torch import attention, varlen_attention
 from ._rows import Places, offsets, put, take
@@ -206,7 +207,7 @@ def make_mask(**call: Any) -> Seen | Tensor:
         return given
     q_length, q_offset = call["q_length"], call.get("q_offset", 0)
     kv_length, kv_offset = call["kv_length"], call.get("kv_offset", 0)
-    tracing = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    tracing = torch.compiler.is_compiling() or is_tracing()
     shape = (call["batch_size"], 1, q_length, kv_length)
     seen = Seen(shape, make=lambda: _dense(call))
     if q_length == 1 and not call.get("allow_is_causal_skip", True):
