@@ -110,7 +110,9 @@ def from_products(
     if visible is not None:
         score = xp.where(visible, score, -np.inf)
     e = xp.exp(score - finite_max(score, xp))
-    total = xp.clip(e.sum(-1), 1, None)  # the largest e is 1, and all are 0 where no key is seen
+    # The largest e is 1, and all are 0 where no key is seen: no row has the bound itself, where the
+    # gradient of clip is another with each release of PyTorch.
+    total = xp.clip(e.sum(-1), 0.5, None)
     p = round_to(e / total[..., None])
     return Matrices(score, p, xp.ones_like(score) if drop is None else drop, slope)
 
@@ -119,7 +121,7 @@ def log_sum_exp(score: Array, xp: Any = np) -> Array:
     """Of each row (..., seqlen_q), -inf where it sees no key. There its gradient is 0, not NaN."""
     top = finite_max(score, xp)
     total = xp.exp(score - top).sum(-1)
-    lse: Array = xp.where(total > 0, xp.log(xp.clip(total, 1, None)) + top[..., 0], -np.inf)
+    lse: Array = xp.where(total > 0, xp.log(xp.clip(total, 0.5, None)) + top[..., 0], -np.inf)
     return lse
 
 
