@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from . import _bindings, _frameworks, _torch_flops, _torch_sharding, ops
 from ._bands import no_mask
@@ -43,6 +42,7 @@ from ._torch_eager import (
     recorded,
 )
 from ._torch_private import (
+    SingleLevelFunction,
     below_autograd,
     has_schema,
     in_forward_mode,
@@ -289,7 +289,7 @@ def _operator(
 
     methods = (forward, setup_context, backward)
     members = {method.__name__: staticmethod(method) for method in methods}
-    function: Any = type(name, (Function,), members)
+    function: Any = type(name, (SingleLevelFunction,), members)
 
     def differentiable(keys: Any, *inputs: Any) -> Any:
         if in_forward_mode():
@@ -304,7 +304,7 @@ def _operator(
         # Not Function.apply, which goes through the transforms of torch.func: the dispatcher does
         # so itself, and comes here once for each.
         with single_level():
-            return super(Function, function).apply(keys, *inputs)
+            return function.apply(keys, *inputs)
 
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     # Not torch.library.register_autograd: it knows neither torch.func nor tangents, and loses them.
