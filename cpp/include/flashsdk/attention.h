@@ -45,7 +45,7 @@ struct AttentionArgs {
   TensorView seqused_q;
   TensorView seqused_k;
 
-  // Forward, with seqused_k: int32 (batch, max_pages). k and v are pages, (num_pages, page_size, num_heads_kv, head_dim):
+  // Forward, with seqused_k: int32 (batch, max_pages). k and v are pages (num_pages, page_size, num_heads_kv, head_dim):
   // key j of sequence b is row j % page_size of page block_table[b, j / page_size]; seqlen_k is max_pages·page_size.
   TensorView block_table;
 
