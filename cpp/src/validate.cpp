@@ -36,7 +36,7 @@ void check_device_of_q(const TensorView& q) {
 
 // Those of pages: k and v have no batch, and as many keys as the table has room for.
 void read_pages(const AttentionArgs& args, ForwardParams& p) {
-  if (!args.seqused_k.given()) fail("seqused_k", "not given", "int32 (batch), as block_table is given");
+  if (!args.seqused_k.given()) fail("block_table", "given", "none without seqused_k, the lengths");
   check_extent("k", "num_pages", args.k.shape[0], 0, kMaxRows);
   check_extent("k", "page_size", args.k.shape[1], 1, kMaxRows);
   check_shape("block_table", args.block_table, {{"batch", args.q.shape[0]}, {"max_pages"}});

@@ -143,7 +143,7 @@ ERRORS = {
     ),
     "no lengths": (
         {"seqused_k": None},
-        "seqused_k: not given; int32 (batch), as block_table is given",
+        "block_table: given; none without seqused_k, the lengths",
     ),
     "dtype": ({"block_table": np.zeros((2, 3), np.int64)}, "block_table: dtype int64; int32"),
     "shape": (
