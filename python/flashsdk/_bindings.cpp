@@ -270,6 +270,32 @@ void backward(nb::tuple tensors, nb::tuple packed, nb::tuple options) {
   call.launch();
 }
 
+// tensors: (k_cache, v_cache, k, v, seqused_k, block_table | None, q | None, q_out | None, rotary_cos | None,
+// rotary_sin | None)
+void append(nb::tuple tensors, nb::handle interleaved, nb::handle q_advances) {
+  ArrayImporter arrays;
+  arrays.gpu_stream = [] { return nullptr; };  // a GPU's tensors are refused
+  KvAppendArgs args;
+  const auto required = [&](ArrayImporter::Role role, nb::handle array) {
+    if (array.is_none()) throw Error(ErrorCode::kInvalidArgument, std::string(role.name) + ": None; an array");
+    return arrays.take(role, array);
+  };
+  args.k = required({"k"}, tensors[2]);
+  args.v = required({"v"}, tensors[3]);
+  args.k_cache = arrays.take({"k_cache"}, tensors[0], Access::kWrite);
+  args.v_cache = arrays.take({"v_cache"}, tensors[1], Access::kWrite);
+  args.seqused_k = required({"seqused_k", ArrayImporter::kInt32}, tensors[4]);
+  args.block_table = arrays.take({"block_table", ArrayImporter::kInt32}, tensors[5]);
+  args.q = arrays.take({"q"}, tensors[6]);
+  args.q_out = arrays.take({"q_out"}, tensors[7], Access::kWrite);
+  args.rotary_cos = arrays.take({"rotary_cos"}, tensors[8]);
+  args.rotary_sin = arrays.take({"rotary_sin"}, tensors[9]);
+  args.rotary_interleaved = to_bool("rotary_interleaved", interleaved);
+  args.q_advances = to_bool("q_advances", q_advances);
+  const WithoutGil released;
+  kv_append(args);
+}
+
 // tensors: (q, k, v)
 nb::tuple explain_call(bool is_backward, nb::tuple tensors, nb::tuple packed, nb::tuple options) {
   const Explanation why = is_backward ? explain(Call<BackwardArgs>(tensors, packed, options).args)
@@ -383,6 +409,7 @@ NB_MODULE(_bindings, m) {
   m.attr("MAX_THREADS") = flashsdk::kMaxThreads;
   m.def("forward", py::forward);
   m.def("backward", py::backward);
+  m.def("append", py::append);
   m.def("explain", py::explain_call);
   m.def("kernels", py::list_kernels);
   m.def("build_info", py::describe_build);

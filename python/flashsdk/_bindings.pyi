@@ -26,6 +26,12 @@ def forward(tensors: tuple[Any, Any, Any, Any, Any], packed: Packed, options: Op
 def backward(tensors: tuple[Any, ...], packed: Packed, options: Options, /) -> None:
     """tensors: (q, k, v, dout, out, lse, dlse | None, dq, dk, dv, dsink | None)"""
 
+def append(tensors: tuple[Any, ...], interleaved: bool, q_advances: bool, /) -> None:
+    """tensors: (k_cache, v_cache, k, v, seqused_k, block_table | None, q | None, q_out | None,
+
+    rotary_cos | None, rotary_sin | None)
+    """
+
 def explain(
     backward: bool, tensors: tuple[Any, Any, Any], packed: Packed, options: Options, /
 ) -> tuple[str, list[tuple[str, str]], str, tuple[int, int]]:

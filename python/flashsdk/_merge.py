@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from . import _frameworks
 from ._errors import InvalidArgument, shown
 
-Array = TypeVar("Array")
 
-
-def merge(outs: Sequence[Array], lses: Sequence[Any]) -> tuple[Array, Any]:
+def merge(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
     """(out, lse) of attention over keys that were attended to in parts.
 
     outs
@@ -68,7 +66,7 @@ def _namespace(x: Any) -> tuple[Any, Any]:
 
     namespace = numpy
     if hasattr(x, "__cuda_array_interface__"):
-        import cupy  # type: ignore[import-not-found]
+        import cupy
 
         namespace = cupy
     return namespace, lambda x, dtype: x.astype(dtype)

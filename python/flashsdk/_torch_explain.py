@@ -27,9 +27,9 @@ class _Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        q, k, v, *rest = args if function.name() in _FORWARDS else (None, None, None)
-        if q is None:
+        if function.name() not in _FORWARDS:
             return function(*args, **(kwargs or {}))
+        q, k, v, *rest = args
         if function.name() == "flashsdk::attention_fwd":
             more = More(*rest[: len(More._fields)])
             packed, rest = more.lengths, rest[len(More._fields) :]

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from . import ops
 from ._errors import Unsupported, integer
+from ._kv_append import kv_append
 from ._torch_checks import ONCE_IN_REVERSE, no_tangent, tensor
 from ._torch_eager import constant, detached, last_contiguous, recorded, unwatched
-from ._torch_ops import Options, _check_devices, _encoded, _operator
+from ._torch_ops import Options, _check_devices, _encoded, _library, _operator
 from ._torch_threads import on_torch_threads
 
 _ARGUMENTS = (
@@ -117,7 +118,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     more, options = _split(rest)
-    beside = dict(zip(More._fields, more, strict=True))
+    beside: dict[str, Any] = dict(zip(More._fields, more, strict=True))
     names = ("sink", "seqused_q", "seqused_k", "block_table", "cu_seqlens_q", "cu_seqlens_k")
     others = {name: beside[name] for name in names}
     _check_devices(q, k=k, v=v, bias=options.bias, alibi_slopes=options.alibi_slopes, **others)
@@ -172,6 +173,54 @@ _gradients = _operator(
     "attention_bwd", _backward, _fake_backward, _save_nothing, _refuse, schema=_BACKWARD
 )
 _attention = _operator("attention_fwd", _forward, _fake_forward, _save, _gradient, schema=_FORWARD)
+
+
+# ---- a cache
+
+_library.define(
+    "kv_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor seqused_k, "
+    "Tensor? block_table, Tensor? q, Tensor? rotary_cos, Tensor? rotary_sin, "
+    "bool rotary_interleaved, bool q_advances) -> Tensor"
+)
+
+
+@on_torch_threads
+def _append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor,
+    block_table: Tensor | None, q: Tensor | None, rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None, rotary_interleaved: bool, q_advances: bool,
+) -> Tensor:  # fmt: skip
+    turned: Tensor | None = kv_append(
+        *(k_cache, v_cache, detached(k), detached(v), seqused_k),
+        block_table=block_table,
+        q=None if q is None else detached(q),
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        q_advances=q_advances,
+    )
+    return k.new_empty(0) if turned is None else turned
+
+
+def _fake_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    q = rest[3]
+    return k.new_empty(0 if q is None else q.shape)
+
+
+_library.impl("kv_append", _append, "CompositeExplicitAutograd")
+torch.library.register_fake(torch.ops.flashsdk.kv_append.default, _fake_append, lib=_library)
+
+
+def append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor,
+    block_table: Tensor | None, q: Tensor | None, rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None, rotary_interleaved: bool, q_advances: bool,
+) -> Tensor:  # fmt: skip
+    """``flashsdk.kv_append``, seen by torch.compile; without q nothing is returned, of no size."""
+    given = (k_cache, v_cache, k, v, seqused_k, block_table, q, rotary_cos, rotary_sin)
+    run = _append if unwatched(given) else torch.ops.flashsdk.kv_append.default
+    turned: Tensor = run(*given, rotary_interleaved, q_advances)
+    return turned
 
 
 def more_of(

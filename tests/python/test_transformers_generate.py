@@ -35,6 +35,22 @@ def test_generate(name, cache):
         assert torch.equal(greedy(DECODERS[name], NAME, **inputs), want)
 
 
+def test_a_static_cache_has_lengths(kinds):
+    """Not a mask over all of its places, but where there is padding or a window hides some."""
+    inputs = {"input_ids": tokens_of(2, 9), "cache_implementation": "static"}
+    for name, steps in (("llama", {"lengths"}), ("mistral", {"lengths", "tensor"})):
+        kinds.clear()
+        want = greedy(DECODERS[name], "eager", **inputs)
+        assert torch.equal(greedy(DECODERS[name], NAME, **inputs), want)
+        assert set(kinds) - {"band"} <= steps
+        assert "lengths" in kinds or name == "mistral"
+    kinds.clear()
+    mask = padded("left", (9, 5), 9)
+    want = greedy(llama, "eager", attention_mask=mask, **inputs)
+    assert torch.equal(greedy(llama, NAME, attention_mask=mask, **inputs), want)
+    assert "lengths" not in kinds
+
+
 def test_a_cache_that_is_filled_in_parts(kinds):
     """Several queries behind keys of before, as in speculative decoding; padded as well."""
     for make in (llama, mistral):

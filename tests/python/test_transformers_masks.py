@@ -13,7 +13,6 @@ import transformers_cases as cases  # noqa: E402
 from flashsdk.integrations import transformers as door  # noqa: E402
 from transformers_cases import (  # noqa: E402
     BATCH,
-    LLAMA,
     NAME,
     SEQLEN,
     VOCABULARY,
@@ -88,7 +87,7 @@ def test_masks_are_those_of_transformers():
                 valid &= padding[:, kv_offset:][:, :q_length]
         exact = exact.transpose(1, 2)
         torch.testing.assert_close(out[valid], exact[valid], atol=2e-6, rtol=1e-5)
-    assert kinds == {"packed", "band", "padding", "tensor"}
+    assert kinds == {"packed", "band", "padding", "tensor", "lengths"}
 
 
 def test_a_mask_is_a_tensor_to_those_who_compute_with_it():
@@ -169,7 +168,6 @@ def test_a_window_without_a_mask():
 def test_what_is_not_supported_is_refused():
     q = torch.randn(1, 2, 5, 8)
     for name, value in (
-        ("s_aux", torch.zeros(2)),
         ("sinks", torch.zeros(2)),
         ("head_mask", torch.ones(2)),
         ("indices", torch.zeros(1)),
@@ -182,18 +180,13 @@ def test_what_is_not_supported_is_refused():
     attended(None, q, q, q, s_aux=None, head_mask=None, output_attentions=False, use_cache=True)
     with pytest.raises(fs.Error, match=r"^key: "):
         attended(None, q, q[..., :4], q)
+    with pytest.raises(fs.Error, match=r"^s_aux: shape \(3,\); "):
+        attended(None, q, q, q, s_aux=torch.zeros(3))
     with pytest.raises(fs.Error, match=r"^dropout: "):
         attended(None, q, q, q, dropout=1.5)
 
 
-def test_models_with_sinks_or_weights():
-    config = transformers.GptOssConfig(
-        **LLAMA, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=8,
-        layer_types=["full_attention", "sliding_attention"],
-    )  # fmt: skip
-    model = model_of(lambda: (transformers.GptOssForCausalLM, config))
-    with pytest.raises(fs.Error, match=r"^s_aux: attention sinks; "):
-        model(input_ids=tokens_of())
+def test_models_asked_for_weights():
     for make in (llama, gpt2, bert):
         with pytest.raises(fs.Error, match=r"^output_attentions: True; "):
             model_of(make)(input_ids=tokens_of(), output_attentions=True)

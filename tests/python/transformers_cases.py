@@ -71,6 +71,15 @@ def qwen3():
     return transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**LLAMA, head_dim=16)
 
 
+def gpt_oss():
+    # Its grouped products know no float64, which the truth is in.
+    config = transformers.GptOssConfig(
+        **LLAMA, head_dim=8, num_local_experts=2, num_experts_per_tok=2, sliding_window=8,
+        layer_types=["full_attention", "sliding_attention"], experts_implementation="eager",
+    )  # fmt: skip
+    return transformers.GptOssForCausalLM, config
+
+
 def t5():
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
@@ -109,7 +118,7 @@ def vit():
     return transformers.ViTForImageClassification, config
 
 
-DECODERS = {f.__name__: f for f in (gpt2, llama, mistral, gemma2, qwen3)}
+DECODERS = {f.__name__: f for f in (gpt2, llama, mistral, gemma2, qwen3, gpt_oss)}
 ENCODERS = {f.__name__: f for f in (bert, modernbert)}
 
 
@@ -123,11 +132,15 @@ def model_of(make, attention=NAME, dtype=torch.float32, seed=0):
     for name, p in model.named_parameters():
         if p.dim() > 1 and "relative" not in name:
             p.data.normal_(std=0.15)  # so that scores are of the order of 1
+        elif name.endswith("sinks"):
+            p.data.normal_()
     return model.to(dtype).eval()
 
 
 def kind_of(mask):
     """How attention takes what make_mask made."""
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.int32:
+        return "lengths"
     if not isinstance(mask, door.Seen) or not mask.known:
         return "tensor"
     return "packed" if mask.packed else "band" if mask.padding is None else "padding"

@@ -45,8 +45,9 @@ struct AttentionArgs {
   TensorView seqused_q;
   TensorView seqused_k;
 
-  // Forward, with seqused_k: int32 (batch, max_pages). k and v are pages (num_pages, page_size, num_heads_kv, head_dim):
-  // key j of sequence b is row j % page_size of page block_table[b, j / page_size]; seqlen_k is max_pages·page_size.
+  // Forward, with seqused_k: int32 (batch, max_pages). k and v are pages, (num_pages, page_size, num_heads_kv,
+  // head_dim): key j of sequence b is row j % page_size of page block_table[b, j / page_size]. seqlen_k is
+  // max_pages·page_size.
   TensorView block_table;
 
   // Into how many parts the keys of a query may be cut: 1 makes its bits depend on its own sequence alone, whatever
@@ -135,5 +136,23 @@ FLASHSDK_API void mha_bwd(const BackwardArgs& args, const LaunchOptions& options
 // are those of queries that see no key: out and gradients 0, lse -inf.
 FLASHSDK_API void mha_varlen_fwd(const ForwardArgs& args, const LaunchOptions& options = {});
 FLASHSDK_API void mha_varlen_bwd(const BackwardArgs& args, const LaunchOptions& options = {});
+
+// What is written behind the used keys of a cache, and rotated on the way. All tensors are on a CPU.
+struct KvAppendArgs {
+  TensorView k_cache, v_cache;  // written: (batch, seqlen_k, num_heads_kv, head_dim or head_dim_v), or pages
+  TensorView k, v;              // (batch, seqlen_new, num_heads_kv, head_dim or head_dim_v)
+  TensorView seqused_k;         // int32 (batch): new key j of sequence b becomes key seqused_k[b] + j
+  TensorView block_table;       // of pages, as in AttentionArgs
+  TensorView q, q_out;          // optional: (batch, seqlen_q, num_heads, head_dim), and where it goes rotated
+
+  // (positions, rotary_dim / 2), float32 or of the dtype of k: of the first rotary_dim elements pair n is turned by the
+  // angle of its position. Pairs are (n, n + rotary_dim / 2), or neighbours (2n, 2n + 1). None of both: no rotation.
+  TensorView rotary_cos, rotary_sin;
+  bool rotary_interleaved = false;
+  bool q_advances = true;  // query i stands at seqused_k[b] + i; else all stand at seqused_k[b]
+};
+
+// Appends k and v. seqused_k stays as it is: the caller adds seqlen_new.
+FLASHSDK_API void kv_append(const KvAppendArgs& args);
 
 }  // namespace flashsdk

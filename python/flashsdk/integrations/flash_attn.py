@@ -63,8 +63,7 @@ def install(force: bool = False) -> ModuleType:
 
     It has flash-attn 2.8's functions, ``flash_attn_interface``, ``bert_padding``,
     ``layers.rotary`` and ``__version__``; importlib.metadata knows it as flash-attn. Other parts,
-    such as ``flash_attn.ops``, are not there, and flash_attn_with_kvcache is an Error when called.
-    Calling this again changes nothing.
+    such as ``flash_attn.ops``, are not there. Calling this again changes nothing.
 
     Raises ``Error`` where flash-attn itself is installed, unless ``force`` is True: then it is out
     of sight for imports from now on, until ``uninstall()``.

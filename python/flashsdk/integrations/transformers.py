@@ -51,7 +51,6 @@ _FEW_QUERIES = 16
 
 # What a model may ask of its attention and does not get, and why.
 _REFUSED = {
-    "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "head_mask": "a head mask",
     "layer_head_mask": "a head mask",
@@ -62,7 +61,7 @@ _REFUSED = {
 }
 # What flashsdk.torch calls the arguments.
 _NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attention_mask"}
-_NAMES |= {"softmax_scale": "scaling", "dropout_p": "dropout"}
+_NAMES |= {"softmax_scale": "scaling", "dropout_p": "dropout", "sink": "s_aux"}
 _NAMES |= {f"cu_seqlens_{x}": f"cu_seq_lens_{x}" for x in "qk"}
 _NAMES |= {f"max_seqlen_{x}": f"max_length_{x}" for x in "qk"}
 
@@ -195,9 +194,10 @@ class _Pattern(NamedTuple):
 def make_mask(**call: Any) -> Seen | Tensor:
     """The function of AttentionMaskInterface, with the arguments of transformers' own.
 
-    Booleans (batch, 1, 1, seqlen_k), True = attend, for a step of decoding that is compiled or
-    has padding; else ``Seen``. On a GPU the host waits once where there may be padding, or where
-    documents are packed, and never while torch.compile traces.
+    For a step of decoding with a cache of one size, on a CPU, int32 (batch, 1, 1, 1): how many of
+    its keys are used. Booleans (batch, 1, 1, seqlen_k), True = attend, for others of these and for
+    a step with padding; else ``Seen``. On a GPU the host waits once where there may be padding, or
+    where documents are packed, and never while torch.compile traces.
 
     Never None, as it might be for a causal mask: a model that computes its attention by itself
     would take that for no mask. With ``Seen`` it comes to an Error.
@@ -210,9 +210,11 @@ def make_mask(**call: Any) -> Seen | Tensor:
     tracing = torch.compiler.is_compiling() or is_tracing()
     shape = (call["batch_size"], 1, q_length, kv_length)
     seen = Seen(shape, make=lambda: _dense(call))
-    if q_length == 1 and not call.get("allow_is_causal_skip", True):
-        return _dense(call)  # of a cache of one size: the same shapes at each step
     pattern = _traced_pattern(call) if tracing else _pattern(call)
+    if q_length == 1 and not call.get("allow_is_causal_skip", True):
+        # Of a cache of one size: the same shapes at each step.
+        used = _used_keys(call, pattern, tracing)
+        return _dense(call) if used is None else used
     if pattern is None or (tracing and isinstance(q_offset, Tensor)):
         return seen
     # Of rows and columns from here on, as the kernels count.
@@ -236,6 +238,27 @@ def make_mask(**call: Any) -> Seen | Tensor:
         if q_length == 1 and described.padding is not None:
             return _dense(call)
     return described
+
+
+def _used_keys(call: dict[str, Any], pattern: _Pattern | None, tracing: bool) -> Tensor | None:
+    """int32 (batch, 1, 1, 1): how many keys one query sees, from the first on; None of others.
+
+    Four dimensions, as models may slice the last one.
+    """
+    kv_length, given = call["kv_length"], call.get("attention_mask")
+    if torch.device(call.get("device", "cpu")).type != "cpu":  # where kernels take no lengths
+        return None
+    if pattern is None or pattern.right != 0 or pattern.documents is not None:
+        return None
+    if pattern.left is not None and pattern.left < kv_length - 1:  # the first one is not seen
+        return None
+    kv_offset = call.get("kv_offset", 0)
+    used = torch.as_tensor(call.get("q_offset", 0)) + 1 - kv_offset
+    if given is not None and (tracing or not bool(given[:, kv_offset:][:, : int(used)].all())):
+        return None
+    used = used.clamp(0, kv_length).to(torch.int32).reshape(1, 1, 1, 1)
+    of_each: Tensor = used.repeat(call["batch_size"], 1, 1, 1)
+    return of_each
 
 
 def _dense(call: dict[str, Any]) -> Tensor:
@@ -400,6 +423,9 @@ def attend(
     if position_bias is not None and position_bias.requires_grad and torch.is_grad_enabled():
         allowed = 'one without (torch.no_grad), as it has none; attn_implementation="eager" trains'
         raise Unsupported(f"position_bias: a tensor that requires a gradient; {allowed}")
+    sink = others.get("s_aux")
+    if sink is not None:
+        options["sink"] = sink.float()
     lengths = _given_lengths(others)
     if lengths is not None and position_bias is not None:
         raise InvalidArgument("position_bias: given with cu_seq_lens_q; None, or no cu_seq_lens_q")
@@ -425,6 +451,9 @@ def attend(
     try:
         if seen is not None:
             out = _by_mask(q, k, v, seen, lengths, position_bias, options)
+        elif tensor is not None and tensor.dtype == torch.int32:
+            used = tensor.reshape(-1).expand(q.shape[0]).contiguous()
+            out = _rows(q, k, v, None, position_bias, {**options, "seqused_k": used})
         elif tensor is not None:
             if lengths is not None:
                 raise InvalidArgument(

@@ -1,0 +1,61 @@
+"""``flashsdk.kv_append``: new keys and values behind the used ones of a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _bindings, _frameworks
+from ._errors import InvalidArgument
+
+
+def kv_append(
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    seqused_k: Any,
+    *,
+    block_table: Any = None,
+    q: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    rotary_interleaved: bool = False,
+    q_advances: bool = True,
+) -> Any:
+    """Writes k and v into a cache behind its used keys; returns q rotated, or None without q.
+
+    k_cache, v_cache
+        Written: (batch, seqlen_k, num_heads_kv, head_dim) and (..., head_dim_v), or with
+        block_table pages, (num_pages, page_size, num_heads_kv, ...).
+    k, v
+        (batch, seqlen_new, num_heads_kv, head_dim) and (..., head_dim_v), of the cache's dtype.
+    seqused_k
+        int32 (batch,): new key j of sequence b becomes key seqused_k[b] + j. It stays as it is:
+        ``mha_fwd`` is given seqused_k + seqlen_new.
+    block_table
+        int32 (batch, max_pages), as in ``mha_fwd``.
+    q
+        (batch, seqlen_q, num_heads, head_dim); query i is rotated to position seqused_k[b] + i, or
+        with q_advances=False to seqused_k[b].
+    rotary_cos, rotary_sin
+        (positions, rotary_dim / 2), float32 or k's dtype, rotary_dim at most head_dim. Key j and
+        q are turned by the row of their position, in float32; None turns nothing.
+    rotary_interleaved
+        Pairs are neighbours, (0, 1), (2, 3), ... (GPT-J); False: (0, rotary_dim / 2), ...
+        (GPT-NeoX, Llama).
+
+    On a CPU alone so far. Raises ``Error``, one line, before anything is written.
+    """
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache is None:
+            raise InvalidArgument(f"{name}: None; an array")
+        _frameworks.own(name, cache)
+    turned = None
+    if q is not None:
+        framework = _frameworks.of(q)
+        turned = framework.empty_like(q, q)
+    tensors = (k_cache, v_cache, k, v, seqused_k, block_table, q, turned, rotary_cos, rotary_sin)
+    _bindings.append(tensors, rotary_interleaved, q_advances)
+    _frameworks.written(k_cache)
+    _frameworks.written(v_cache)
+    return None if q is None else framework.finish(turned)
