@@ -153,15 +153,19 @@ constexpr TensorField<AttentionArgs> kShared[] = {
     {"seed_tensor", &C::seed_tensor, &AttentionArgs::seed_tensor},
     {"cu_seqlens_q", &C::cu_seqlens_q, &AttentionArgs::cu_seqlens_q},
     {"cu_seqlens_k", &C::cu_seqlens_k, &AttentionArgs::cu_seqlens_k},
+    {"seqused_q", &C::seqused_q, &AttentionArgs::seqused_q},
+    {"seqused_k", &C::seqused_k, &AttentionArgs::seqused_k},
+    {"sink", &C::sink, &AttentionArgs::sink},
 };
 constexpr TensorField<ForwardArgs> kForward[] = {
     {"out", &C::out, &ForwardArgs::out},
     {"lse", &C::lse, &ForwardArgs::lse},
 };
 constexpr TensorField<BackwardArgs> kBackward[] = {
-    {"dout", &C::dout, &BackwardArgs::dout}, {"out", &C::out, &BackwardArgs::out}, {"lse", &C::lse, &BackwardArgs::lse},
-    {"dlse", &C::dlse, &BackwardArgs::dlse}, {"dq", &C::dq, &BackwardArgs::dq},    {"dk", &C::dk, &BackwardArgs::dk},
-    {"dv", &C::dv, &BackwardArgs::dv},
+    {"dout", &C::dout, &BackwardArgs::dout}, {"out", &C::out, &BackwardArgs::out},
+    {"lse", &C::lse, &BackwardArgs::lse},    {"dlse", &C::dlse, &BackwardArgs::dlse},
+    {"dq", &C::dq, &BackwardArgs::dq},       {"dk", &C::dk, &BackwardArgs::dk},
+    {"dv", &C::dv, &BackwardArgs::dv},       {"dsink", &C::dsink, &BackwardArgs::dsink},
 };
 
 template <class Args, std::size_t n>
