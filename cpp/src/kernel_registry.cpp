@@ -152,6 +152,8 @@ std::string isa_in_use(const std::vector<std::string>& built, const std::string&
 const char* backend_refusal(Backend backend, const ForwardParams& p) {
   if (backend == Backend::kCpu) return nullptr;
   if (p.seqused_q != nullptr) return "seqused_q is taken on a CPU only";
+  if (p.num_splits != 0) return "num_splits is taken on a CPU only";
+  if (p.pages.table != nullptr) return "block_table is taken on a CPU only";
   if (p.seqused_k != nullptr) return "seqused_k is taken on a CPU only";
   if (p.sink.ptr != nullptr) return "sink is taken on a CPU only";
   return nullptr;

@@ -34,19 +34,35 @@ void check_device_of_q(const TensorView& q) {
 
 // ---- shapes
 
+// Those of pages: k and v have no batch, and as many keys as the table has room for.
+void read_pages(const AttentionArgs& args, ForwardParams& p) {
+  if (!args.seqused_k.given()) fail("block_table", "given", "none without seqused_k, the lengths");
+  check_extent("k", "num_pages", args.k.shape[0], 0, kMaxRows);
+  check_extent("k", "page_size", args.k.shape[1], 1, kMaxRows);
+  check_shape("block_table", args.block_table, {{"batch", args.q.shape[0]}, {"max_pages"}});
+  check_extent("block_table", "max_pages", args.block_table.shape[1], 0, kMaxRows);
+  check_extent("block_table", "max_pages * page_size", args.block_table.shape[1] * args.k.shape[1], 0, kMaxRows);
+  p.pages.count = static_cast<int>(args.k.shape[0]);
+  p.pages.size = static_cast<int>(args.k.shape[1]);
+  p.seqlen_k = p.total_k = static_cast<int>(args.block_table.shape[1]) * p.pages.size;
+}
+
 // The extents that q, k and v say; the tensors are checked against them afterwards.
 void read_sizes(const AttentionArgs& args, bool packed, ForwardParams& p) {
   check_given("q", args.q);
   check_given("k", args.k);
   check_given("v", args.v);
+  const bool paged = args.block_table.given();
+  if (paged && packed) fail("block_table", "given", "none, as sequences are packed");
   if (packed) {
     check_shape("q", args.q, {{"total_q"}, {"num_heads"}, {"head_dim"}});
     check_shape("k", args.k, {{"total_k"}, {"num_heads_kv"}, {"head_dim"}});
     check_shape("v", args.v, {{"total_k"}, {"num_heads_kv"}, {"head_dim_v"}});
   } else {
+    const Dim batch = paged ? Dim{"num_pages"} : Dim{"batch"}, row = paged ? Dim{"page_size"} : Dim{"seqlen_k"};
     check_shape("q", args.q, {{"batch"}, {"seqlen_q"}, {"num_heads"}, {"head_dim"}});
-    check_shape("k", args.k, {{"batch"}, {"seqlen_k"}, {"num_heads_kv"}, {"head_dim"}});
-    check_shape("v", args.v, {{"batch"}, {"seqlen_k"}, {"num_heads_kv"}, {"head_dim_v"}});
+    check_shape("k", args.k, {batch, row, {"num_heads_kv"}, {"head_dim"}});
+    check_shape("v", args.v, {batch, row, {"num_heads_kv"}, {"head_dim_v"}});
   }
 
   const int row = packed ? 0 : 1;
@@ -86,6 +102,7 @@ void read_sizes(const AttentionArgs& args, bool packed, ForwardParams& p) {
     p.batch = static_cast<int>(args.q.shape[0]);
     p.seqlen_q = p.total_q = static_cast<int>(args.q.shape[1]);
     p.seqlen_k = p.total_k = static_cast<int>(args.k.shape[1]);
+    if (paged) read_pages(args, p);
   }
   // Heads of the whole batch are numbered in 32 bits (dropout).
   check_extent("q", "batch * num_heads", std::int64_t{p.batch} * num_heads, 0, kMaxRows);
@@ -109,8 +126,10 @@ class Tensors {
     if (packed_) {
       check_shape(name, t, {q ? Dim{"total_q", p_.total_q} : Dim{"total_k", p_.total_k}, heads, dim});
     } else {
-      const Dim row = q ? Dim{"seqlen_q", p_.seqlen_q} : Dim{"seqlen_k", p_.seqlen_k};
-      check_shape(name, t, {{"batch", p_.batch}, row, heads, dim});
+      const bool pages = !q && p_.pages.size > 0;
+      const Dim batch = pages ? Dim{"num_pages", p_.pages.count} : Dim{"batch", p_.batch};
+      const Dim keys = pages ? Dim{"page_size", p_.pages.size} : Dim{"seqlen_k", p_.seqlen_k};
+      check_shape(name, t, {batch, q ? Dim{"seqlen_q", p_.seqlen_q} : keys, heads, dim});
     }
     check_dtype(name, t, p_.dtype, kOfQ);
     finish(name, t, access);
@@ -184,6 +203,11 @@ class Tensors {
     check_shape(name, t, {{"batch", p_.batch}});
     return lengths(name, t);
   }
+  // Of the shape that read_pages() has checked.
+  void block_table(const TensorView& t, PageParam& pages) {
+    pages.table = lengths("block_table", t);
+    pages.batch = stride_of(t, 0);
+  }
   const std::int32_t* lengths(const char* name, const TensorView& t) {
     check_dtype(name, t, DType::kInt32, "");
     finish(name, t, kRead);
@@ -243,6 +267,18 @@ int check_used(const char* name, const std::int32_t* used, int batch, const char
   return longest;
 }
 
+// Reads the values of what the sequences use: CPU only.
+void check_pages(const PageParam& pages, const std::int32_t* used, int batch) {
+  for (int b = 0; b < batch; ++b)
+    for (int n = 0; n < ceil_div(used[b], pages.size); ++n) {
+      const std::int32_t page = pages.table[b * pages.batch + n];
+      if (page < 0 || page >= pages.count)
+        fail("block_table", std::to_string(page) + " at [" + std::to_string(b) + ", " + std::to_string(n) + "]",
+             pages.count == 0 ? "no page, as k has none"
+                              : "0 to " + std::to_string(pages.count - 1) + ", the pages of k");
+    }
+}
+
 // Callers have doubles, which kernels have not.
 float narrowed(const char* name, double x) {
   const auto result = static_cast<float>(x);
@@ -278,6 +314,8 @@ void validate_common(const AttentionArgs& args, bool packed, bool columns, Forwa
   check_float_dtype("q", args.q, false);
   p.dtype = args.q.dtype;
   p.deterministic = args.deterministic;
+  if (args.num_splits < 0) fail("num_splits", std::to_string(args.num_splits), "0 or more");
+  p.num_splits = args.num_splits;
   read_sizes(args, packed, p);
 
   Tensors tensors(p, packed, memory);
@@ -290,6 +328,7 @@ void validate_common(const AttentionArgs& args, bool packed, bool columns, Forwa
   }
   p.seqused_q = tensors.seqused("seqused_q", args.seqused_q, "cu_seqlens_q");
   p.seqused_k = tensors.seqused("seqused_k", args.seqused_k, "cu_seqlens_k");
+  if (args.block_table.given()) tensors.block_table(args.block_table, p.pages);
   p.score = read_scores(args, p.head_dim);
   p.score.dropout.heads_each = p.num_heads;
   if (args.bias.given()) p.score.bias = tensors.bias(args.bias);
@@ -310,6 +349,7 @@ void check_length_values(ForwardParams& p) {
   }
   if (p.seqused_q != nullptr) p.seqlen_q = check_used("seqused_q", p.seqused_q, p.batch, "seqlen_q", p.seqlen_q);
   if (p.seqused_k != nullptr) p.seqlen_k = check_used("seqused_k", p.seqused_k, p.batch, "seqlen_k", p.seqlen_k);
+  if (p.pages.table != nullptr) check_pages(p.pages, p.seqused_k, p.batch);
 }
 
 }  // namespace
@@ -354,6 +394,8 @@ BackwardParams validate(const BackwardArgs& args, Completeness completeness) {
   BackwardParams p;
   MemoryMap memory;
   const bool packed = is_packed(args), launch = completeness == Completeness::kLaunch;
+  if (args.block_table.given())
+    fail("block_table", "given", "none, as pages have no backward", ErrorCode::kUnsupported);
   validate_common(args, packed, /*columns=*/true, p, memory);
   Tensors tensors(p, packed, memory);
   auto rows = [&](const char* name, const TensorView& t, Side side, Width width, MemoryMap::Access access) {

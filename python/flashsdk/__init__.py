@@ -20,6 +20,7 @@ from . import _bindings, layouts
 from ._attention import attention
 from ._bindings import __version__
 from ._errors import DeviceError, Error, InvalidArgument, Unsupported
+from ._merge import merge
 from .masks import Band, BlockMask, Causal, Dense, Mask, SlidingWindow
 from .ops import Backend, Explanation, explain, mha_bwd, mha_fwd, mha_varlen_bwd, mha_varlen_fwd
 
@@ -43,6 +44,7 @@ __all__ = [
     "get_num_threads",
     "kernels",
     "layouts",
+    "merge",
     "mha_bwd",
     "mha_fwd",
     "mha_varlen_bwd",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _frameworks, ops
 from ._block_lists import boolean_mask
-from ._errors import PROBABILITY, Error, InvalidArgument, real, renamed, truth
+from ._errors import PROBABILITY, Error, InvalidArgument, Unsupported, real, renamed, truth
 from .masks import Mask
 from .ops import AttentionKeywords, Backend
 
@@ -18,6 +18,11 @@ Array = TypeVar("Array")
 
 class _Keywords(AttentionKeywords, total=False):
     seed: Any
+    sink: Any
+    seqused_q: Any
+    seqused_k: Any
+    block_table: Any
+    num_splits: int | None
 
 
 @overload
@@ -44,6 +49,11 @@ def attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seed: Any = None,
+    sink: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    block_table: Any = None,
+    num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: Backend | None = None,
@@ -77,6 +87,8 @@ def attention(
     seed
         Of dropout, 0 to 2^64 - 1; of JAX's arrays a key of jax.random. None draws one by the
         generator of q's device for PyTorch's tensors and is an Error for others.
+    sink, seqused_q, seqused_k, block_table, num_splits
+        Of serving and sinks: ``help(flashsdk.ops)``. Not of JAX's arrays so far.
     return_lse
         Also return the logarithm of the sum of exp(scores), float32 (batch, num_heads, seqlen_q).
     deterministic
@@ -100,13 +112,25 @@ def attention(
         "deterministic": deterministic,
         "backend": backend,
     }
+    more: dict[str, Any] = {
+        "sink": sink,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "block_table": block_table,
+        "num_splits": num_splits,
+    }
     if kind == "torch":
         from . import torch as adapter
 
-        return adapter.attention(q, k, v, seed=seed, return_lse=return_lse, **keywords)
+        return adapter.attention(q, k, v, seed=seed, return_lse=return_lse, **keywords, **more)
     if kind == "jax":
         from . import jax as jax_adapter
 
+        for argument, x in more.items():
+            if x is not None:
+                raise Unsupported(
+                    f"{argument}: given; None, as flashsdk.jax does not take it so far"
+                )
         try:
             return jax_adapter.attention(
                 q, k, v, dropout_key=seed, return_lse=return_lse, **keywords
@@ -122,7 +146,7 @@ def attention(
     if boolean is not None:
         keywords |= {"mask": None, "bias": boolean}
     try:
-        out, lse = ops.mha_fwd(q, k, v, seed=0 if seed is None else seed, **keywords)
+        out, lse = ops.mha_fwd(q, k, v, seed=0 if seed is None else seed, **keywords, **more)
     except Error as e:
         if boolean is None:
             raise

@@ -82,6 +82,7 @@ bool is_array(nb::handle value) {
 constexpr const char* kSeed = "an integer from 0 to 2^64 - 1, or int64 {seed, offset} where q is, (2,) or (batch, 2)";
 constexpr const char* kUint64 = "an integer from 0 to 2^64 - 1";
 constexpr const char* kInteger = "an integer of 64 bits";
+const std::string kSplits = "an integer from 1 to " + std::to_string(kMaxRows) + ", or None";
 const std::string kLength = "an integer from 0 to " + std::to_string(kMaxRows);
 
 bool to_bool(const char* name, nb::handle value) {
@@ -132,7 +133,8 @@ Mask to_mask(nb::handle mask, ArrayImporter& arrays) {
 
 // One call's arguments. `tensors` begins with q, k, v; `packed` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
 // max_seqlen_k), `options` is (softmax_scale, mask, bias, alibi_slopes, softcap, dropout_p, seed, offset,
-// deterministic, stream, backend, seqused_q, seqused_k, sink).
+// deterministic, stream, backend, seqused_q, seqused_k, sink, block_table,
+// num_splits).
 template <class Args>
 struct Call {
   Args args;
@@ -171,6 +173,12 @@ struct Call {
     args.seqused_q = arrays.take({"seqused_q", ArrayImporter::kInt32}, o[11]);
     args.seqused_k = arrays.take({"seqused_k", ArrayImporter::kInt32}, o[12]);
     args.sink = arrays.take({"sink", ArrayImporter::kFloat32}, o[13]);
+    args.block_table = arrays.take({"block_table", ArrayImporter::kInt32}, o[14]);
+    if (!o[15].is_none()) {
+      const auto splits = to_integer<std::int64_t>("num_splits", o[15], kSplits);
+      if (splits < 1 || splits > kMaxRows) fail("num_splits", o[15], kSplits);
+      args.num_splits = static_cast<int>(splits);
+    }
   }
 
   TensorView required(ArrayImporter::Role role, nb::handle array) {

@@ -66,7 +66,7 @@ def _arrays(q: Any, k: Any, v: Any) -> str:
 
 
 # The last of the options, by their names.
-_GIVEN = ("seqused_q", "seqused_k", "sink")
+_GIVEN = ("seqused_q", "seqused_k", "sink", "block_table", "num_splits")
 
 
 def _features(packed: _bindings.Packed, options: _bindings.Options) -> str:

@@ -76,7 +76,7 @@ class Operation:
         """out, lse."""
         seed = keywords["seed"] if isinstance(keywords["seed"], Tensor) else None
         tensors = (q, k, v, *lengths[:2], keywords["bias"], keywords["alibi_slopes"], seed)
-        if not _unwatched(tensors):
+        if not unwatched(tensors):
             if torch.compiler.is_compiling():
                 _torch_sharding.register()
             else:
@@ -105,7 +105,7 @@ class Operation:
         """dq, dk, dv. ``saved`` are q, k, v, out, lse."""
         tensors = (dout, dlse, *saved, *lengths[:2], keywords["bias"], keywords["alibi_slopes"])
         # A gradient that is recorded itself: the operator's own refuses.
-        if not _unwatched(tensors) or recorded((dout, *saved)):
+        if not unwatched(tensors) or recorded((dout, *saved)):
             return self.backward(dout, dlse, *saved, *lengths, *self.encode(keywords, saved[0]))
         saved = tuple(map(detached, saved))
         dout = detached(last_contiguous(dout))
@@ -147,7 +147,7 @@ class _Attention(Function):
         return *gradients, None, None, None
 
 
-def _unwatched(tensors: tuple[Tensor | None, ...]) -> bool:
+def unwatched(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether nobody wants to see the operators that these tensors go through."""
     if torch.compiler.is_compiling() or is_watched():
         return False

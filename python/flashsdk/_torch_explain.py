@@ -9,8 +9,11 @@ import torch
 
 from . import ops
 from ._errors import InvalidArgument, shown
+from ._torch_more import More
 from ._torch_ops import Options
 from ._torch_private import TorchDispatchMode
+
+_FORWARDS = ("flashsdk::mha_fwd", "flashsdk::mha_varlen_fwd", "flashsdk::attention_fwd")
 
 
 class _Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -24,11 +27,17 @@ class _Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        lengths = {"flashsdk::mha_fwd": 0, "flashsdk::mha_varlen_fwd": 4}.get(function.name())
-        if lengths is None:
+        q, k, v, *rest = args if function.name() in _FORWARDS else (None, None, None)
+        if q is None:
             return function(*args, **(kwargs or {}))
-        q, k, v, *rest = args
-        packed, keywords = rest[:lengths], Options(*rest[lengths:]).keywords()
+        if function.name() == "flashsdk::attention_fwd":
+            more = More(*rest[: len(More._fields)])
+            packed, rest = more.lengths, rest[len(More._fields) :]
+            keywords = more.keywords(forward=True)
+        else:
+            lengths = 0 if function.name() == "flashsdk::mha_fwd" else 4
+            packed, rest, keywords = tuple(rest[:lengths]), rest[lengths:], {}
+        keywords |= Options(*rest).keywords()
         self.found.append(ops.explain(q, k, v, *packed, op=self.op, **keywords))
         *batch, rows, heads, _ = q.shape
         out = q.new_empty((*batch, rows, heads, v.shape[-1]))

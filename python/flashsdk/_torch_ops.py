@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from . import _bindings, _frameworks, _torch_flops, _torch_sharding, ops
 from ._bands import no_mask
@@ -43,6 +42,7 @@ from ._torch_eager import (
     recorded,
 )
 from ._torch_private import (
+    SingleLevelFunction,
     below_autograd,
     has_schema,
     in_forward_mode,
@@ -265,13 +265,18 @@ def _check_devices(q: Tensor, **others: Tensor | None) -> None:
 
 
 def _operator(
-    name: str, kernel: Operator, fake: Operator, save: Operator, gradient: Operator
+    name: str,
+    kernel: Operator,
+    fake: Operator,
+    save: Operator,
+    gradient: Operator,
+    schema: str = "",  # of one that C++ has not
 ) -> Operator:
     """Defines an operator with a gradient and a batching rule; returns it."""
-    if not _in_cpp:
-        _library.define(_SCHEMAS[name])
+    if schema or not _in_cpp:
+        _library.define(schema or _SCHEMAS[name])
     operator = getattr(torch.ops.flashsdk, name).default
-    if not has_schema(operator, f"flashsdk::{_SCHEMAS[name]}"):
+    if not has_schema(operator, f"flashsdk::{schema or _SCHEMAS[name]}"):
         raise ImportError(f"libflashsdk_torch: another version; {_bindings.__version__}, as here")
     names = [argument.name for argument in operator._schema.arguments]
     constants = [names.index(name) for name in ("bias", "alibi_slopes")]
@@ -289,7 +294,7 @@ def _operator(
 
     methods = (forward, setup_context, backward)
     members = {method.__name__: staticmethod(method) for method in methods}
-    function: Any = type(name, (Function,), members)
+    function: Any = type(name, (SingleLevelFunction,), members)
 
     def differentiable(keys: Any, *inputs: Any) -> Any:
         if in_forward_mode():
@@ -304,7 +309,7 @@ def _operator(
         # Not Function.apply, which goes through the transforms of torch.func: the dispatcher does
         # so itself, and comes here once for each.
         with single_level():
-            return super(Function, function).apply(keys, *inputs)
+            return function.apply(keys, *inputs)
 
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     # Not torch.library.register_autograd: it knows neither torch.func nor tangents, and loses them.
@@ -350,12 +355,14 @@ def attend(
     seed: int | Tensor | None = None,
     deterministic: bool | None = None,
     backend: ops.Backend | None = None,
+    more: Any = None,
     copy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out, lse of ``flashsdk.torch.attention``, or of ``varlen_attention`` if ``packed``.
 
-    ``copy`` copies q, k and v where their last dimension is not contiguous. Everything is checked
-    here, or is the library's to check; what the dispatcher refuses is no ``Error``.
+    ``more`` is of ``_torch_more``, for what few calls have. ``copy`` copies q, k and v where their
+    last dimension is not contiguous. Everything is checked here, or is the library's to check; what
+    the dispatcher refuses is no ``Error``.
     """
     boolean = isinstance(mask, Tensor)
     if boolean:
@@ -379,11 +386,13 @@ def attend(
         q, k, v = map(last_contiguous, (q, k, v))
     q, k, v = _autocast(q, k, v)
     operation = _mha if packed is None else _mha_varlen
-    if not boolean:
-        return operation.attend(q, k, v, lengths, keywords)
     try:
+        if more is not None:
+            return more.attend(q, k, v, lengths, keywords)  # type: ignore[no-any-return]
         return operation.attend(q, k, v, lengths, keywords)
     except Error as e:
+        if not boolean:
+            raise
         raise renamed(e, {"bias": "mask"}) from None
 
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 
 from ._errors import Unsupported
 
@@ -129,8 +129,10 @@ def with_forward_mode() -> AbstractContextManager[Any]:
     return nullcontext() if turn is None else turn(True)
 
 
+# A Function that does not ask torch.func's levels to come one by one, as they do so by themselves.
+SingleLevelFunction: Any = getattr(torch.autograd.function, "_SingleLevelFunction", Function)
 _utils = _module("torch._functorch.utils")
-# Around a Function below torch.func's own levels, of which each comes by itself.
+# Around a call of it.
 single_level = getattr(_utils, "enable_single_level_autograd_function", nullcontext)
 
 # Sees the operators of what runs under it. Without it ``explain`` of a function refuses.

@@ -407,7 +407,7 @@ def _check(
         numbers["softmax_scale"], ops._mask(layout, q), _like(bias), _like(slopes),
         numbers["softcap"], numbers["dropout_p"], 0, 0, deterministic, None,
         # What a GPU's kernels take is for them to say.
-        None if backend in ("sm80", "sm90") else backend, None, None, None,
+        None if backend in ("sm80", "sm90") else backend, *[None] * 5,
     )  # fmt: skip
     if _log.ON:
         place = jax.default_backend()

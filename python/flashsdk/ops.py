@@ -38,6 +38,12 @@ Keywords of all four functions::
     seqused_q      how many queries and keys of each sequence are used, int32 (batch,) where q is;
     seqused_k      of batches alone. Masks and positions count with these lengths. Keys behind them
                    are not read; queries behind have out 0 and lse -inf; gradients of both are 0
+    block_table    forward, with seqused_k: int32 (batch, max_pages). k and v are then pages,
+                   (num_pages, page_size, num_heads_kv, head_dim), and key j of sequence b is row
+                   j % page_size of page block_table[b, j // page_size]
+    num_splits     forward: into how many parts the keys of a query may be cut, None as many as
+                   pays. With 1 its bits depend on its own sequence alone, not on what shares the
+                   batch; on a CPU they never depend on more
     deterministic  True: the same bits from run to run, or an Error; CPU kernels always are. None
                    does what torch.use_deterministic_algorithms says of PyTorch's tensors
     stream         address of a CUDA stream; None is the current one. None on a CPU
@@ -105,6 +111,8 @@ def mha_fwd(
     sink: Any = None,
     seqused_q: Any = None,
     seqused_k: Any = None,
+    block_table: Any = None,
+    num_splits: int | None = None,
     deterministic: bool | None = None,
     out: Array | None = None,
     lse: Array | None = None,
@@ -125,7 +133,7 @@ def mha_fwd(
     """
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, _deterministic(deterministic, q), stream, backend,
-               seqused_q, seqused_k, sink)  # fmt: skip
+               seqused_q, seqused_k, sink, block_table, num_splits)  # fmt: skip
     return _forward(q, k, v, out, lse, (), options)
 
 
@@ -147,6 +155,7 @@ def mha_varlen_fwd(
     seed: Any = 0,
     offset: int = 0,
     sink: Any = None,
+    num_splits: int | None = None,
     deterministic: bool | None = None,
     out: Array | None = None,
     lse: Array | None = None,
@@ -174,7 +183,7 @@ def mha_varlen_fwd(
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, _deterministic(deterministic, q), stream, backend,
-               None, None, sink)  # fmt: skip
+               None, None, sink, None, num_splits)  # fmt: skip
     return _forward(q, k, v, out, lse, packed, options)
 
 
@@ -224,7 +233,7 @@ def mha_bwd(
     """
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, _deterministic(deterministic, q), stream, backend,
-               seqused_q, seqused_k, sink)  # fmt: skip
+               seqused_q, seqused_k, sink, None, None)  # fmt: skip
     return _backward(dout, q, k, v, out, lse, dlse, (dq, dk, dv, dsink), (), options)
 
 
@@ -277,7 +286,7 @@ def mha_varlen_bwd(
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, _deterministic(deterministic, q), stream, backend,
-               None, None, sink)  # fmt: skip
+               None, None, sink, None, None)  # fmt: skip
     return _backward(dout, q, k, v, out, lse, dlse, (dq, dk, dv, dsink), packed, options)
 
 
@@ -325,6 +334,8 @@ def explain(
     sink: Any = None,
     seqused_q: Any = None,
     seqused_k: Any = None,
+    block_table: Any = None,
+    num_splits: int | None = None,
     deterministic: bool | None = None,
     backend: Backend | None = None,
 ) -> Explanation:
@@ -340,7 +351,7 @@ def explain(
     packed: Any = () if all(x is None for x in lengths) else lengths  # as a whole or not at all
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, _deterministic(deterministic, q), None, backend,
-               seqused_q, seqused_k, sink)  # fmt: skip
+               seqused_q, seqused_k, sink, block_table, num_splits)  # fmt: skip
     return Explanation(*_bindings.explain(op == "bwd", (q, k, v), packed, options))
 
 

@@ -8,10 +8,10 @@ otherwise.
 
 What all share:
 
-- Gradients reach q, k and v, through the output and through the log-sum-exp. Saved for backward
-  are the arguments, out and lse: memory is linear in the sequence length. There is no second
-  derivative, no forward-mode one, and none with respect to bias or alibi_slopes: all are errors.
-  Only where a tensor with a tangent enters a function that torch.compile's inductor compiled is
+- Gradients reach q, k, v and a sink, through the output and through the log-sum-exp. Saved for
+  backward are the arguments, out and lse: memory is linear in the sequence length. There is no
+  second derivative, no forward-mode one, and none with respect to bias or alibi_slopes: all are
+  errors. Only where a tensor with a tangent enters a function that torch.compile's inductor compiled is
   the tangent lost, as in inductor's own kernels.
 - float32, float16 and bfloat16. Under torch.autocast q, k and v become the autocast dtype.
 - With dropout and no seed, each call draws one by the generator of the tensors' device, as
@@ -62,6 +62,7 @@ from ._torch_checks import (
 )
 from ._torch_eager import last_contiguous, native
 from ._torch_explain import explain
+from ._torch_more import more_of
 from ._torch_ops import attend
 from .masks import Band, Causal, Mask
 from .ops import Backend
@@ -83,7 +84,7 @@ __all__ = [
 ]
 
 
-class _Keywords(TypedDict, total=False):
+class _Shared(TypedDict, total=False):
     """Those of ``attention`` and ``varlen_attention`` but return_lse, for type checkers."""
 
     mask: Mask | Tensor | None
@@ -93,8 +94,18 @@ class _Keywords(TypedDict, total=False):
     softcap: float
     dropout_p: float
     seed: int | Tensor | None
+    sink: Tensor | None
+    num_splits: int | None
     deterministic: bool | None
     backend: Backend | None
+
+
+class _Keywords(_Shared, total=False):
+    """Those of ``attention`` alone besides."""
+
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    block_table: Tensor | None
 
 
 @overload
@@ -126,6 +137,11 @@ def attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
+    sink: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: Backend | None = None,
@@ -155,6 +171,19 @@ def attention(
     seed
         Of dropout, 0 to 2^64 - 1; or int64 {seed, offset} where q is, (2,), or (batch, 2), one for
         each sequence. None draws one from the generator of q's device.
+    sink
+        float32 (num_heads,): a logit of each head that joins its softmax and has no value. Gets a
+        gradient.
+    seqused_q, seqused_k
+        int32 (batch,), where q is: how many rows of each sequence are used. Masks and positions
+        count with them. Keys behind are not read, queries behind have out 0 and lse -inf.
+    block_table
+        int32 (batch, max_pages), with seqused_k: k and v are pages (num_pages, page_size,
+        num_heads_kv, head_dim), and key j of sequence b is row j % page_size of page
+        block_table[b, j // page_size]. No gradient.
+    num_splits
+        Into how many parts the keys of a query may be cut; 1 makes its bits independent of what
+        shares the batch. None is as many as pays.
     return_lse
         Also return the logarithm of the sum of exp(scores).
     deterministic
@@ -166,14 +195,16 @@ def attention(
     Returns out (batch, seqlen_q, num_heads, head_dim_v), and lse float32 (batch, num_heads,
     seqlen_q) if asked for. A row that sees no key has out 0, lse -inf and no gradient.
     """
-    if not is_dynamo_compiling():
+    more = (sink, seqused_q, seqused_k, block_table, num_splits)
+    plain = all(x is None for x in more)
+    if plain and not is_dynamo_compiling():
         done = native.attention(
             *(q, k, v, mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed),
             *(return_lse, deterministic, backend),
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
-    given: tuple[Any, ...] = (q, k, v, bias, alibi_slopes)
+    given: tuple[Any, ...] = (q, k, v, bias, alibi_slopes, *more[:4])
     if isinstance(mask, Tensor):
         given = (*given, mask)
     if has_torch_function(given):
@@ -186,6 +217,11 @@ def attention(
             softcap=softcap,
             dropout_p=dropout_p,
             seed=seed,
+            sink=sink,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            block_table=block_table,
+            num_splits=num_splits,
             return_lse=return_lse,
             deterministic=deterministic,
             backend=backend,
@@ -204,6 +240,7 @@ def attention(
         seed=seed,
         deterministic=deterministic,
         backend=backend,
+        more=more_of(*more),
     )
     return (out, lse) if wanted else out
 
@@ -219,7 +256,7 @@ def varlen_attention(
     max_seqlen_k: int,
     *,
     return_lse: Literal[False] = ...,
-    **keywords: Unpack[_Keywords],
+    **keywords: Unpack[_Shared],
 ) -> Tensor: ...
 @overload
 def varlen_attention(
@@ -232,7 +269,7 @@ def varlen_attention(
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
-    **keywords: Unpack[_Keywords],
+    **keywords: Unpack[_Shared],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def varlen_attention(
@@ -245,7 +282,7 @@ def varlen_attention(
     max_seqlen_k: int,
     *,
     return_lse: bool,
-    **keywords: Unpack[_Keywords],
+    **keywords: Unpack[_Shared],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
     q: Tensor,
@@ -263,6 +300,8 @@ def varlen_attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
+    sink: Tensor | None = None,
+    num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: Backend | None = None,
@@ -283,7 +322,7 @@ def varlen_attention(
     The rest as in ``attention``. Returns out (total_q, num_heads, head_dim_v), and lse float32
     (num_heads, total_q) if asked for.
     """
-    if not is_dynamo_compiling():
+    if sink is None and num_splits is None and not is_dynamo_compiling():
         done = native.attention(
             *(q, k, v, mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed),
             *(return_lse, deterministic, backend),
@@ -291,7 +330,7 @@ def varlen_attention(
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
-    given: tuple[Any, ...] = (q, k, v, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes)
+    given: tuple[Any, ...] = (q, k, v, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes, sink)
     if isinstance(mask, Tensor):
         given = (*given, mask)
     if has_torch_function(given):
@@ -305,6 +344,8 @@ def varlen_attention(
             softcap=softcap,
             dropout_p=dropout_p,
             seed=seed,
+            sink=sink,
+            num_splits=num_splits,
             return_lse=return_lse,
             deterministic=deterministic,
             backend=backend,
@@ -324,6 +365,7 @@ def varlen_attention(
         seed=seed,
         deterministic=deterministic,
         backend=backend,
+        more=more_of(sink, num_splits=num_splits),
     )
     return (out, lse) if wanted else out
 

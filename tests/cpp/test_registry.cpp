@@ -87,6 +87,11 @@ TEST(KernelRegistry, AGpuRefusesWhatACpuAloneTakes) {
   EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"sink is taken on a CPU only"});
   p.seqused_k = lengths;
   EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"seqused_k is taken on a CPU only"});
+  p.pages.table = lengths;
+  EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"block_table is taken on a CPU only"});
+  p.pages.table = nullptr;
+  p.num_splits = 1;
+  EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"num_splits is taken on a CPU only"});
   p.seqused_q = lengths;
   EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"seqused_q is taken on a CPU only"});
   EXPECT_NE(message_of(registry, p).find("seqused_q is taken on a CPU only"), std::string::npos);

@@ -53,6 +53,8 @@ WRONG = {
         "q k v query key value qkv kv": [None, *NO_TENSORS],
         "cu_seqlens_q cu_seqlens_k cu_seqlens": [None, [0, 6], *NO_TENSORS],
         "bias alibi_slopes attn_mask": NO_TENSORS[:-2],
+        "sink seqused_q seqused_k": NO_TENSORS,
+        "num_splits": [0, -1, 2**31, *NO_INTEGERS],
         "block_table": ["a", LONG, torch.zeros(2, 1, dtype=torch.int32)],
         "softmax_scale scale": NO_NUMBERS,
         "softcap dropout_p": [None, *NO_NUMBERS],

@@ -97,6 +97,27 @@ def test_the_bits_are_those_of_the_slices(dtype):
             assert_same_bits([ours[b][at]], [theirs[0]])
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 7, 300])
+def test_bits_do_not_depend_on_what_shares_the_batch(seqlen_q):
+    """num_splits=1 asks for it, and on a CPU nothing takes it away."""
+    q, k, v, _ = qkv((seqlen_q, 9000), (4, 2), 32, batch=5)
+    used = np.array([4400, 3, 0, 9000, 2000], np.int32)
+    alone = fs.mha_fwd(q[:1], k[:1], v[:1], seqused_k=used[:1], num_splits=1)
+    for count in (2, 5):
+        for splits in (None, 1, 8):
+            among = fs.mha_fwd(q[:count], k[:count], v[:count], seqused_k=used[:count],
+                               num_splits=splits)  # fmt: skip
+            assert_same_bits([x[:1] for x in among], alone)
+
+
+def test_num_splits_is_a_number_from_1_on():
+    q, k, v, _ = qkv()
+    for given, shown in ((0, "0"), (-1, "-1"), (2.5, "2.5"), (True, "True")):
+        line = rf"^num_splits: {shown}; an integer from 1 to 1073741824, or None$"
+        with pytest.raises(fs.InvalidArgument, match=line):
+            fs.mha_fwd(q, k, v, num_splits=given)
+
+
 def test_lengths_that_use_all_change_no_bit():
     q, k, v, dout = qkv((1, 90), (4, 2), 32, batch=2)
     full = {"seqused_k": np.full(2, 90, np.int32)}

@@ -45,6 +45,13 @@ struct AttentionArgs {
   TensorView seqused_q;
   TensorView seqused_k;
 
+  // Forward, with seqused_k: int32 (batch, max_pages). k and v are pages (num_pages, page_size, num_heads_kv, head_dim):
+  // key j of sequence b is row j % page_size of page block_table[b, j / page_size]; seqlen_k is max_pages·page_size.
+  TensorView block_table;
+
+  // Into how many parts the keys of a query may be cut: 1 makes its bits depend on its own sequence alone, whatever
+  // shares the batch; 0 chooses. On a CPU they never depend on more.
+  int num_splits = 0;
   bool deterministic = false;  // bit-identical from run to run, or an error
   std::string backend;         // "" = the best that fits, else "cpu", "sm80", "sm90"
 };

@@ -15,6 +15,13 @@ struct TensorParam {
   std::int64_t batch = 0, row = 0, head = 0;
 };
 
+// Keys in pages: key j of a sequence is row j % size of page table[j / size]. k.batch and v.batch step over pages.
+struct PageParam {
+  const std::int32_t* table = nullptr;  // (batch, pages of the longest sequence); null: no pages
+  std::int64_t batch = 0;
+  int size = 0, count = 0;  // rows of a page, and how many pages there are
+};
+
 // A fp32 value per query: (batch, num_heads, seqlen_q), packed (num_heads, total_q) with batch = 0.
 struct RowParam {
   float* ptr = nullptr;
@@ -106,6 +113,8 @@ struct ForwardParams {
   const std::int32_t* seqused_q = nullptr;  // batched: (batch), lengths in place of seqlen_q; null = all are seqlen_q
   const std::int32_t* seqused_k = nullptr;
   bool deterministic = false;
+  int num_splits = 0;  // parts of the keys of a query, at most; 0: as many as pay. CPU kernels ask the sequence alone
+  PageParam pages;
   TensorParam q, k, v, out;
   RowParam lse;
   MaskParam mask;

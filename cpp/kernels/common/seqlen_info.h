@@ -1,9 +1,35 @@
-// Where one sequence of the batch lies and how long it is: the only place that knows batched, packed and used lengths.
+// Where one sequence of the batch lies and how long it is: the only place that knows batched, packed, used lengths and
+// pages.
 #pragma once
 
 #include "common/params.h"
 
 namespace flashsdk {
+
+// Where the keys of one sequence and head lie, in k or in v.
+template <class T>
+class KeyRows {
+ public:
+  KeyRows() = default;
+  FLASHSDK_HD KeyRows(T* first, std::int64_t stride) : first_(first), stride_(stride) {}
+  // `first` is that of page 0, and pages are `page` elements apart.
+  FLASHSDK_HD KeyRows(T* first, std::int64_t stride, std::int64_t page, const std::int32_t* table, int page_size)
+      : first_(first), stride_(stride), page_(page), table_(table), page_size_(page_size) {}
+
+  FLASHSDK_HD T* at(int key) const {
+    if (table_ == nullptr) return first_ + key * stride_;
+    return first_ + table_[key / page_size_] * page_ + key % page_size_ * stride_;
+  }
+  // How many keys from this one on are a stride apart.
+  FLASHSDK_HD int run(int key) const { return table_ == nullptr ? 0x7FFFFFFF : page_size_ - key % page_size_; }
+  FLASHSDK_HD std::int64_t stride() const { return stride_; }
+
+ private:
+  T* first_ = nullptr;
+  std::int64_t stride_ = 0, page_ = 0;
+  const std::int32_t* table_ = nullptr;
+  int page_size_ = 0;
+};
 
 struct SeqlenInfo {
   int offset_q = 0, offset_k = 0;  // first row in the packed tensors; 0 when batched
@@ -30,6 +56,11 @@ struct SeqlenInfo {
   template <class T>
   FLASHSDK_HD T* head_k(const TensorParam& t, int batch, int head) const {
     return static_cast<T*>(t.ptr) + batch * t.batch + offset_k * t.row + head * t.head;
+  }
+  template <class T>
+  FLASHSDK_HD KeyRows<T> keys(const ForwardParams& p, const TensorParam& t, int batch, int head) const {
+    if (p.pages.table == nullptr) return {head_k<T>(t, batch, head), t.row};
+    return {head_k<T>(t, 0, head), t.row, t.batch, p.pages.table + batch * p.pages.batch, p.pages.size};
   }
   FLASHSDK_HD float* rows(const RowParam& t, int batch, int head) const {
     return t.ptr + batch * t.batch + head * t.head + offset_q * t.row;

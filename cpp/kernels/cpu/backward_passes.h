@@ -229,7 +229,7 @@ void prepare_backward(const BackwardParams& p, const BackwardBuffers& buffers, c
   for_each_query_tile(p, buffers, runner, prepare);
 }
 
-// dsink = -sum of exp(sink - lse)·delta over the queries of a head, in their order. factor takes a top to units of log2.
+// dsink = -sum of exp(sink - lse)·delta over the queries of a head, in their order. factor: of a top, to units of log2.
 inline void write_dsink(const BackwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner,
                         double factor) {
   if (p.dsink == nullptr) return;

@@ -23,8 +23,33 @@ class FewQueries {
   static constexpr int kMax = Tr::kFewQueries, kKeys = round_up(Tr::kKeys, 2 * kLanes);
   static constexpr int kRowPitch = kHeadDim + Tr::kPadding;
 
+  // Rows of keys: a stride apart, or each in a page of its own.
+  struct StridedRows {
+    const T* first;
+    std::int64_t stride;
+    FLASHSDK_HD const T* operator[](int r) const { return first + r * stride; }
+  };
+  struct ListedRows {
+    const T* row[kKeys];
+    FLASHSDK_HD const T* operator[](int r) const { return row[r]; }
+  };
+
  public:
   static bool fit(int queries) { return queries <= kMax; }
+
+  // Calls f with the rows of at most kKeys keys.
+  template <class F>
+  static void with_rows(const KeyRows<const T>& rows, KeyRange keys, F f) {
+    const int count = keys.end - keys.begin;
+    if (rows.run(keys.begin) >= count) return f(StridedRows{rows.at(keys.begin), rows.stride()});
+    ListedRows listed;
+    for (int r = 0; r < count;) {
+      const T* row = rows.at(keys.begin + r);
+      const int run_end = min_of(r + rows.run(keys.begin + r), count);
+      for (; r < run_end; ++r, row += rows.stride()) listed.row[r] = row;
+    }
+    f(listed);
+  }
 
   // Q is multiplied by q_factor, and `factor` takes a score to units of log2.
   FewQueries(const T* q, std::int64_t stride, int queries, int d, int d_v, float q_factor, float factor)
@@ -39,9 +64,10 @@ class FewQueries {
   }
 
   // S of up to kKeys keys.
-  __attribute__((noinline)) void scores(const T* k, std::int64_t stride, int keys) {
+  template <class Rows>
+  __attribute__((noinline)) void scores(const Rows& k, int keys) {
     keys_ = keys;
-    for (int r = 0; r < keys; r += kBlock) score_keys(k + r * stride, stride, min_of(kBlock, keys - r), s_ + r);
+    for (int r = 0; r < keys; r += kBlock) score_keys(k, r, min_of(kBlock, keys - r), s_ + r);
   }
   // Of a query, a row of keys.
   float* row(int query) { return s_ + query * kKeys; }
@@ -54,10 +80,11 @@ class FewQueries {
     }
   }
   // O += P·V.
-  __attribute__((noinline)) void accumulate(const T* v, std::int64_t stride) {
+  template <class Rows>
+  __attribute__((noinline)) void accumulate(const Rows& v) {
     int l = 0;
-    for (; l + 2 <= queries_; l += 2) add_rows<2>(v, stride, l);
-    if (l < queries_) add_rows<1>(v, stride, l);
+    for (; l + 2 <= queries_; l += 2) add_rows<2>(v, l);
+    if (l < queries_) add_rows<1>(v, l);
   }
 
   float* out(int query) { return out_ + query * kHeadDim; }  // not normalised
@@ -69,10 +96,11 @@ class FewQueries {
   // there, and its P would take over what an lse of other sums differs by. A block has two chains of sums, whose
   // latency shows otherwise.
   static constexpr int kBlock = 2 * kLanes;
-  void score_keys(const T* k, std::int64_t stride, int keys, float* s) {
+  template <class Rows>
+  void score_keys(const Rows& k, int first, int keys, float* s) {
     alignas(64) float columns[kLanes * kBlock];
     // Whole rows first: where heads interleave each is in a page of its own, and prefetched as far as it is read.
-    for (int r = 0; r < kBlock; ++r) load_row(k + min_of(r, keys - 1) * stride, d_, padded_d_, rows_ + r * kRowPitch);
+    for (int r = 0; r < kBlock; ++r) load_row(k[first + min_of(r, keys - 1)], d_, padded_d_, rows_ + r * kRowPitch);
     Vec sum[kMax][2];
     for (int l = 0; l < queries_; ++l) sum[l][0] = sum[l][1] = zero();
     for (int c = 0; c < d_; c += kLanes) {
@@ -117,26 +145,26 @@ class FewQueries {
   }
 
   // O += P·V of the kQueries queries from l on.
-  template <int kQueries>
-  void add_rows(const T* v, std::int64_t stride, int l) {
+  template <int kQueries, class Rows>
+  void add_rows(const Rows& v, int l) {
     constexpr int kWide = 4;
     int c = 0;
-    for (; c + kWide * kLanes <= d_v_; c += kWide * kLanes) add_columns<kQueries, kWide>(v + c, stride, l, c);
-    for (; c + kLanes <= d_v_; c += kLanes) add_columns<kQueries, 1>(v + c, stride, l, c);
-    if (c < d_v_) add_last_columns<kQueries>(v + c, stride, l, c);
+    for (; c + kWide * kLanes <= d_v_; c += kWide * kLanes) add_columns<kQueries, kWide>(v, l, c);
+    for (; c + kLanes <= d_v_; c += kLanes) add_columns<kQueries, 1>(v, l, c);
+    if (c < d_v_) add_last_columns<kQueries>(v, l, c);
   }
 
   // kN vectors of columns. The sum over keys is taken first; that of one query in two chains, of even and of odd keys,
   // which hide more of their latency.
-  template <int kQueries, int kN>
-  FLASHSDK_HD void add_columns(const T* v, std::int64_t stride, int l, int column) {
+  template <int kQueries, int kN, class Rows>
+  FLASHSDK_HD void add_columns(const Rows& v, int l, int column) {
     const float* p[2] = {row(l), row(l + kQueries - 1)};
     Vec sum[2][kN];
     for (int n = 0; n < kN; ++n) sum[0][n] = sum[1][n] = zero();
     auto add_key = [&](int r, int chain) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int n = 0; n < kN; ++n) {
-        const Vec x = load_as_float(v + r * stride + n * kLanes);
+        const Vec x = load_as_float(v[r] + column + n * kLanes);
         if constexpr (kQueries == 1) {
           sum[chain][n] = fma(set1(p[0][r]), x, sum[chain][n]);
         } else {
@@ -164,13 +192,13 @@ class FewQueries {
   }
 
   // Fewer than a vector of columns.
-  template <int kQueries>
-  void add_last_columns(const T* v, std::int64_t stride, int l, int column) {
+  template <int kQueries, class Rows>
+  void add_last_columns(const Rows& v, int l, int column) {
     alignas(64) float x[kLanes];
     Vec sum[kQueries];
     for (int n = 0; n < kQueries; ++n) sum[n] = zero();
     for (int r = 0; r < keys_; ++r) {
-      load_row(v + r * stride, d_v_ - column, kLanes, x);
+      load_row(v[r] + column, d_v_ - column, kLanes, x);
       for (int n = 0; n < kQueries; ++n) sum[n] = fma(set1(row(l + n)[r]), load(x), sum[n]);
     }
     for (int n = 0; n < kQueries; ++n) {

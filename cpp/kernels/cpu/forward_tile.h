@@ -91,8 +91,8 @@ class ForwardTile {
         scale_(p.score.softmax_scale),
         w_(scratch) {
     const int head_kv = head / p.heads_per_group();
-    k_ = seqlen_.template head_k<const T>(p.k, batch, head_kv);
-    v_ = seqlen_.template head_k<const T>(p.v, batch, head_kv);
+    k_ = seqlen_.template keys<const T>(p, p.k, batch, head_kv);
+    v_ = seqlen_.template keys<const T>(p, p.v, batch, head_kv);
     factor_ = static_cast<float>(unit() * kLog2e);
   }
 
@@ -119,9 +119,13 @@ class ForwardTile {
   __attribute__((noinline)) void pack(const KeyTile& tile) {
     for (int n = 0; n < tile.num_segments; ++n) {
       const KeySegment& s = tile.segment[n];
-      pack_rows<Dot, kRowPitch, kRowPart>(k_ + s.key * p_.k.row, p_.k.row, s.count, p_.head_dim,
-                                          Tr::padded(p_.head_dim), w_.k + s.row * kRowPitch);
-      pack_values(v_ + s.key * p_.v.row, s.count, w_.v + s.row / kStep * SummedKeys::kStep);
+      with_rows(k_, p_.head_dim, s, [&](const T* first, std::int64_t stride, int row, int count) {
+        pack_rows<Dot, kRowPitch, kRowPart>(first, stride, count, p_.head_dim, Tr::padded(p_.head_dim),
+                                            w_.k + row * kRowPitch);
+      });
+      with_rows(v_, p_.head_dim_v, s, [&](const T* first, std::int64_t stride, int row, int count) {
+        pack_values(first, stride, count, w_.v + row / kStep * SummedKeys::kStep);
+      });
     }
     if constexpr (Dot::kTiles) zero_to_whole_steps(tile.rows);
     // Padding rows repeat the last key: its score cannot raise the maximum.
@@ -131,8 +135,9 @@ class ForwardTile {
 
   // K and V rows the next tile will pack.
   void announce(int key, int count) {
-    next_k_ = RowPrefetch(k_ + key * p_.k.row, p_.k.row, count, p_.head_dim);
-    next_v_ = RowPrefetch(v_ + key * p_.v.row, p_.v.row, count, p_.head_dim_v);
+    count = min_of(count, k_.run(key));  // of pages the first
+    next_k_ = RowPrefetch(k_.at(key), p_.k.row, count, p_.head_dim);
+    next_v_ = RowPrefetch(v_.at(key), p_.v.row, count, p_.head_dim_v);
   }
 
   // S^T of the tile's rows [begin, end) into the scratch, and its row maximum, which starts from the panel's.
@@ -255,15 +260,29 @@ class ForwardTile {
     return select_below(mul(sub(new_max, old_max), set1(factor_)), 8.f, old_max, new_max);
   }
 
+  // Calls f(first row, stride, row of the tile, rows) for the keys of a segment: at once where they are a stride apart.
+  // Those of several pages are copied a panel at a time, which is a whole number of steps of every product.
+  template <class F>
+  void with_rows(const KeyRows<const T>& keys, int d, const KeySegment& s, F f) {
+    if (keys.run(s.key) >= s.count) return f(keys.at(s.key), keys.stride(), s.row, s.count);
+    static_assert(kPanel % Tr::kCut == 0);
+    T* copy = reinterpret_cast<T*>(w_.out);  // free until the last tile is done
+    for (int r = 0; r < s.count; r += kPanel) {
+      const int count = min_of(kPanel, s.count - r);
+      for (int n = 0; n < count; ++n) std::memcpy(copy + n * d, keys.at(s.key + r + n), sizeof(T) * d);
+      f(copy, d, s.row + r, count);
+    }
+  }
+
   // V for the product that sums over its rows; two parts by way of packed rows.
-  void pack_values(const T* src, int rows, Word* dst) {
+  void pack_values(const T* src, std::int64_t stride, int rows, Word* dst) {
     const int d = p_.head_dim_v, d_padded = Tr::padded(d);
     if constexpr (kParts == 1) {
-      pack_summed_rows<Dot, SummedKeys::kRow, SummedKeys::kStep>(src, p_.v.row, rows, d, d_padded, dst);
+      pack_summed_rows<Dot, SummedKeys::kRow, SummedKeys::kStep>(src, stride, rows, d, d_padded, dst);
     } else {
       for (int r = 0; r < rows; r += kPanel) {
         const int count = min_of(kPanel, rows - r);
-        pack_rows<Dot, kRowPitch, kRowPart>(src + r * p_.v.row, p_.v.row, count, d, d_padded, w_.rows);
+        pack_rows<Dot, kRowPitch, kRowPart>(src + r * stride, stride, count, d, d_padded, w_.rows);
         pack_summed_parts<Dot, SummedKeys, kRowPitch, kRowPart>(w_.rows, count, d, d_padded, dst + r / kStep);
       }
     }
@@ -330,7 +349,7 @@ class ForwardTile {
   const ScoreFeatures features_;
   const ScaleSplit scale_;
   Scratch& w_;
-  const T *k_, *v_;
+  KeyRows<const T> k_, v_;
   float factor_;  // of a stored score, to units of log2
   RowPrefetch next_k_, next_v_;
   Joined joined_;

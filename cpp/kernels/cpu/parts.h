@@ -58,7 +58,8 @@ class PartBuffers {
         batch_(p.batch),
         slots_(p.batch) {
     const bool packed = p.cu_seqlens_q != nullptr;
-    most_parts_ = num_parts(p.ragged() ? rows_ : rows, length);  // of sequences with other lengths, some have fewer rows
+    // Of sequences with lengths of their own, some may have fewer rows.
+    most_parts_ = num_parts(p.ragged() ? rows_ : rows, length);
     if (most_parts_ == 1) slots_ = lines_ = 0;
     const std::int64_t long_enough = total_length / (2 * kPartLength);
     if (!packed || long_enough >= slots_) return;

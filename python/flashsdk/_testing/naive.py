@@ -113,7 +113,9 @@ def from_products(
         score = xp.where(visible, score, -np.inf)
     top = finite_max(score, xp)
     e, p_sink = xp.exp(score - top), 0.0
-    total = xp.clip(e.sum(-1), 1, None)  # the largest e is 1, and all are 0 where no key is seen
+    # The largest e is 1, and all are 0 where no key is seen: no row has the bound itself, where the
+    # gradient of clip is another with each release of PyTorch.
+    total = xp.clip(e.sum(-1), 0.5, None)
     if head.sink != -np.inf:
         blind = np.isneginf(score).all(-1, keepdims=True)
         top = np.maximum(np.where(blind, -np.inf, top), head.sink)
@@ -129,7 +131,7 @@ def log_sum_exp(score: Array, xp: Any = np) -> Array:
     """Of each row (..., seqlen_q), -inf where it sees no key. There its gradient is 0, not NaN."""
     top = finite_max(score, xp)
     total = xp.exp(score - top).sum(-1)
-    lse: Array = xp.where(total > 0, xp.log(xp.clip(total, 1, None)) + top[..., 0], -np.inf)
+    lse: Array = xp.where(total > 0, xp.log(xp.clip(total, 0.5, None)) + top[..., 0], -np.inf)
     return lse
 
 

@@ -1,0 +1,74 @@
+"""``flashsdk.merge``: attention over parts of the keys becomes that over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from . import _frameworks
+from ._errors import InvalidArgument, shown
+
+Array = TypeVar("Array")
+
+
+def merge(outs: Sequence[Array], lses: Sequence[Any]) -> tuple[Array, Any]:
+    """(out, lse) of attention over keys that were attended to in parts.
+
+    outs
+        Of each part (batch, seqlen_q, num_heads, head_dim_v), or packed (total_q, num_heads,
+        head_dim_v): one or more arrays of NumPy, CuPy, PyTorch or JAX, of one dtype.
+    lses
+        Of each part float32 (batch, num_heads, seqlen_q), packed (num_heads, total_q). A row of
+        -inf counts for nothing, whatever its out is but NaN.
+
+    Computes in float32; out is of the dtype of the first. PyTorch and JAX differentiate it. Of
+    parts with a sink one alone may have it. Raises ``Error``, one line.
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise InvalidArgument(f"lses: {len(lses)} of {len(outs)} outs; as many, at least one")
+    for name, arrays in (("outs", outs), ("lses", lses)):
+        for x in arrays:
+            if tuple(getattr(x, "shape", ())) != tuple(getattr(arrays[0], "shape", (0,))):
+                given = tuple(x.shape) if hasattr(x, "shape") else shown(x)
+                raise InvalidArgument(f"{name}: {given} among them; arrays of one shape")
+    *batch, rows, heads, _ = outs[0].shape
+    if tuple(lses[0].shape) != (*batch, heads, rows):
+        given = tuple(lses[0].shape)
+        raise InvalidArgument(f"lses: shape {given}; {(*batch, heads, rows)}, as outs have it")
+    xp, cast = _namespace(outs[0])
+    stacked = xp.stack([cast(x, xp.float32) for x in lses])
+    top = stacked.max(0)
+    top = top[0] if isinstance(top, tuple) else top  # torch: values and indices
+    top = xp.where(top == -float("inf"), xp.zeros_like(top), top)
+    top = top.detach() if hasattr(top, "detach") else top
+    weights = xp.exp(stacked - top)
+    total = weights.sum(0)
+    seen = total > 0
+    shares = weights / xp.where(seen, total, xp.ones_like(total))
+    shares = shares.swapaxes(-1, -2)[..., None]  # (parts, ..., rows, heads, 1)
+    out = sum(cast(x, xp.float32) * share for x, share in zip(outs, shares, strict=True))
+    lse = xp.log(xp.where(seen, total, xp.ones_like(total))) + top
+    lse = xp.where(seen, lse, xp.full_like(lse, -float("inf")))
+    return cast(out, outs[0].dtype), lse
+
+
+def _namespace(x: Any) -> tuple[Any, Any]:
+    """The functions of x's framework, and how it casts."""
+    kind = _frameworks.name((x,))
+    if kind == "torch":
+        import torch
+
+        return torch, lambda x, dtype: x.to(dtype)
+    if kind == "jax":
+        import jax.numpy
+
+        return jax.numpy, lambda x, dtype: x.astype(dtype)
+    import numpy
+
+    namespace = numpy
+    if hasattr(x, "__cuda_array_interface__"):
+        import cupy  # type: ignore[import-not-found]
+
+        namespace = cupy
+    return namespace, lambda x, dtype: x.astype(dtype)

@@ -1,0 +1,189 @@
+"""torch.ops.flashsdk.attention_fwd and _bwd: calls with a sink, used lengths, pages or splits.
+
+They are ``_torch_ops`` for what few calls have. An operator of C++ they have not, and no short way
+but for calls that autograd does not record: those of decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import ops
+from ._errors import Unsupported, integer
+from ._torch_checks import ONCE_IN_REVERSE, no_tangent, tensor
+from ._torch_eager import constant, detached, last_contiguous, recorded, unwatched
+from ._torch_ops import Options, _check_devices, _encoded, _operator
+from ._torch_threads import on_torch_threads
+
+_ARGUMENTS = (
+    "Tensor? sink, Tensor? seqused_q, Tensor? seqused_k, Tensor? block_table, int num_splits, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "Tensor? bias, Tensor? alibi_slopes, Tensor? seed, Tensor? blocks, SymInt[] mask, "
+    "float? softmax_scale, float softcap, float dropout_p, bool deterministic, str backend"
+)
+_FORWARD = f"attention_fwd(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor out, Tensor lse)"
+_BACKWARD = (
+    "attention_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
+    f"Tensor lse, {_ARGUMENTS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"
+)
+
+
+class More(NamedTuple):
+    """What the operators take between q, k, v and the Options, in the order of their schema."""
+
+    sink: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    block_table: Tensor | None = None
+    num_splits: int = 0  # 0: as many as pays
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+    @property
+    def lengths(self) -> tuple[Any, ...]:
+        return self[5:] if self.cu_seqlens_q is not None else ()
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return *self[:4], *self[5:7]
+
+    def keywords(self, *, forward: bool) -> dict[str, Any]:
+        """Those of ``flashsdk.ops``, which takes as many as a call may have."""
+        given: dict[str, Any] = {"sink": self.sink}
+        if not self.lengths:
+            given |= {"seqused_q": self.seqused_q, "seqused_k": self.seqused_k}
+        if forward:
+            given["num_splits"] = self.num_splits or None
+            given |= {} if self.lengths else {"block_table": self.block_table}
+        return given
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """out, lse. ``keywords`` are those of ``flashsdk.ops``, checked; ``lengths`` of packed."""
+        more = More(*self[:5], *lengths)
+        if more.block_table is not None and recorded((q, k, v)):
+            allowed = "none, as pages have no backward and a tensor requires a gradient"
+            raise Unsupported(f"block_table: given; {allowed}")
+        trained = (q, k, v) if more.sink is None else (q, k, v, more.sink)
+        if keywords["dropout_p"] == 0 and not recorded(trained):
+            beside = (keywords["bias"], keywords["alibi_slopes"])
+            if unwatched((q, k, v, *more.tensors(), *beside)):
+                q, k, v = map(detached, (q, k, v))
+                keywords = constant({**keywords, "seed": 0})
+                return _run_forward(q, k, v, _without_gradient(more), keywords)
+        out, lse = _attention(q, k, v, *more, *_encoded(keywords, q))
+        return out, lse
+
+
+_COUNT = len(More._fields)
+
+
+@on_torch_threads
+def _run_forward(
+    q: Tensor, k: Tensor, v: Tensor, more: More, keywords: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    run: Any = ops.mha_varlen_fwd if more.lengths else ops.mha_fwd
+    out, lse = run(q, k, v, *more.lengths, **more.keywords(forward=True), **keywords)
+    return out, lse
+
+
+@on_torch_threads
+def _run_backward(
+    tensors: tuple[Any, ...], dlse: Tensor | None, more: More, keywords: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    run: Any = ops.mha_varlen_bwd if more.lengths else ops.mha_bwd
+    keywords = {**keywords, **more.keywords(forward=False), "dlse": dlse}
+    return tuple(run(*tensors, *more.lengths, **keywords))
+
+
+def _split(rest: tuple[Any, ...]) -> tuple[More, Options]:
+    return More(*rest[:_COUNT]), Options(*rest[_COUNT:])
+
+
+def _without_gradient(more: More) -> More:
+    return more._replace(sink=None if more.sink is None else detached(more.sink))
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    more, options = _split(rest)
+    q, k, v = map(detached, (q, k, v))
+    return _run_forward(q, k, v, _without_gradient(more), options.keywords())
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    more, options = _split(rest)
+    beside = dict(zip(More._fields, more, strict=True))
+    names = ("sink", "seqused_q", "seqused_k", "block_table", "cu_seqlens_q", "cu_seqlens_k")
+    others = {name: beside[name] for name in names}
+    _check_devices(q, k=k, v=v, bias=options.bias, alibi_slopes=options.alibi_slopes, **others)
+    *batch, seqlen, num_heads, _ = q.shape
+    out = q.new_empty((*batch, seqlen, num_heads, v.shape[-1]))
+    return out, q.new_empty((*batch, num_heads, seqlen), dtype=torch.float32)
+
+
+def _backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    more, options = _split(rest[5:])
+    if more.block_table is not None:
+        raise Unsupported("block_table: given; none, as pages have no backward")
+    dlse = None if dlse is None else last_contiguous(detached(dlse))
+    tensors = tuple(map(detached, (last_contiguous(dout), *rest[:5])))
+    gradients = _run_backward(tensors, dlse, _without_gradient(more), options.keywords())
+    return gradients if more.sink is not None else (*gradients, rest[4].new_empty(0))
+
+
+def _fake_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    lse, sink = rest[1], rest[2]
+    dsink = lse.new_empty(0 if sink is None else sink.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # no dlse for those who do not use lse
+    tensors = [x if isinstance(x, Tensor) else None for x in inputs[3:]]
+    ctx.save_for_backward(*inputs[:3], *output, *tensors)
+    ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs[3:]]
+
+
+def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    if dout is None:  # only lse is used
+        dout = torch.zeros_like(out)
+    rest = [n if x is None else x for x, n in zip(tensors, ctx.numbers, strict=True)]
+    dq, dk, dv, dsink = _gradients(dout, dlse, q, k, v, out, lse, *rest)
+    return dq, dk, dv, None if rest[0] is None else dsink, *([None] * (len(rest) - 1))
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
+
+
+def _refuse(ctx: Any, *grads: Tensor) -> None:
+    raise Unsupported(f"create_graph: True; False, {ONCE_IN_REVERSE}")
+
+
+_gradients = _operator(
+    "attention_bwd", _backward, _fake_backward, _save_nothing, _refuse, schema=_BACKWARD
+)
+_attention = _operator("attention_fwd", _forward, _fake_forward, _save, _gradient, schema=_FORWARD)
+
+
+def more_of(
+    sink: Tensor | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None, num_splits: int | None = None,
+) -> More | None:  # fmt: skip
+    """Of a caller's arguments, or an Error of what the dispatcher would not take. None of none."""
+    tensors = (sink, seqused_q, seqused_k, block_table)
+    for name, x in zip(More._fields, tensors, strict=False):
+        if x is not None:
+            no_tangent(name, tensor(name, x))
+    if num_splits is None:
+        return None if all(x is None for x in tensors) else More(*tensors)
+    allowed = f"an integer from 1 to {2**30}, or None"
+    return More(*tensors, integer("num_splits", num_splits, 1, 2**30, allowed=allowed))

@@ -1,0 +1,191 @@
+"""Keys in pages: the same bits as in one piece, wherever the pages lie and whoever shares them."""
+
+import flashsdk as fs
+import numpy as np
+import pytest
+from cases import CPU_DTYPES, assert_same_bits, normal, qkv
+from flashsdk._testing import reference
+from flashsdk._testing.problems import BandSpec, numpy_dtype
+
+
+def into_pages(k, v, used, page_size, *, spare=3, seed=0):
+    """k, v, block_table: the used keys in pages in any order, and NaN wherever nobody may read."""
+    batch, seqlen = k.shape[:2]
+    rng = np.random.default_rng(seed)
+    most = -(-seqlen // page_size)
+    needed = -(-used // page_size)
+    order = rng.permutation(int(needed.sum()) + spare).astype(np.int32)
+    table = np.full((batch, most), -7, np.int32)  # behind a length: an index of nothing
+    pages = [np.full((len(order), page_size, *x.shape[2:]), np.nan, x.dtype) for x in (k, v)]
+    next_page = 0
+    for b in range(batch):
+        for n in range(needed[b]):
+            page = table[b, n] = order[next_page]
+            next_page += 1
+            rows = slice(n * page_size, min((n + 1) * page_size, used[b]))
+            for paged, x in zip(pages, (k, v), strict=True):
+                paged[page, : rows.stop - rows.start] = x[b, rows]
+    return *pages, table
+
+
+MASKS = {
+    "dense": {},
+    "causal": {"mask": fs.Causal()},
+    "window": {"mask": fs.SlidingWindow(70, 3)},
+    "bias": {"bias": normal((4, 1, 1, 450))[0]},
+    "features": {"mask": fs.Causal(), "softcap": 3.0, "dropout_p": 0.2, "seed": 5},
+}
+PAGE_SIZES = (1, 3, 16, 64, 200, 1000)
+
+
+@pytest.mark.parametrize("features", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("seqlen_q", [1, 3, 90])
+def test_pages_are_the_keys_in_one_piece(cpu, seqlen_q, features):
+    used = np.array([450, 1, 0, 200], np.int32)
+    for dtype in cpu.dtypes:
+        q, k, v, _ = qkv((seqlen_q, 450), (4, 2), (40, 24), batch=4, dtype=dtype)
+        want = cpu.call("mha_fwd", q, k, v, seqused_k=used, **features)
+        for page_size in PAGE_SIZES:
+            pages_k, pages_v, table = into_pages(k, v, used, page_size)
+            given = dict(features)
+            if "bias" in features:  # its columns are those of the table
+                room = table.shape[1] * page_size - 450
+                given["bias"] = np.pad(features["bias"], [(0, 0)] * 3 + [(0, room)])
+            got = cpu.call(
+                "mha_fwd", q, pages_k, pages_v, seqused_k=used, block_table=table, **given
+            )
+            assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("page_size", [16, 100])
+def test_the_definition(cpu, page_size):
+    q, k, v, _ = qkv((30, 130), (4, 2), 32, batch=2)
+    used = np.array([130, 41], np.int32)
+    pages_k, pages_v, table = into_pages(k, v, used, page_size)
+    out, lse = cpu.call(
+        "mha_fwd", q, pages_k, pages_v, seqused_k=used, block_table=table, mask=fs.Causal()
+    )
+    band = BandSpec(None, 0, "bottom_right")
+    want_out, want_lse = reference.forward(q, k, v, seqused_k=used, mask=band)
+    np.testing.assert_allclose(out, want_out, atol=1e-5)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-5)
+
+
+def test_long_sequences_in_parts(cpu):
+    used = np.array([9000, 4200], np.int32)
+    q, k, v, _ = qkv((2, 9000), (2, 1), 16, batch=2)
+    want = cpu.call("mha_fwd", q, k, v, seqused_k=used)
+    pages_k, pages_v, table = into_pages(k, v, used, 48)
+    got = cpu.call("mha_fwd", q, pages_k, pages_v, seqused_k=used, block_table=table)
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_head_dims(dtype, head_dim):
+    used = np.array([333], np.int32)
+    q, k, v, _ = qkv((70, 333), (2, 1), head_dim, batch=1, dtype=dtype)
+    pages_k, pages_v, table = into_pages(k, v, used, 32)
+    got = fs.mha_fwd(q, pages_k, pages_v, seqused_k=used, block_table=table)
+    assert_same_bits(got, fs.mha_fwd(q, k, v))
+
+
+def test_sequences_may_share_pages():
+    """A prefix that all have is there once."""
+    k, v, q = normal((6, 16, 2, 32), (6, 16, 2, 32), (2, 5, 4, 32))
+    table = np.array([[3, 0, 5], [3, 0, 1]], np.int32)
+    used = np.array([40, 48], np.int32)
+    got = fs.mha_fwd(q, k, v, seqused_k=used, block_table=table)
+    whole = (x[table].reshape(2, 48, 2, 32) for x in (k, v))
+    assert_same_bits(got, fs.mha_fwd(q, *whole, seqused_k=used))
+
+
+def test_pages_in_any_layout():
+    """As (num_pages, num_heads_kv, page_size, head_dim) in memory, as some caches lie."""
+    used = np.array([100, 33], np.int32)
+    q, k, v, _ = qkv((4, 100), (4, 2), 32)
+    pages_k, pages_v, table = into_pages(k, v, used, 16)
+    other = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (pages_k, pages_v))
+    wide = np.concatenate([table, table], axis=1)[:, : table.shape[1]]  # rows with a gap
+    got = fs.mha_fwd(q, *other, seqused_k=used, block_table=wide)
+    assert_same_bits(got, fs.mha_fwd(q, k, v, seqused_k=used))
+
+
+def given(**changes):
+    k, v, q = normal((4, 16, 2, 32), (4, 16, 2, 32), (2, 5, 4, 32))
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "seqused_k": np.array([20, 48], np.int32),
+        "block_table": np.array([[0, 1, 9], [3, 2, 1]], np.int32),
+    }
+    return arguments | changes
+
+
+def test_indices_behind_a_length_are_not_read():
+    out, _ = fs.mha_fwd(**given())
+    assert np.isfinite(out).all()
+
+
+ERRORS = {
+    "outside": (
+        {"block_table": np.array([[0, 4, 0], [3, 2, 1]], np.int32)},
+        "block_table: 4 at [0, 1]; 0 to 3, the pages of k",
+    ),
+    "negative": (
+        {"block_table": np.array([[0, 1, 0], [3, 2, -1]], np.int32)},
+        "block_table: -1 at [1, 2]; 0 to 3, the pages of k",
+    ),
+    "too long": (
+        {"seqused_k": np.array([20, 49], np.int32)},
+        "seqused_k: 49 of sequence 1; 0 to seqlen_k, which is 48",
+    ),
+    "no lengths": (
+        {"seqused_k": None},
+        "block_table: given; none without seqused_k, the lengths",
+    ),
+    "dtype": ({"block_table": np.zeros((2, 3), np.int64)}, "block_table: dtype int64; int32"),
+    "shape": (
+        {"block_table": np.zeros((3, 3), np.int32)},
+        "block_table: shape (3, 3); (batch 2, max_pages)",
+    ),
+    "v": (
+        {"v": np.zeros((5, 16, 2, 32), np.float32)},
+        "v: shape (5, 16, 2, 32); (num_pages 4, page_size 16, num_heads_kv 2, head_dim_v 32)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "line"), ERRORS.values(), ids=ERRORS)
+def test_errors(changes, line):
+    arguments = given(**changes)
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    for call in (fs.mha_fwd, fs.explain):
+        with pytest.raises(fs.InvalidArgument) as caught:
+            call(q, k, v, **arguments)
+        assert str(caught.value) == line
+
+
+def test_there_is_no_backward():
+    arguments = given()
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    with pytest.raises(fs.Unsupported, match=r"^block_table: given; none, as pages have no back"):
+        fs.explain(q, k, v, op="bwd", **arguments)
+
+
+def test_packed_sequences_have_no_pages():
+    arguments = given()
+    q, k, v = (arguments.pop(name)[0] for name in "qkv")
+    cu = np.array([0, 5], np.int32)
+    with pytest.raises(fs.InvalidArgument, match=r"^block_table: given; none, as sequences are p"):
+        fs.explain(q, k, v, cu, cu, 5, 5, **arguments)
+
+
+def test_no_pages_at_all():
+    q = normal((2, 5, 4, 32))[0]
+    k = np.zeros((0, 16, 2, 32), numpy_dtype("float32"))
+    table, used = np.zeros((2, 0), np.int32), np.zeros(2, np.int32)
+    out, lse = fs.mha_fwd(q, k, k, seqused_k=used, block_table=table)
+    assert not out.any()
+    assert (lse == -np.inf).all()
