@@ -54,12 +54,13 @@ FLASHSDK_EXPECT_AT(184, max_seqlen_q);
 FLASHSDK_EXPECT_AT(192, max_seqlen_k);
 FLASHSDK_EXPECT_AT(200, backend);
 FLASHSDK_EXPECT_AT(208, deterministic);
-FLASHSDK_EXPECT_AT(212, reserved);
+FLASHSDK_EXPECT_AT(212, num_splits);
 constexpr std::size_t kFirstArgsSize = 216;
 FLASHSDK_EXPECT_AT(216, seqused_q);
 FLASHSDK_EXPECT_AT(224, seqused_k);
 FLASHSDK_EXPECT_AT(232, sink);
 FLASHSDK_EXPECT_AT(240, dsink);
+FLASHSDK_EXPECT_AT(248, block_table);
 static_assert(sizeof(void*) != 8 || (sizeof(flashsdk_band) == 32 && sizeof(flashsdk_block_mask) == 96));
 
 // ---- a call in C, from one in C++
@@ -95,6 +96,8 @@ class CCall {
     args.seqused_k = tensor(a.seqused_k);
     args.sink = tensor(a.sink);
     args.dsink = tensor(a.dsink);
+    args.block_table = tensor(a.block_table);
+    args.num_splits = a.num_splits;
     args.max_seqlen_q = a.max_seqlen_q;
     args.max_seqlen_k = a.max_seqlen_k;
     args.deterministic = a.deterministic ? 1 : 0;
@@ -348,6 +351,24 @@ TEST(CApi, SinksAndUsedLengths) {
   }
 }
 
+// Pages that lie in order are the tensor that they were cut from.
+TEST(CApi, PagesOfABlockTable) {
+  Problem problem({2, 3, 32, 2, 2, 16, 16});
+  problem.forward();
+  const std::vector<unsigned char> expected = problem.out.bytes();
+  std::vector<std::int32_t> table{0, 1, 2, 3}, used{32, 32};
+  const auto pages = [](const HostTensor& t) { return TensorView(t.view().data, DType::kFloat32, {4, 16, 2, 16}); };
+  BackwardArgs args = problem.backward_args();
+  args.k = pages(problem.k);
+  args.v = pages(problem.v);
+  args.seqused_k = TensorView(used.data(), DType::kInt32, {2});
+  args.block_table = TensorView(table.data(), DType::kInt32, {2, 2});
+  args.num_splits = 1;
+  problem.out.fill(NAN);
+  run(args, flashsdk_plan_forward, flashsdk_workspace_size_forward);
+  EXPECT_EQ(problem.out.bytes(), expected);
+}
+
 class Blocks {
  public:
   explicit Blocks(std::vector<std::uint8_t> blocks, int rows, int cols, int size) {
@@ -523,7 +544,7 @@ TEST(CApi, WhatIsWrongIsOneLine) {
       {"dropout_p: 1; 0 <= dropout_p < 1", [](CCall& c) { c.args.dropout_p = 1; }},
       {"max_seqlen_q: 3; 0, as cu_seqlens_q and cu_seqlens_k are not given", [](CCall& c) { c.args.max_seqlen_q = 3; }},
       {"backend: sm75; \"cpu\", \"sm80\", \"sm90\" or none", [](CCall& c) { c.args.backend = "sm75"; }},
-      {"args.reserved: 1; 0", [](CCall& c) { c.args.reserved = 1; }},
+      {"num_splits: -1; 0 or more", [](CCall& c) { c.args.num_splits = -1; }},
       {"band.alignment: 7; FLASHSDK_BOTTOM_RIGHT (0) or FLASHSDK_TOP_LEFT (1)", [](CCall& c) { c.args.band = &kBand; }},
       {"band.reserved: 1; 0", [](CCall& c) { c.args.band = &kReserved; }},
       {"band.struct_size: 0; 32 to 4096, the size of the struct", [](CCall& c) { c.args.band = &kSizeless; }},
