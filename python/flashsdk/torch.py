@@ -11,8 +11,8 @@ What all share:
 - Gradients reach q, k, v and a sink, through the output and through the log-sum-exp. Saved for
   backward are the arguments, out and lse: memory is linear in the sequence length. There is no
   second derivative, no forward-mode one, and none with respect to bias or alibi_slopes: all are
-  errors. Only where a tensor with a tangent enters a function that torch.compile's inductor compiled is
-  the tangent lost, as in inductor's own kernels.
+  errors. Only where a tensor with a tangent enters a function that torch.compile's inductor
+  compiled is the tangent lost, as in inductor's own kernels.
 - float32, float16 and bfloat16. Under torch.autocast q, k and v become the autocast dtype.
 - With dropout and no seed, each call draws one by the generator of the tensors' device, as
   PyTorch's own dropout does: torch.manual_seed repeats it, and each replay of a CUDA graph draws
