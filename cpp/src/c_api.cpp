@@ -91,7 +91,7 @@ constexpr std::size_t kFirstSize<flashsdk_band> = FLASHSDK_END_OF(flashsdk_band,
 template <>
 constexpr std::size_t kFirstSize<flashsdk_block_mask> = FLASHSDK_END_OF(flashsdk_block_mask, seqlen_k);
 template <>
-constexpr std::size_t kFirstSize<flashsdk_attention_args> = FLASHSDK_END_OF(flashsdk_attention_args, reserved);
+constexpr std::size_t kFirstSize<flashsdk_attention_args> = FLASHSDK_END_OF(flashsdk_attention_args, num_splits);
 #undef FLASHSDK_END_OF
 
 // Bytes that the caller and this library both know.
@@ -116,10 +116,6 @@ Struct read(const char* name, const Struct* given) {
       std::any_of(bytes + sizeof(Struct), bytes + result.struct_size, [](unsigned char b) { return b != 0; }))
     fail(name, "a field that flashsdk " FLASHSDK_VERSION " does not know", "a newer flashsdk", ErrorCode::kUnsupported);
   return result;
-}
-
-void check_reserved(const char* name, std::int32_t reserved) {
-  if (reserved != 0) fail(std::string(name) + ".reserved", std::to_string(reserved), "0");
 }
 
 // ---- tensors
@@ -153,15 +149,20 @@ constexpr TensorField<AttentionArgs> kShared[] = {
     {"seed_tensor", &C::seed_tensor, &AttentionArgs::seed_tensor},
     {"cu_seqlens_q", &C::cu_seqlens_q, &AttentionArgs::cu_seqlens_q},
     {"cu_seqlens_k", &C::cu_seqlens_k, &AttentionArgs::cu_seqlens_k},
+    {"seqused_q", &C::seqused_q, &AttentionArgs::seqused_q},
+    {"seqused_k", &C::seqused_k, &AttentionArgs::seqused_k},
+    {"sink", &C::sink, &AttentionArgs::sink},
+    {"block_table", &C::block_table, &AttentionArgs::block_table},
 };
 constexpr TensorField<ForwardArgs> kForward[] = {
     {"out", &C::out, &ForwardArgs::out},
     {"lse", &C::lse, &ForwardArgs::lse},
 };
 constexpr TensorField<BackwardArgs> kBackward[] = {
-    {"dout", &C::dout, &BackwardArgs::dout}, {"out", &C::out, &BackwardArgs::out}, {"lse", &C::lse, &BackwardArgs::lse},
-    {"dlse", &C::dlse, &BackwardArgs::dlse}, {"dq", &C::dq, &BackwardArgs::dq},    {"dk", &C::dk, &BackwardArgs::dk},
-    {"dv", &C::dv, &BackwardArgs::dv},
+    {"dout", &C::dout, &BackwardArgs::dout}, {"out", &C::out, &BackwardArgs::out},
+    {"lse", &C::lse, &BackwardArgs::lse},    {"dlse", &C::dlse, &BackwardArgs::dlse},
+    {"dq", &C::dq, &BackwardArgs::dq},       {"dk", &C::dk, &BackwardArgs::dk},
+    {"dv", &C::dv, &BackwardArgs::dv},       {"dsink", &C::dsink, &BackwardArgs::dsink},
 };
 
 template <class Args, std::size_t n>
@@ -178,7 +179,7 @@ std::optional<std::int64_t> limit_of(std::int64_t given) {
 
 flashsdk::Band band_of(const flashsdk_band* given) {
   const auto c = read("band", given);
-  check_reserved("band", c.reserved);
+  if (c.reserved != 0) fail("band.reserved", std::to_string(c.reserved), "0");
   if (c.alignment != FLASHSDK_BOTTOM_RIGHT && c.alignment != FLASHSDK_TOP_LEFT)
     fail("band.alignment", std::to_string(c.alignment), "FLASHSDK_BOTTOM_RIGHT (0) or FLASHSDK_TOP_LEFT (1)");
   const bool top_left = c.alignment == FLASHSDK_TOP_LEFT;
@@ -231,7 +232,6 @@ void take_own_tensors(const C& c, BackwardArgs& args) { take_tensors(kBackward, 
 template <class Args>
 Args args_of(const flashsdk_attention_args* given) {
   const C c = read("args", given);
-  check_reserved("args", c.reserved);
   Args args;
   take_tensors<AttentionArgs>(kShared, c, args);
   take_own_tensors(c, args);
@@ -244,6 +244,7 @@ Args args_of(const flashsdk_attention_args* given) {
   args.max_seqlen_q = c.max_seqlen_q;
   args.max_seqlen_k = c.max_seqlen_k;
   args.deterministic = c.deterministic != 0;
+  args.num_splits = c.num_splits;
   if (c.backend != nullptr) args.backend = c.backend;
   return args;
 }

@@ -1,6 +1,6 @@
-// The core for what stands beside it, the Python extension too: a table of functions, the one thing that the shared
-// library shows of its inside. An Error comes back as a Failure; other exceptions, such as those of a caller's
-// workspace, pass.
+// The core for what stands beside it, the Python extension too: a table of functions. The shared library shows nothing
+// of its inside but this and what a user's own kernels call. An Error comes back as a Failure; other exceptions, such
+// as those of a caller's workspace, pass.
 #pragma once
 
 #include <cstddef>

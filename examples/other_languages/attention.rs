@@ -46,7 +46,7 @@ struct Args {
     max_seqlen_k: i64,
     backend: *const c_char,
     deterministic: i32,
-    reserved: i32,
+    num_splits: i32,
 }
 
 enum Plan {}

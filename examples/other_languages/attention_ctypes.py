@@ -53,7 +53,7 @@ class Args(c.Structure):
         ("max_seqlen_k", c.c_int64),
         ("backend", c.c_char_p),
         ("deterministic", c.c_int32),
-        ("reserved", c.c_int32),
+        ("num_splits", c.c_int32),
     ]
 
 

@@ -123,7 +123,7 @@ FLASHSDK_API void flashsdk_block_lists_destroy(flashsdk_block_lists* lists);  //
 // ---- one call of attention, forward or backward
 //
 // Packed (varlen) problems give cu_seqlens_q and cu_seqlens_k, and their tensors have no batch dimension. A forward
-// does not look at dout, dlse, dq, dk and dv, so that one struct serves both.
+// does not look at dout, dlse, dq, dk, dv and dsink, so that one struct serves both.
 
 typedef struct flashsdk_attention_args {
   size_t struct_size;
@@ -144,7 +144,11 @@ typedef struct flashsdk_attention_args {
   int64_t max_seqlen_q, max_seqlen_k;
   const char* backend;    // NULL: the best that fits; else "cpu", "sm80" or "sm90"
   int32_t deterministic;  // 1: bit-identical from run to run
-  int32_t reserved;       // 0
+  int32_t num_splits;     // 1: bits of a sequence depend on it alone; 0: chosen
+  // Here the first version ended.
+  const flashsdk_tensor *seqused_q, *seqused_k;
+  const flashsdk_tensor *sink, *dsink;  // the backward writes dsink, where there is a sink
+  const flashsdk_tensor* block_table;   // of a forward: k and v are pages
 } flashsdk_attention_args;
 
 // A call that is checked and has its kernel: flashsdk::Plan. It keeps the addresses of the tensors' memory, which must
