@@ -111,7 +111,9 @@ def build(python: pythons.Python, sources: Path, defined: dict[str, str]) -> Pat
     shutil.rmtree(out, ignore_errors=True)
     settings = [f"--config-settings=cmake.define.{name}={value}" for name, value in defined.items()]
     settings.append(f"--config-settings=build-dir={folder}")
-    run(python.path, *PIP, "wheel", "--no-deps", *settings, "-w", out, sources)
+    # Else it is the system's, if there is one, and an old one does not know a new nvcc.
+    env = {**os.environ, "CMAKE_EXECUTABLE": str(tool("cmake"))}
+    run(python.path, *PIP, "wheel", "--no-deps", *settings, "-w", out, sources, env=env)
     (wheel,) = out.glob("*.whl")
     return wheel
 
