@@ -167,8 +167,11 @@ def versions(record: Record) -> str:
         columns = [found.get(name, "–") for name in ("python", "numpy", "torch", "jax")]
         rows.append([*columns, outcome])
     header = ["Python", "NumPy", "PyTorch", "JAX", f"tests, {record['date']}"]
+    names = dict.fromkeys(name for cell in record["cells"] for name in cell.get("tests", []))
+    tests = ", ".join(f"`{name}`" for name in names)
     return (
-        f"{markdown_table(header, rows, 5)}\n\npytest's options: `{' '.join(record['options'])}`."
+        f"{markdown_table(header, rows, 5)}\n\nTest files, as far as they are about what is there: "
+        f"{tests}. pytest's options were `{' '.join(record['options'])}`."
     )
 
 

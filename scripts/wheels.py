@@ -38,9 +38,9 @@ WORK = ROOT / "build" / "wheels"
 PIP = ("-m", "pip", "--disable-pip-version-check", "-q")
 CPU_LIMIT, CUDA_LIMIT = 5_000_000, 40_000_000
 STABLE_ABI = (3, 12)  # tool.scikit-build.wheel.py-api
-# Code of 8.0 serves all of 8.x, that of 10.0 and 12.0 their generations. 90a is Hopper's own, with
-# the sm90 kernels.
-ARCHITECTURES = ("80-real", "90a-real", "100-real", "120-real")
+# Code of 8.0 serves all of 8.x, and its PTX what comes after Hopper. 90a is Hopper's own, with the
+# sm90 kernels. Code for 10.0 and 12.0 beside it would be more than CUDA_LIMIT (docs/versions.md).
+ARCHITECTURES = ("80", "90a-real")
 
 
 def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None) -> None:
@@ -106,11 +106,14 @@ def options(cuda: bool, given: list[str]) -> dict[str, str]:
 
 def build(python: pythons.Python, sources: Path, defined: dict[str, str]) -> Path:
     """A wheel as it comes out of pip. Builds of one Python share a folder."""
-    out, folder = WORK / "raw" / python.series, WORK / f"build-{python.series}"
+    work = sources.parents[1]
+    out, folder = work / "raw" / python.series, work / f"build-{python.series}"
     shutil.rmtree(out, ignore_errors=True)
     settings = [f"--config-settings=cmake.define.{name}={value}" for name, value in defined.items()]
     settings.append(f"--config-settings=build-dir={folder}")
-    run(python.path, *PIP, "wheel", "--no-deps", *settings, "-w", out, sources)
+    # Else it is the system's, if there is one, and an old one does not know a new nvcc.
+    env = {**os.environ, "CMAKE_EXECUTABLE": str(tool("cmake"))}
+    run(python.path, *PIP, "wheel", "--no-deps", *settings, "-w", out, sources, env=env)
     (wheel,) = out.glob("*.whl")
     return wheel
 
@@ -208,7 +211,8 @@ def main() -> None:
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     archive = source_archive(args.out)
-    sources = unpacked(archive, WORK / "sources", cuda_version() if args.cuda else "")
+    local_version = cuda_version() if args.cuda else ""
+    sources = unpacked(archive, WORK / (local_version or "cpu") / "sources", local_version)
     print(f"{archive.name}: {archive.stat().st_size / 1e6:.2f} MB", flush=True)
     wheel, built = Path(), []
     for python in wanted(args.pythons):
