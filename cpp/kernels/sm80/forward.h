@@ -81,7 +81,7 @@ class ForwardScores {
       if constexpr (kFeatures == cuda::Features::kAlibi) alibi_.add(scores, At{coordinates, m0_, n0});
       cuda::branch_if(scale_first_, [&] {
         if constexpr (cuda::modifies_scores(kFeatures)) {
-          stages_.apply(scores, At{coordinates, m0_, n0}, bias);
+          stages_.apply(scores, [&] { return At{coordinates, m0_, n0}; }, bias);
         } else {
           cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
         }

@@ -286,6 +286,8 @@ def changed(kernels: list[dict[str, Any]], old: list[dict[str, str]]) -> list[st
         return by_name
 
     before = codes(old)
+    if not before.keys() & codes(kernels).keys():
+        sys.exit("machine_code: the lists have no kernel in common")
     return [n for n, c in codes(kernels).items() if n in before and sorted(c) != sorted(before[n])]
 
 

@@ -279,7 +279,8 @@ class BackwardScores {
         if (top.marked()) {  // a NaN that does not count would get into the derivative
           for_each_loaded(s, at, top.rows(), [](float& x, float row_top) { x = row_top == INFINITY ? 0.f : x; });
         }
-        ScoreStages<kFeatures, Policy>(p_, seq_, batch_, head).apply(s, dp, in_sequence(at, tile), bias);
+        ScoreStages<kFeatures, Policy>(p_, seq_, batch_, head)
+            .apply(s, dp, [&] { return in_sequence(at, tile); }, bias);
       });
     }
   }

@@ -44,8 +44,6 @@ template <class Policy>
 class PolicyScore<Policy, false> {
  public:
   __device__ PolicyScore(const MaskParam&, const SeqlenInfo&, int, int) {}
-  template <class... Args>
-  __device__ void apply(const Args&...) const {}
 };
 
 // Products become scores in natural-logarithm units, in kernels with softcap compiled in. What is compiled in alone,
@@ -56,18 +54,19 @@ class ScoreStages {
   __device__ ScoreStages(const ForwardParams& p, const SeqlenInfo& seq, int batch, int head)
       : features_(p.score, seq, batch, head), own_(p.mask, seq, batch, head) {}
 
-  template <class Scores, class At, class BiasTile>
-  __device__ void apply(Scores& scores, const At& at, const BiasTile& bias) const {
+  // places(): the elements' TileCoordinates. Only stages that ask for them have them computed.
+  template <class Scores, class Places, class BiasTile>
+  __device__ void apply(Scores& scores, const Places& places, const BiasTile& bias) const {
     features_.cap(scores);
-    if constexpr (has_bias(kFeatures)) features_.shift(scores, at, bias);
-    own_.apply(scores, at);
+    if constexpr (has_bias(kFeatures)) features_.shift(scores, places(), bias);
+    if constexpr (kHasScore<Policy>) own_.apply(scores, places());
   }
   // The same, and gradients (with respect to the scores that come out) times the derivative.
-  template <class Scores, class Gradients, class At, class BiasTile>
-  __device__ void apply(Scores& scores, Gradients& gradients, const At& at, const BiasTile& bias) const {
+  template <class Scores, class Gradients, class Places, class BiasTile>
+  __device__ void apply(Scores& scores, Gradients& gradients, const Places& places, const BiasTile& bias) const {
     features_.cap(scores, gradients);
-    if constexpr (has_bias(kFeatures)) features_.shift(scores, at, bias);
-    own_.apply(scores, gradients, at);
+    if constexpr (has_bias(kFeatures)) features_.shift(scores, places(), bias);
+    if constexpr (kHasScore<Policy>) own_.apply(scores, gradients, places());
   }
 
  private:

@@ -243,7 +243,7 @@ class ForwardScores {
         if constexpr (cuda::modifies_scores(kFeatures)) {
           const SeqlenInfo seq(p_, of.batch);
           cuda::ScoreStages<kFeatures, Policy>(p_, seq, of.batch, of.head)
-              .apply(scores, coordinates_of(tile, of), cuda::NoBiasTile());
+              .apply(scores, [&] { return coordinates_of(tile, of); }, cuda::NoBiasTile());
         } else {
           cuda::for_each_element(scores, [&](int, int, float& s) { s *= p_.score.softmax_scale; });
         }
