@@ -170,7 +170,7 @@ def versions(record: Record) -> str:
     names = dict.fromkeys(name for cell in record["cells"] for name in cell.get("tests", []))
     tests = ", ".join(f"`{name}`" for name in names)
     return (
-        f"{markdown_table(header, rows, 5)}\n\nTest files, as far as they are about what is there: "
+        f"{markdown_table(header, rows, 5)}\n\nTest files of all rows (of each: the record): "
         f"{tests}. pytest's options were `{' '.join(record['options'])}`."
     )
 
