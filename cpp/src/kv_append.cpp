@@ -100,6 +100,7 @@ Rotary check_rotary(const KvAppendArgs& a, MemoryMap& memory) {
 }
 
 struct Cache {
+  bool paged;
   const std::int32_t *used, *table;
   std::int64_t table_stride, page_size;
 };
@@ -107,8 +108,10 @@ struct Cache {
 // Lengths, pages and positions themselves.
 void check_values(const KvAppendArgs& a, const Cache& cache, const Rotary& rotary) {
   const std::int64_t added = a.k.shape[1], pages = a.k_cache.shape[0];
-  const std::int64_t room = a.k_cache.shape[1] * (cache.table != nullptr ? a.block_table.shape[1] : 1);
+  const std::int64_t room = a.k_cache.shape[1] * (cache.paged ? a.block_table.shape[1] : 1);
   const std::int64_t last = std::max(added, a.q.given() ? (a.q_advances ? a.q.shape[1] : 1) : 0);
+  if (added > room)
+    fail("k", "seqlen_new " + std::to_string(added), "0 to " + std::to_string(room) + ", the cache's keys");
   for (std::int64_t b = 0; b < a.k.shape[0]; ++b) {
     const std::int64_t used = cache.used[b];
     if (used < 0 || used + added > room)
@@ -117,7 +120,7 @@ void check_values(const KvAppendArgs& a, const Cache& cache, const Rotary& rotar
     if (rotary.pairs > 0 && used + last > a.rotary_cos.shape[0])
       fail("rotary_cos", std::to_string(a.rotary_cos.shape[0]) + " positions",
            "at least " + std::to_string(used + last) + ", as sequence " + std::to_string(b) + " goes so far");
-    for (std::int64_t n = used / cache.page_size; cache.table != nullptr && n * cache.page_size < used + added; ++n)
+    for (std::int64_t n = used / cache.page_size; cache.paged && n * cache.page_size < used + added; ++n)
       if (const std::int32_t page = cache.table[b * cache.table_stride + n]; page < 0 || page >= pages)
         fail("block_table", std::to_string(page) + " at [" + std::to_string(b) + ", " + std::to_string(n) + "]",
              "a page of k_cache, of which there are " + std::to_string(pages));
@@ -129,7 +132,7 @@ void append_rows(const KvAppendArgs& a, const Cache& cache, const Rotary& rotary
   const std::int64_t batch = a.k.shape[0], added = a.k.shape[1], queries = a.q.given() ? a.q.shape[1] : 0;
   const int heads_kv = static_cast<int>(a.k.shape[2]), dim = static_cast<int>(a.k.shape[3]);
   const auto place = [&](const TensorView& t, std::int64_t b, std::int64_t key) {
-    if (cache.table == nullptr) return row_of<T>(t, b, key);
+    if (!cache.paged) return row_of<T>(t, b, key);
     return row_of<T>(t, cache.table[b * cache.table_stride + key / cache.page_size], key % cache.page_size);
   };
   const auto add_key = [&](std::int64_t b, std::int64_t j) {
@@ -195,7 +198,7 @@ void kv_append(const KvAppendArgs& a) {
   }
   const Rotary rotary = check_rotary(a, memory);
   memory.check_overlap();
-  const Cache cache{static_cast<const std::int32_t*>(a.seqused_k.data),
+  const Cache cache{paged, static_cast<const std::int32_t*>(a.seqused_k.data),
                     paged ? static_cast<const std::int32_t*>(a.block_table.data) : nullptr,
                     paged ? stride_of(a.block_table, 0) : 0, std::max<std::int64_t>(a.k_cache.shape[1], 1)};
   check_values(a, cache, rotary);

@@ -332,6 +332,46 @@ bool is_work_for_two(const PlannedCall<Params>& call) {
   return false;
 }
 
+// The keys of a sequence, wherever they lie: appended to pages in any order, and in one piece.
+TEST_F(Attention, PagesHaveTheBitsOfOnePiece) {
+  constexpr std::int64_t kPage = 5, kPages = 20, kMost = 9;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const std::int64_t seqlen_q : {1, 3, 40}) {
+      Problem p({.batch = 2,
+                 .seqlen_q = seqlen_q,
+                 .seqlen_k = kPage * kMost,
+                 .num_heads = 4,
+                 .num_heads_kv = 2,
+                 .head_dim = 24,
+                 .head_dim_v = 40},
+                dtype);
+      std::int32_t used[] = {43, 17}, none[] = {0, 0}, table[2 * kMost];
+      for (int n = 0; n < 2 * kMost; ++n) table[n] = static_cast<std::int32_t>(7 * n % kPages);
+      p.options.seqused_k = TensorView(used, DType::kInt32, {2});
+      p.forward();
+      const HostTensor out = p.out, lse = p.lse;
+
+      HostTensor k(dtype, {kPages, kPage, 2, 24}), v(dtype, {kPages, kPage, 2, 40});
+      k.fill(NAN);
+      v.fill(NAN);
+      KvAppendArgs append;
+      append.k_cache = k.view();
+      append.v_cache = v.view();
+      append.k = p.k.view();
+      append.v = p.v.view();
+      append.seqused_k = TensorView(none, DType::kInt32, {2});
+      append.block_table = TensorView(table, DType::kInt32, {2, kMost});
+      kv_append(append);
+      p.k = k;
+      p.v = v;
+      p.options.block_table = append.block_table;
+      p.forward();
+      EXPECT_EQ(p.out.bytes(), out.bytes());
+      EXPECT_EQ(p.lse.bytes(), lse.bytes());
+    }
+  }
+}
+
 TEST_F(Attention, APlanReadsUsedLengthsAtEachLaunch) {
   Problem p({.batch = 2, .seqlen_q = 9, .seqlen_k = 40, .num_heads = 2, .num_heads_kv = 1, .head_dim = 16});
   std::int32_t used[] = {40, 3};

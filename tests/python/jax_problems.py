@@ -33,7 +33,8 @@ def _blocks(**changes: Any) -> Problem:
     for seed in range(100, 1000):
         p = generate(seed)
         if not p.packed and getattr(p.mask, "band", None) and p.mask.full.shape[1] > 1:
-            return replace(p, strides=False, bias=None, dropout_p=0.0, **changes)
+            plain = {"strides": False, "bias": None, "dropout_p": 0.0, "sink": False}
+            return replace(p, used_q=(), used_k=(), **plain, **changes)
     raise AssertionError
 
 

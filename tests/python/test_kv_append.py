@@ -133,6 +133,10 @@ ERRORS = {
         {"q": np.zeros((3, 5, 4, 16), np.float32)},
         "q: shape (3, 5, 4, 16); (batch 3, seqlen_q, num_heads, head_dim 20)",
     ),
+    "no pages": (
+        {"block_table": np.zeros((3, 0), np.int32)},
+        "k: seqlen_new 5; 0 to 0, the cache's keys",
+    ),
     "page": (
         {"block_table": np.array([[0, 1], [2, 1], [0, 3]], np.int32)},
         "block_table: 3 at [2, 1]; a page of k_cache, of which there are 3",
