@@ -146,7 +146,7 @@ build-cuda-ci:
 		-DFLASHSDK_CPU_ISAS=portable -DFLASHSDK_CPU_HEAD_DIMS=256 -DFLASHSDK_CPU_DTYPES=fp32 -DFLASHSDK_BUILD_PYTHON=ON \
 		-DFLASHSDK_BUILD_TESTS=ON -DFLASHSDK_EXTENSION_DIR=$(CURDIR)/build/cuda-ci/extension $(GPU_CMAKE_ARGS)
 	@$(CMAKE) --build build/cuda-ci -j $(JOBS) --target flashsdk _bindings flashsdk_device_tests flashsdk_gpu_harness
-	@$(CTEST) --test-dir build/cuda-ci -R '^Device'
+	@$(CTEST) --test-dir build/cuda-ci -R '^Device|^exports'
 	@$(PY) scripts/check_cuda_extension.py build/cuda-ci/extension
 
 # Tests with other releases of PyTorch and JAX than .venv's, in environments of their own:
