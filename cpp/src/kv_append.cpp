@@ -131,17 +131,18 @@ template <class T>
 void append_rows(const KvAppendArgs& a, const Cache& cache, const Rotary& rotary) {
   const std::int64_t batch = a.k.shape[0], added = a.k.shape[1], queries = a.q.given() ? a.q.shape[1] : 0;
   const int heads_kv = static_cast<int>(a.k.shape[2]), dim = static_cast<int>(a.k.shape[3]);
-  const auto place = [&](const TensorView& t, std::int64_t b, std::int64_t key) {
-    if (!cache.paged) return row_of<T>(t, b, key);
-    return row_of<T>(t, cache.table[b * cache.table_stride + key / cache.page_size], key % cache.page_size);
+  const auto rows_of = [&](const TensorView& t, std::int64_t b) {
+    if (!cache.paged) return KeyRows<T>(row_of<T>(t, b, 0), stride_of(t, 1));
+    return KeyRows<T>(row_of<T>(t, 0, 0), stride_of(t, 1), stride_of(t, 0), cache.table + b * cache.table_stride,
+                      static_cast<int>(cache.page_size));
   };
   const auto add_key = [&](std::int64_t b, std::int64_t j) {
-    const std::int64_t key = cache.used[b] + j;
+    const int key = cache.used[b] + static_cast<int>(j);
+    T *of_k = rows_of(a.k_cache, b).at(key), *of_v = rows_of(a.v_cache, b).at(key);
     for (int h = 0; h < heads_kv; ++h) {
-      rotate(rotary, key, row_of<const T>(a.k, b, j) + h * stride_of(a.k, 2), dim,
-             place(a.k_cache, b, key) + h * stride_of(a.k_cache, 2));
-      std::memcpy(place(a.v_cache, b, key) + h * stride_of(a.v_cache, 2),
-                  row_of<const T>(a.v, b, j) + h * stride_of(a.v, 2), sizeof(T) * a.v.shape[3]);
+      rotate(rotary, key, row_of<const T>(a.k, b, j) + h * stride_of(a.k, 2), dim, of_k + h * stride_of(a.k_cache, 2));
+      std::memcpy(of_v + h * stride_of(a.v_cache, 2), row_of<const T>(a.v, b, j) + h * stride_of(a.v, 2),
+                  sizeof(T) * a.v.shape[3]);
     }
   };
   const auto turn_query = [&](std::int64_t b, std::int64_t i) {
@@ -189,7 +190,11 @@ void kv_append(const KvAppendArgs& a) {
                 {"head_dim_v", a.v.shape[3]}},
                memory, kWrite);
   check_lengths("seqused_k", a.seqused_k, {{"batch", batch}}, memory);
-  if (paged) check_lengths("block_table", a.block_table, {{"batch", batch}, {"max_pages"}}, memory);
+  if (paged) {
+    check_lengths("block_table", a.block_table, {{"batch", batch}, {"max_pages"}}, memory);
+    check_extent("block_table", "max_pages", a.block_table.shape[1], 0, kMaxRows);  // as a call that reads the cache
+    check_extent("block_table", "max_pages * page_size", a.block_table.shape[1] * a.k_cache.shape[1], 0, kMaxRows);
+  }
   if (a.q.given()) {
     check_tensor("q", a.q, a.k, {{"batch", batch}, {"seqlen_q"}, {"num_heads"}, {"head_dim", dim}}, memory, kRead);
     check_tensor("q_out", a.q_out, a.k,

@@ -14,9 +14,19 @@ from torch import Tensor
 from . import ops
 from ._errors import Unsupported, integer
 from ._kv_append import kv_append
-from ._torch_checks import ONCE_IN_REVERSE, no_tangent, tensor
+from ._torch_checks import no_tangent, tensor
 from ._torch_eager import constant, detached, last_contiguous, recorded, unwatched
-from ._torch_ops import Options, _check_devices, _encoded, _library, _operator
+from ._torch_ops import (
+    Options,
+    _check_devices,
+    _encoded,
+    _library,
+    _operator,
+    _refuse,
+    _save,
+    _save_nothing,
+    _saved,
+)
 from ._torch_threads import on_torch_threads
 
 _ARGUMENTS = (
@@ -145,28 +155,10 @@ def _fake_backward(
     return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)  # no dlse for those who do not use lse
-    tensors = [x if isinstance(x, Tensor) else None for x in inputs[3:]]
-    ctx.save_for_backward(*inputs[:3], *output, *tensors)
-    ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs[3:]]
-
-
 def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
-    if dout is None:  # only lse is used
-        dout = torch.zeros_like(out)
-    rest = [n if x is None else x for x, n in zip(tensors, ctx.numbers, strict=True)]
-    dq, dk, dv, dsink = _gradients(dout, dlse, q, k, v, out, lse, *rest)
+    arguments, rest = _saved(ctx, dout, dlse)
+    dq, dk, dv, dsink = _gradients(*arguments, *rest)
     return dq, dk, dv, None if rest[0] is None else dsink, *([None] * (len(rest) - 1))
-
-
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    pass
-
-
-def _refuse(ctx: Any, *grads: Tensor) -> None:
-    raise Unsupported(f"create_graph: True; False, {ONCE_IN_REVERSE}")
 
 
 _gradients = _operator(

@@ -232,29 +232,40 @@ def _define(
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         return dq, dk, dv
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.set_materialize_grads(False)  # no dlse for those who do not use lse
-        tensors = [x if isinstance(x, Tensor) else None for x in inputs[3:]]
-        ctx.save_for_backward(*inputs[:3], *output, *tensors)
-        ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs[3:]]
-
     def gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        if dout is None:  # only lse is used
-            dout = torch.zeros_like(out)
-        rest = [n if x is None else x for x, n in zip(tensors, ctx.numbers, strict=True)]
-        return *gradients(dout, dlse, q, k, v, out, lse, *rest), *([None] * len(rest))
+        arguments, rest = _saved(ctx, dout, dlse)
+        return *gradients(*arguments, *rest), *([None] * len(rest))
 
-    def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    def refuse(ctx: Any, *grads: Tensor) -> None:
-        raise Unsupported(f"create_graph: True; False, {ONCE_IN_REVERSE}")
-
-    gradients = _operator(f"{name}_bwd", backward, fake_backward, save_nothing, refuse)
-    differentiable = _operator(f"{name}_fwd", forward, fake_forward, save, gradient)
+    gradients = _operator(f"{name}_bwd", backward, fake_backward, _save_nothing, _refuse)
+    differentiable = _operator(f"{name}_fwd", forward, fake_forward, _save, gradient)
     _torch_flops.register(name, packed)
     return Operation(differentiable, gradients, run_forward, run_backward, _encoded, _beside)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # no dlse for those who do not use lse
+    tensors = [x if isinstance(x, Tensor) else None for x in inputs[3:]]
+    ctx.save_for_backward(*inputs[:3], *output, *tensors)
+    ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs[3:]]
+
+
+def _saved(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[tuple[Tensor | None, ...], list[Any]]:
+    """What a backward takes: dout, dlse, q, k, v, out, lse, and the forward's other arguments."""
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    if dout is None:  # only lse is used
+        dout = torch.zeros_like(out)
+    rest = [n if x is None else x for x, n in zip(tensors, ctx.numbers, strict=True)]
+    return (dout, dlse, q, k, v, out, lse), rest
+
+
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
+
+
+def _refuse(ctx: Any, *grads: Tensor) -> None:
+    raise Unsupported(f"create_graph: True; False, {ONCE_IN_REVERSE}")
 
 
 def _check_devices(q: Tensor, **others: Tensor | None) -> None:

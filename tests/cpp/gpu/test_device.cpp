@@ -11,9 +11,12 @@
 
 #include "cuda/host/device.h"
 #include "flashsdk/flashsdk.h"
+#include "gpu/device_memory.h"
 
 namespace flashsdk {
 namespace {
+
+using testing::DeviceMemory;
 
 int device_count() {
   int count = 0;
@@ -27,22 +30,6 @@ int device_count() {
 #define NEEDS_GPUS(n)                                                     \
   if (device_count() < (n)) GTEST_SKIP() << "needs " << (n) << " GPU(s)"; \
   if (!cuda::machine_refusal("sm_80").empty()) GTEST_SKIP() << "not for this GPU"
-
-class DeviceMemory {
- public:
-  DeviceMemory(std::size_t bytes, int device) {
-    cuda::DeviceGuard guard(device);
-    cuda::check(cudaMalloc(&data_, bytes), "cudaMalloc");
-    cuda::check(cudaMemset(data_, 0xFF, bytes), "cudaMemset");  // NaN
-  }
-  ~DeviceMemory() { cudaFree(data_); }
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-  void* data() const { return data_; }
-
- private:
-  void* data_ = nullptr;
-};
 
 // Batch 1, head_dim 64; bfloat16. All inputs are 1, so that every output of the forward is. There are more heads than a
 // GPU has multiprocessors, so that kernels whose blocks draw more work do.

@@ -1,15 +1,14 @@
 // GPU kernels with policies of one's own, through plan_own(), against the definition. They skip without a GPU.
 #include "gpu/own_kernels.h"
 
-#include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
-#include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "common/own_kernel.h"
-#include "cuda/host/device.h"
+#include "gpu/device_memory.h"
 #include "own_policies.h"
 #include "problem.h"
 
@@ -17,19 +16,11 @@ namespace flashsdk::testing {
 namespace {
 
 // A copy of host memory on GPU 0.
-class Copy {
+class Copy : public DeviceMemory {
  public:
-  Copy(const void* host, std::size_t bytes) {
-    cuda::check(cudaMalloc(&data_, bytes + 256), "cudaMalloc");
-    cuda::check(cudaMemcpy(data_, host, bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
+  Copy(const void* host, std::size_t bytes) : DeviceMemory(bytes + 1, 0) {
+    cuda::check(cudaMemcpy(data(), host, bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
   }
-  ~Copy() { cudaFree(data_); }
-  Copy(const Copy&) = delete;
-  Copy& operator=(const Copy&) = delete;
-  void* data() const { return data_; }
-
- private:
-  void* data_ = nullptr;
 };
 
 // Copies of contiguous host tensors; what is written goes back when all is done.
@@ -50,8 +41,7 @@ class Copies {
     return args;
   }
   void launch(const Plan& plan) {
-    const std::vector<unsigned char> poison(plan.workspace_size() + 1, 0xFF);
-    const Copy workspace(poison.data(), poison.size());
+    const DeviceMemory workspace(plan.workspace_size() + 1, 0);
     plan.launch({{workspace.data(), plan.workspace_size()}});
     cuda::synchronize(nullptr, 0);
     for (const Back& b : back_)
