@@ -29,7 +29,8 @@ function(flashsdk_add_cuda_kernels)
   if(FLASHSDK_CUDA_SUBSET STREQUAL "ci")
     list(GET CMAKE_CUDA_ARCHITECTURES 0 one_architecture)
   endif()
-  flashsdk_add_cuda_objects(flashsdk_cuda "${SOURCES_sm80}" ${one_architecture})
+  set(shared ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/cache/kv_append.cu)
+  flashsdk_add_cuda_objects(flashsdk_cuda "${SOURCES_sm80};${shared}" ${one_architecture})
   set(objects $<TARGET_OBJECTS:flashsdk_cuda> $<TARGET_OBJECTS:flashsdk_cuda_host>)
   # The host's part: no CUTLASS, compiled by the C++ compiler.
   add_library(flashsdk_cuda_host OBJECT ${SOURCES_table} ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/host/device.cpp

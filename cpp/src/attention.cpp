@@ -61,7 +61,6 @@ const char* refusal(const Params& p, const KernelEntry<Params>& entry) {
   if (key.head_dim < p.head_dim || key.head_dim_v < p.head_dim_v) return "head_dim is larger than the kernel's";
   if (key.mask != p.mask.kind) return "the mask is of another kind";
   if (cuda::missing(key.features, p.score.features()) != Features::kNone) return "a feature is not compiled in";
-  if (const char* reason = backend_refusal(key.backend, p)) return reason;
   return entry.can_implement == nullptr ? nullptr : entry.can_implement(p);
 }
 

@@ -149,16 +149,6 @@ std::string isa_in_use(const std::vector<std::string>& built, const std::string&
 
 }  // namespace
 
-const char* backend_refusal(Backend backend, const ForwardParams& p) {
-  if (backend == Backend::kCpu) return nullptr;
-  if (p.seqused_q != nullptr) return "seqused_q is taken on a CPU only";
-  if (p.num_splits != 0) return "num_splits is taken on a CPU only";
-  if (p.pages.table != nullptr) return "block_table is taken on a CPU only";
-  if (p.seqused_k != nullptr) return "seqused_k is taken on a CPU only";
-  if (p.sink.ptr != nullptr) return "sink is taken on a CPU only";
-  return nullptr;
-}
-
 template <class Params>
 KernelRegistry::Rows<Params>::Rows(const std::vector<KernelEntry<Params>>& entries, const std::string& forced_isa) {
   std::vector<std::string> archs;  // in order of appearance
@@ -236,8 +226,7 @@ const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, std::
       refuse(*row, refusal);
       continue;
     }
-    const char* reason = backend_refusal(key.backend, p);
-    if (reason == nullptr && row->entry.can_implement != nullptr) reason = row->entry.can_implement(p);
+    const char* reason = row->entry.can_implement == nullptr ? nullptr : row->entry.can_implement(p);
     if (reason == nullptr) return row;
     refuse(*row, reason);
   }

@@ -14,9 +14,6 @@ namespace flashsdk {
 
 void add_all_kernels(KernelTable& table);  // written by cpp/kernels/table/write_sources.cpp
 
-// Null, or why no kernel of a backend takes a call: arguments that none for GPUs takes as yet.
-const char* backend_refusal(Backend backend, const ForwardParams& p);
-
 struct KernelEntries {
   std::vector<ForwardEntry> forward;
   std::vector<BackwardEntry> backward;

@@ -5,8 +5,12 @@
 #include <string>
 
 #include "check.h"
-#include "common/seqlen_info.h"
+#include "common/append.h"
 #include "cpu/dtype.h"
+#if FLASHSDK_HAVE_CUDA
+#include "cuda/cache/kv_append.h"
+#include "cuda/host/device.h"
+#endif
 #include "flashsdk/attention.h"
 #include "processors.h"
 #include "thread_pool.h"
@@ -19,19 +23,6 @@ constexpr auto kRead = MemoryMap::Access::kRead;
 constexpr auto kWrite = MemoryMap::Access::kWrite;
 constexpr std::int64_t kRowsOfThread = 512;  // below, another thread costs more than it saves
 
-// A (batch, row, head, element) tensor.
-template <class T>
-T* row_of(const TensorView& t, std::int64_t batch, std::int64_t row) {
-  return static_cast<T*>(t.data) + batch * stride_of(t, 0) + row * stride_of(t, 1);
-}
-
-struct Rotary {
-  const void *cos_data = nullptr, *sin_data = nullptr;  // float32, or of the dtype of k
-  std::int64_t cos_stride = 0, sin_stride = 0;
-  bool float32 = true, interleaved = false;
-  int pairs = 0;  // 0: nothing is turned
-};
-
 template <class T>
 float value_at(const void* data, std::int64_t at, bool float32) {
   return float32 ? static_cast<const float*>(data)[at] : cpu::to_float(static_cast<const T*>(data)[at]);
@@ -39,15 +30,13 @@ float value_at(const void* data, std::int64_t at, bool float32) {
 
 // Of one head at a position; `from` and `to` are other memory.
 template <class T>
-void rotate(const Rotary& r, std::int64_t position, const T* from, int dim, T* to) {
-  const int first_step = r.interleaved ? 2 : 1, second = r.interleaved ? 1 : r.pairs;
+void rotate(const RotaryParam& r, std::int64_t position, const T* from, int dim, T* to) {
   for (int n = 0; n < r.pairs; ++n) {
-    const float cos = value_at<T>(r.cos_data, position * r.cos_stride + n, r.float32);
-    const float sin = value_at<T>(r.sin_data, position * r.sin_stride + n, r.float32);
-    const int i = first_step * n, j = i + second;
-    const float x = cpu::to_float(from[i]), y = cpu::to_float(from[j]);
-    to[i] = cpu::from_float<T>(x * cos - y * sin);
-    to[j] = cpu::from_float<T>(y * cos + x * sin);
+    const float cos = value_at<T>(r.cos, position * r.cos_row + n, r.float32);
+    const float sin = value_at<T>(r.sin, position * r.sin_row + n, r.float32);
+    const float x = cpu::to_float(from[r.first(n)]), y = cpu::to_float(from[r.second(n)]);
+    to[r.first(n)] = cpu::from_float<T>(x * cos - y * sin);
+    to[r.second(n)] = cpu::from_float<T>(y * cos + x * sin);
   }
   std::memcpy(to + 2 * r.pairs, from + 2 * r.pairs, sizeof(T) * (dim - 2 * r.pairs));
 }
@@ -62,17 +51,18 @@ void check_tensor(const char* name, const TensorView& t, const TensorView& like,
   memory.add(name, t, access);
 }
 
-void check_lengths(const char* name, const TensorView& t, std::initializer_list<Dim> dims, MemoryMap& memory) {
+void check_lengths(const char* name, const TensorView& t, std::initializer_list<Dim> dims, Device device,
+                   MemoryMap& memory) {
   check_given(name, t);
   check_dtype(name, t, DType::kInt32, "");
   check_shape(name, t, dims);
-  check_device(name, t, Device{}, ", where k is");
+  check_device(name, t, device, ", where k is");
   check_last_dim_contiguous(name, t);
   memory.add(name, t, kRead);
 }
 
-Rotary check_rotary(const KvAppendArgs& a, MemoryMap& memory) {
-  Rotary r;
+RotaryParam check_rotary(const KvAppendArgs& a, MemoryMap& memory) {
+  RotaryParam r;
   if (!a.rotary_cos.given() && !a.rotary_sin.given()) return r;
   check_given("rotary_cos", a.rotary_cos);
   check_given("rotary_sin", a.rotary_sin);
@@ -89,86 +79,71 @@ Rotary check_rotary(const KvAppendArgs& a, MemoryMap& memory) {
     check_last_dim_contiguous(name, *t);
     memory.add(name, *t, kRead);
   }
-  r.cos_data = a.rotary_cos.data;
-  r.sin_data = a.rotary_sin.data;
-  r.cos_stride = stride_of(a.rotary_cos, 0);
-  r.sin_stride = stride_of(a.rotary_sin, 0);
+  r.cos = a.rotary_cos.data;
+  r.sin = a.rotary_sin.data;
+  r.cos_row = stride_of(a.rotary_cos, 0);
+  r.sin_row = stride_of(a.rotary_sin, 0);
   r.float32 = a.rotary_cos.dtype == DType::kFloat32;
   r.interleaved = a.rotary_interleaved;
   r.pairs = static_cast<int>(a.rotary_cos.shape[1]);
   return r;
 }
 
-struct Cache {
-  bool paged;
-  const std::int32_t *used, *table;
-  std::int64_t table_stride, page_size;
-};
+TensorParam param_of(const TensorView& t) {
+  return {t.data, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)};
+}
 
-// Lengths, pages and positions themselves.
-void check_values(const KvAppendArgs& a, const Cache& cache, const Rotary& rotary) {
-  const std::int64_t added = a.k.shape[1], pages = a.k_cache.shape[0];
-  const std::int64_t room = a.k_cache.shape[1] * (cache.paged ? a.block_table.shape[1] : 1);
-  const std::int64_t last = std::max(added, a.q.given() ? (a.q_advances ? a.q.shape[1] : 1) : 0);
-  if (added > room)
-    fail("k", "seqlen_new " + std::to_string(added), "0 to " + std::to_string(room) + ", the cache's keys");
-  for (std::int64_t b = 0; b < a.k.shape[0]; ++b) {
-    const std::int64_t used = cache.used[b];
-    if (used < 0 || used + added > room)
+// Lengths, pages and positions themselves: on a CPU, where they can be read.
+void check_values(const KvAppendArgs& a, const AppendParams& p) {
+  const bool paged = p.pages.table != nullptr;
+  const std::int64_t room = a.k_cache.shape[1] * (paged ? a.block_table.shape[1] : 1);
+  const std::int64_t last = std::max(p.added, p.queries > 0 ? (p.q_advances ? p.queries : 1) : 0);
+  for (int b = 0; b < p.batch; ++b) {
+    const std::int64_t used = p.used[b];
+    if (used < 0 || used + p.added > room)
       fail("seqused_k", std::to_string(used) + " of sequence " + std::to_string(b),
-           "0 to " + std::to_string(room - added) + ", as the cache has room for " + std::to_string(room) + " keys");
-    if (rotary.pairs > 0 && used + last > a.rotary_cos.shape[0])
+           "0 to " + std::to_string(room - p.added) + ", as the cache has room for " + std::to_string(room) + " keys");
+    if (p.rotary.pairs > 0 && used + last > a.rotary_cos.shape[0])
       fail("rotary_cos", std::to_string(a.rotary_cos.shape[0]) + " positions",
            "at least " + std::to_string(used + last) + ", as sequence " + std::to_string(b) + " goes so far");
-    for (std::int64_t n = used / cache.page_size; cache.paged && n * cache.page_size < used + added; ++n)
-      if (const std::int32_t page = cache.table[b * cache.table_stride + n]; page < 0 || page >= pages)
+    for (std::int64_t n = paged ? used / p.pages.size : 0; paged && n * p.pages.size < used + p.added; ++n)
+      if (const std::int32_t page = p.pages.table[b * p.pages.batch + n]; page < 0 || page >= p.pages.count)
         fail("block_table", std::to_string(page) + " at [" + std::to_string(b) + ", " + std::to_string(n) + "]",
-             "a page of k_cache, of which there are " + std::to_string(pages));
+             "a page of k_cache, of which there are " + std::to_string(p.pages.count));
   }
 }
 
 template <class T>
-void append_rows(const KvAppendArgs& a, const Cache& cache, const Rotary& rotary) {
-  const std::int64_t batch = a.k.shape[0], added = a.k.shape[1], queries = a.q.given() ? a.q.shape[1] : 0;
-  const int heads_kv = static_cast<int>(a.k.shape[2]), dim = static_cast<int>(a.k.shape[3]);
-  const auto rows_of = [&](const TensorView& t, std::int64_t b) {
-    if (!cache.paged) return KeyRows<T>(row_of<T>(t, b, 0), stride_of(t, 1));
-    return KeyRows<T>(row_of<T>(t, 0, 0), stride_of(t, 1), stride_of(t, 0), cache.table + b * cache.table_stride,
-                      static_cast<int>(cache.page_size));
-  };
-  const auto add_key = [&](std::int64_t b, std::int64_t j) {
-    const int key = cache.used[b] + static_cast<int>(j);
-    T *of_k = rows_of(a.k_cache, b).at(key), *of_v = rows_of(a.v_cache, b).at(key);
-    for (int h = 0; h < heads_kv; ++h) {
-      rotate(rotary, key, row_of<const T>(a.k, b, j) + h * stride_of(a.k, 2), dim, of_k + h * stride_of(a.k_cache, 2));
-      std::memcpy(of_v + h * stride_of(a.v_cache, 2), row_of<const T>(a.v, b, j) + h * stride_of(a.v, 2),
-                  sizeof(T) * a.v.shape[3]);
+void append_rows(const AppendParams& p) {
+  const auto add_key = [&](int b, int j) {
+    const int key = p.used[b] + j;
+    T *of_k = p.cache<T>(p.k_cache, b).at(key), *of_v = p.cache<T>(p.v_cache, b).at(key);
+    for (int h = 0; h < p.num_heads_kv; ++h) {
+      rotate(p.rotary, key, row_of<const T>(p.k, b, j) + h * p.k.head, p.head_dim, of_k + h * p.k_cache.head);
+      std::memcpy(of_v + h * p.v_cache.head, row_of<const T>(p.v, b, j) + h * p.v.head, sizeof(T) * p.head_dim_v);
     }
   };
-  const auto turn_query = [&](std::int64_t b, std::int64_t i) {
-    const std::int64_t position = cache.used[b] + (a.q_advances ? i : 0);
-    for (std::int64_t h = 0; h < a.q.shape[2]; ++h)
-      rotate(rotary, position, row_of<const T>(a.q, b, i) + h * stride_of(a.q, 2), dim,
-             row_of<T>(a.q_out, b, i) + h * stride_of(a.q_out, 2));
+  const auto turn_query = [&](int b, int i) {
+    for (int h = 0; h < p.num_heads; ++h)
+      rotate(p.rotary, p.position_of_query(b, i), row_of<const T>(p.q, b, i) + h * p.q.head, p.head_dim,
+             row_of<T>(p.q_out, b, i) + h * p.q_out.head);
   };
-  const std::int64_t rows = batch * (added + queries);
+  const std::int64_t each = std::int64_t{p.added} + p.queries, rows = p.batch * each;
   std::atomic<std::int64_t> next{0};
   auto work = [&](int) {
     for (std::int64_t n; (n = next.fetch_add(1, std::memory_order_relaxed)) < rows;) {
-      const std::int64_t b = n / (added + queries), row = n % (added + queries);
-      row < added ? add_key(b, row) : turn_query(b, row - added);
+      const int b = static_cast<int>(n / each), row = static_cast<int>(n % each);
+      row < p.added ? add_key(b, row) : turn_query(b, row - p.added);
     }
   };
-  const std::int64_t useful = 1 + rows * (heads_kv + (queries > 0 ? a.q.shape[2] : 0)) / kRowsOfThread;
+  const std::int64_t useful = 1 + rows * (p.num_heads_kv + (p.queries > 0 ? p.num_heads : 0)) / kRowsOfThread;
   parallel_runner(static_cast<int>(std::min<std::int64_t>(num_threads(), useful)))(work);
 }
 
-}  // namespace
-
-void kv_append(const KvAppendArgs& a) {
+AppendParams validate(const KvAppendArgs& a) {
   check_given("k", a.k);
-  if (a.k.device.type != DeviceType::kCPU)
-    fail("k", "on " + to_string(a.k.device), "cpu, as no GPU kernel appends so far", ErrorCode::kUnsupported);
+  const Device device = a.k.device;
+  check_kernels_for("k", device);
   if (a.k.dtype != DType::kFloat32 && a.k.dtype != DType::kFloat16 && a.k.dtype != DType::kBFloat16)
     fail("k", std::string("dtype ") + to_string(a.k.dtype), "float32, float16 or bfloat16");
   MemoryMap memory;
@@ -177,6 +152,7 @@ void kv_append(const KvAppendArgs& a) {
   const std::int64_t batch = a.k.shape[0], heads_kv = a.k.shape[2], dim = a.k.shape[3];
   check_extent("k", "head_dim", dim, 1, kMaxHeadDim);
   check_extent("k", "num_heads_kv", heads_kv, 1, kMaxRows);
+  check_extent("k", "batch", batch, 0, kMaxRows);
   check_tensor("v", a.v, a.k,
                {{"batch", batch}, {"seqlen_new", a.k.shape[1]}, {"num_heads_kv", heads_kv}, {"head_dim_v"}}, memory,
                kRead);
@@ -189,9 +165,9 @@ void kv_append(const KvAppendArgs& a) {
                 {"num_heads_kv", heads_kv},
                 {"head_dim_v", a.v.shape[3]}},
                memory, kWrite);
-  check_lengths("seqused_k", a.seqused_k, {{"batch", batch}}, memory);
+  check_lengths("seqused_k", a.seqused_k, {{"batch", batch}}, device, memory);
   if (paged) {
-    check_lengths("block_table", a.block_table, {{"batch", batch}, {"max_pages"}}, memory);
+    check_lengths("block_table", a.block_table, {{"batch", batch}, {"max_pages"}}, device, memory);
     check_extent("block_table", "max_pages", a.block_table.shape[1], 0, kMaxRows);  // as a call that reads the cache
     check_extent("block_table", "max_pages * page_size", a.block_table.shape[1] * a.k_cache.shape[1], 0, kMaxRows);
   }
@@ -200,21 +176,64 @@ void kv_append(const KvAppendArgs& a) {
     check_tensor("q_out", a.q_out, a.k,
                  {{"batch", batch}, {"seqlen_q", a.q.shape[1]}, {"num_heads", a.q.shape[2]}, {"head_dim", dim}}, memory,
                  kWrite);
+    check_extent("q", "seqlen_q", a.q.shape[1], 0, kMaxRows);
+    check_extent("q", "num_heads", a.q.shape[2], 1, kMaxRows);
   }
-  const Rotary rotary = check_rotary(a, memory);
+  AppendParams p;
+  p.rotary = check_rotary(a, memory);
   memory.check_overlap();
-  const Cache cache{paged, static_cast<const std::int32_t*>(a.seqused_k.data),
-                    paged ? static_cast<const std::int32_t*>(a.block_table.data) : nullptr,
-                    paged ? stride_of(a.block_table, 0) : 0, std::max<std::int64_t>(a.k_cache.shape[1], 1)};
-  check_values(a, cache, rotary);
-  switch (a.k.dtype) {
-    case DType::kFloat32:
-      return append_rows<float>(a, cache, rotary);
-    case DType::kBFloat16:
-      return append_rows<cpu::Bf16>(a, cache, rotary);
-    default:
-      return append_rows<cpu::Fp16>(a, cache, rotary);
+  const std::int64_t room = a.k_cache.shape[1] * (paged ? a.block_table.shape[1] : 1);
+  if (a.k.shape[1] > room)
+    fail("k", "seqlen_new " + std::to_string(a.k.shape[1]), "0 to " + std::to_string(room) + ", the cache's keys");
+  p.dtype = a.k.dtype;
+  p.device = device;
+  p.batch = static_cast<int>(batch);
+  p.added = static_cast<int>(a.k.shape[1]);
+  p.num_heads_kv = static_cast<int>(heads_kv);
+  p.head_dim = static_cast<int>(dim);
+  p.head_dim_v = static_cast<int>(a.v.shape[3]);
+  p.k = param_of(a.k);
+  p.v = param_of(a.v);
+  p.k_cache = param_of(a.k_cache);
+  p.v_cache = param_of(a.v_cache);
+  if (a.q.given()) {
+    p.queries = static_cast<int>(a.q.shape[1]);
+    p.num_heads = static_cast<int>(a.q.shape[2]);
+    p.q = param_of(a.q);
+    p.q_out = param_of(a.q_out);
   }
+  p.used = static_cast<const std::int32_t*>(a.seqused_k.data);
+  if (paged)
+    p.pages = {static_cast<const std::int32_t*>(a.block_table.data), stride_of(a.block_table, 0),
+               static_cast<int>(a.k_cache.shape[1]), static_cast<int>(a.k_cache.shape[0])};
+  p.q_advances = a.q_advances;
+  if (device.type == DeviceType::kCPU) check_values(a, p);
+  return p;
+}
+
+void append_on_cpu(const AppendParams& p) {
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return append_rows<float>(p);
+    case DType::kBFloat16:
+      return append_rows<cpu::Bf16>(p);
+    default:
+      return append_rows<cpu::Fp16>(p);
+  }
+}
+
+}  // namespace
+
+void kv_append(const KvAppendArgs& args, const LaunchOptions& options) {
+  const AppendParams p = validate(args);
+  if (p.device.type == DeviceType::kCPU) {
+    if (options.stream != nullptr) fail("stream", "given", "none, as k is on cpu");
+    return append_on_cpu(p);
+  }
+#if FLASHSDK_HAVE_CUDA
+  cuda::check_stream(options.stream, p.device.index);
+  cuda::launch_kv_append(p, options.stream);
+#endif
 }
 
 }  // namespace flashsdk

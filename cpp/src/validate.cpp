@@ -23,15 +23,6 @@ void check_float_dtype(const char* name, const TensorView& t, bool or_bool) {
        or_bool ? "float32, float16, bfloat16 or bool" : "float32, float16 or bfloat16");
 }
 
-void check_device_of_q(const TensorView& q) {
-  if (q.device.type == DeviceType::kCPU) return;
-  if (q.device.type != DeviceType::kCUDA) fail("q", "on device type " + to_string(q.device), "cpu or cuda");
-#if !FLASHSDK_HAVE_CUDA
-  fail("q", "on " + to_string(q.device),
-       "cpu, as this build has no CUDA kernels (build flashsdk with FLASHSDK_CUDA=ON)", ErrorCode::kUnsupported);
-#endif
-}
-
 // ---- shapes
 
 // Those of pages: k and v have no batch, and as many keys as the table has room for.
@@ -309,7 +300,7 @@ ScoreParam read_scores(const AttentionArgs& args, int head_dim) {
 void validate_common(const AttentionArgs& args, bool packed, bool columns, ForwardParams& p, MemoryMap& memory) {
   check_given("q", args.q);
   p.device = args.q.device;
-  check_device_of_q(args.q);
+  check_kernels_for("q", args.q.device);
   forced_backend(args);
   check_float_dtype("q", args.q, false);
   p.dtype = args.q.dtype;
@@ -353,6 +344,15 @@ void check_length_values(ForwardParams& p) {
 }
 
 }  // namespace
+
+void check_kernels_for(const char* name, Device device) {
+  if (device.type == DeviceType::kCPU) return;
+  if (device.type != DeviceType::kCUDA) fail(name, "on device type " + to_string(device), "cpu or cuda");
+#if !FLASHSDK_HAVE_CUDA
+  fail(name, "on " + to_string(device), "cpu, as this build has no CUDA kernels (build flashsdk with FLASHSDK_CUDA=ON)",
+       ErrorCode::kUnsupported);
+#endif
+}
 
 std::optional<Backend> forced_backend(const AttentionArgs& args) {
   if (args.backend.empty()) return std::nullopt;

@@ -15,6 +15,9 @@ enum class Completeness : std::uint8_t { kLaunch, kQuery };
 ForwardParams validate(const ForwardArgs& args, Completeness completeness = Completeness::kLaunch);
 BackwardParams validate(const BackwardArgs& args, Completeness completeness = Completeness::kLaunch);
 
+// Throws where this build has no kernels for a device, on which `name` is.
+void check_kernels_for(const char* name, Device device);
+
 // The backend the caller insists on, if any. Fits the device of the tensors.
 std::optional<Backend> forced_backend(const AttentionArgs& args);
 

@@ -131,6 +131,46 @@ Mask to_mask(nb::handle mask, ArrayImporter& arrays) {
 
 // ---- calls
 
+// The stream of a call: the one given, else that on which the framework of one of its arrays works now.
+class CallStream {
+ public:
+  CallStream(nb::handle array, nb::handle given) : array_(array), given_(given) {}
+
+  // view: of the array, which need not be known yet.
+  void* get(const TensorView& view) {
+    if (known_) return stream_;
+    if (!given_.is_none()) {
+      const auto address = to_integer<std::uint64_t>("stream", given_, "a stream's address");
+      stream_ = reinterpret_cast<void*>(address);
+    } else if (!view.given() || !ArrayImporter::current_stream(array_, view.device, &stream_)) {
+      const auto address = nb::cast<std::uintptr_t>(frameworks().attr("gpu_stream")(array_));
+      stream_ = reinterpret_cast<void*>(address);
+    }
+    known_ = true;
+    return stream_;
+  }
+  // Whether a call has to wait for its end: frameworks that tell their stream without Python keep memory in the order
+  // of streams.
+  bool must_wait(const TensorView& view) const {
+    return view.device.type == DeviceType::kCUDA && !ArrayImporter::tells_stream(array_) &&
+           nb::cast<bool>(frameworks().attr("gpu_must_wait")(array_));
+  }
+  // Memory of the array's framework, which gives it to nobody else before the stream has passed the call, or says that
+  // it cannot know.
+  nb::object scratch(std::size_t size) const { return frameworks().attr("gpu_scratch")(array_, size, given_); }
+
+ private:
+  // The module is looked up once: on a GPU most calls ask it, and an import costs more than the question.
+  static nb::handle frameworks() {
+    static PyObject* const module = nb::module_::import_("flashsdk._frameworks").release().ptr();
+    return module;
+  }
+
+  nb::handle array_, given_;
+  void* stream_ = nullptr;
+  bool known_ = false;
+};
+
 // One call's arguments. `tensors` begins with q, k, v; `packed` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
 // max_seqlen_k), `options` is (softmax_scale, mask, bias, alibi_slopes, softcap, dropout_p, seed, offset,
 // deterministic, stream, backend, seqused_q, seqused_k, sink, block_table,
@@ -141,7 +181,7 @@ struct Call {
   bool packed;
   ArrayImporter arrays;
 
-  Call(nb::tuple tensors, nb::tuple p, nb::tuple o) : packed(p.size() > 0), q_(tensors[0]), given_stream_(o[9]) {
+  Call(nb::tuple tensors, nb::tuple p, nb::tuple o) : packed(p.size() > 0), stream_(tensors[0], o[9]) {
     arrays.gpu_stream = [this] { return stream(); };
     args.q = required({"q"}, tensors[0]);
     args.k = required({"k"}, tensors[1]);
@@ -201,50 +241,28 @@ struct Call {
       done = core.forward(args, packed, gpu, failure);
     else
       done = core.backward(args, packed, gpu, failure);
-    if (done && wait_) core.synchronize(stream_, args.q.device.index);
+    if (done && wait_) core.synchronize(stream(), args.q.device.index);
     without_gil_.reset();
     if (!done) throw_error(failure.message.c_str(), failure.code);
   }
 
  private:
-  // The stream given, else the one on which q's framework works now.
-  void* stream() {
-    if (stream_known_) return stream_;
-    if (!given_stream_.is_none()) {
-      const auto address = to_integer<std::uint64_t>("stream", given_stream_, "a stream's address");
-      stream_ = reinterpret_cast<void*>(address);
-    } else if (!args.q.given() || !ArrayImporter::current_stream(q_, args.q.device, &stream_)) {
-      const auto address = nb::cast<std::uintptr_t>(frameworks().attr("gpu_stream")(q_));
-      stream_ = reinterpret_cast<void*>(address);
-    }
-    stream_known_ = true;
-    return stream_;
-  }
+  void* stream() { return stream_.get(args.q); }
 
-  // Memory of q's framework for the workspace, which goes back when the call returns: the framework gives it to nobody
-  // else before the stream has passed the call, or says that it cannot know.
+  // The workspace, which goes back when the call returns.
   void* scratch(std::size_t size) {
-    scratch_ = frameworks().attr("gpu_scratch")(q_, size, given_stream_);
+    scratch_ = stream_.scratch(size);
     return arrays.take({"workspace"}, scratch_).data;
   }
 
   void release_gil() {
-    // Those that tell their stream without Python keep memory in the order of streams.
-    wait_ = args.q.device.type == DeviceType::kCUDA && !ArrayImporter::tells_stream(q_) &&
-            nb::cast<bool>(frameworks().attr("gpu_must_wait")(q_));
+    wait_ = stream_.must_wait(args.q);
     without_gil_.emplace();
   }
 
-  // The module is looked up once: on a GPU most calls ask it, and an import costs more than the question.
-  static nb::handle frameworks() {
-    static PyObject* const module = nb::module_::import_("flashsdk._frameworks").release().ptr();
-    return module;
-  }
-
-  nb::handle q_, given_stream_;
+  CallStream stream_;  // of q
   nb::object scratch_;
-  void* stream_ = nullptr;
-  bool stream_known_ = false, wait_ = false;
+  bool wait_ = false;
   std::optional<WithoutGil> without_gil_;  // the last member, so that an exception that passes finds the GIL back first
 };
 
@@ -274,8 +292,9 @@ void backward(nb::tuple tensors, nb::tuple packed, nb::tuple options) {
 // rotary_sin | None)
 void append(nb::tuple tensors, nb::handle interleaved, nb::handle q_advances) {
   ArrayImporter arrays;
-  arrays.gpu_stream = [] { return nullptr; };  // a GPU's tensors are refused
   KvAppendArgs args;
+  CallStream stream(tensors[2], nb::none());
+  arrays.gpu_stream = [&] { return stream.get(args.k); };
   const auto required = [&](ArrayImporter::Role role, nb::handle array) {
     if (array.is_none()) throw Error(ErrorCode::kInvalidArgument, std::string(role.name) + ": None; an array");
     return arrays.take(role, array);
@@ -292,8 +311,12 @@ void append(nb::tuple tensors, nb::handle interleaved, nb::handle q_advances) {
   args.rotary_sin = arrays.take({"rotary_sin"}, tensors[9]);
   args.rotary_interleaved = to_bool("rotary_interleaved", interleaved);
   args.q_advances = to_bool("q_advances", q_advances);
+  const bool wait = stream.must_wait(args.k);
+  LaunchOptions options;
+  if (args.k.device.type == DeviceType::kCUDA) options.stream = stream.get(args.k);
   const WithoutGil released;
-  kv_append(args);
+  kv_append(args, options);
+  if (wait) core_api().synchronize(options.stream, args.k.device.index);
 }
 
 // tensors: (q, k, v)

@@ -516,7 +516,7 @@ def flash_attn_with_kvcache(
         Return (out, softmax_lse), float32 (batch, num_heads, seqlen_q).
 
     Returns out (batch, seqlen_q, num_heads, head_dim). There is no gradient: a q that requires one
-    is an Error unless torch.no_grad(). Of a CPU alone so far.
+    is an Error unless torch.no_grad().
     """
     _check_cache_call(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
     if block_table is not None:

@@ -44,7 +44,9 @@ def kv_append(
         Pairs are neighbours, (0, 1), (2, 3), ... (GPT-J); False: (0, rotary_dim / 2), ...
         (GPT-NeoX, Llama).
 
-    On a CPU alone so far. Raises ``Error``, one line, before anything is written.
+    On a GPU it runs on the stream that k's framework works on; lengths and tables are read there,
+    and what they contain is the caller's word. Raises ``Error``, one line, before anything is
+    written.
     """
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache is None:

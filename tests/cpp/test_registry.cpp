@@ -72,31 +72,6 @@ TEST(KernelRegistry, TakesFeaturesOnlyWhereTheyAreAskedFor) {
   EXPECT_EQ(registry.explain(p, {}).kernel, "cpu_portable_fp32_d64_dense_features_fwd");
 }
 
-// Every argument that GPU kernels do not take yet, by its name, whatever a kernel's own refusal says.
-TEST(KernelRegistry, AGpuRefusesWhatACpuAloneTakes) {
-  ForwardEntry sm80 = entry("sm_80", 64, Features::kAll);
-  sm80.key.backend = Backend::kSm80;
-  sm80.can_implement = [](const ForwardParams&) { return "its own reason"; };
-  const KernelRegistry registry = registry_of({sm80});
-  const std::int32_t lengths[] = {1};
-  ForwardParams p = problem(64, 64);
-  p.device.type = DeviceType::kCUDA;
-  EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"its own reason"});
-  const float sink[] = {0};
-  p.sink.ptr = sink;
-  EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"sink is taken on a CPU only"});
-  p.seqused_k = lengths;
-  EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"seqused_k is taken on a CPU only"});
-  p.pages.table = lengths;
-  EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"block_table is taken on a CPU only"});
-  p.pages.table = nullptr;
-  p.num_splits = 1;
-  EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"num_splits is taken on a CPU only"});
-  p.seqused_q = lengths;
-  EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"seqused_q is taken on a CPU only"});
-  EXPECT_NE(message_of(registry, p).find("seqused_q is taken on a CPU only"), std::string::npos);
-}
-
 TEST(KernelRegistry, HeadDimOfVCountsByItself) {
   ForwardEntry narrow_v = entry("portable", 192);
   narrow_v.key.head_dim_v = 128;

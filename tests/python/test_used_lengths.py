@@ -31,9 +31,9 @@ def used_problem(lengths, heads=(4, 2), head_dim=32, **changes):
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_lengths(cpu, lengths, mask):
-    for dtype in cpu.dtypes:
-        cpu.check(used_problem(lengths, dtype=dtype, mask=mask))
+def test_lengths(runner, lengths, mask):
+    for dtype in runner.dtypes:
+        runner.check(used_problem(lengths, dtype=dtype, mask=mask))
 
 
 FEATURES = {
@@ -54,15 +54,15 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-def test_features_count_with_used_lengths(cpu, features):
-    cpu.check(used_problem(LENGTHS["ragged"], **features))
+def test_features_count_with_used_lengths(runner, features):
+    runner.check(used_problem(LENGTHS["ragged"], **features))
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 3, 40])
-def test_long_sums_are_cut_by_the_used_keys(cpu, seqlen_q):
+def test_long_sums_are_cut_by_the_used_keys(runner, seqlen_q):
     """Beside a sequence of three parts, one that is too short for two."""
-    for dtype in cpu.dtypes:
-        cpu.check(
+    for dtype in runner.dtypes:
+        runner.check(
             problem(
                 (seqlen_q, 7000), (2, 1), 16, batch=3, dtype=dtype, used_k=(6500, 4000, 0),
                 used_q=(seqlen_q, 1, seqlen_q),
@@ -70,10 +70,10 @@ def test_long_sums_are_cut_by_the_used_keys(cpu, seqlen_q):
         )  # fmt: skip
 
 
-def test_a_few_keys_and_many_queries(cpu):
+def test_a_few_keys_and_many_queries(runner):
     """The backward cuts the queries of the first into parts."""
     lengths = ((4500, 40), (4500, 9, 4200), (30, 40, 0))
-    cpu.check(used_problem(lengths, heads=1, head_dim=8))
+    runner.check(used_problem(lengths, heads=1, head_dim=8))
 
 
 def test_random_problems_use_them():

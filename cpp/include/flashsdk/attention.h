@@ -137,7 +137,7 @@ FLASHSDK_API void mha_bwd(const BackwardArgs& args, const LaunchOptions& options
 FLASHSDK_API void mha_varlen_fwd(const ForwardArgs& args, const LaunchOptions& options = {});
 FLASHSDK_API void mha_varlen_bwd(const BackwardArgs& args, const LaunchOptions& options = {});
 
-// What is written behind the used keys of a cache, and rotated on the way. All tensors are on a CPU.
+// What is written behind the used keys of a cache, and rotated on the way. All tensors are on one device.
 struct KvAppendArgs {
   TensorView k_cache, v_cache;  // written: (batch, seqlen_k, num_heads_kv, head_dim or head_dim_v), or pages
   TensorView k, v;              // (batch, seqlen_new, num_heads_kv, head_dim or head_dim_v)
@@ -152,7 +152,7 @@ struct KvAppendArgs {
   bool q_advances = true;  // query i stands at seqused_k[b] + i; else all stand at seqused_k[b]
 };
 
-// Appends k and v. seqused_k stays as it is: the caller adds seqlen_new.
-FLASHSDK_API void kv_append(const KvAppendArgs& args);
+// Appends k and v, on a GPU on options.stream; no workspace. seqused_k stays as it is: the caller adds seqlen_new.
+FLASHSDK_API void kv_append(const KvAppendArgs& args, const LaunchOptions& options = {});
 
 }  // namespace flashsdk

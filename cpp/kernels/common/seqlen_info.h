@@ -23,6 +23,7 @@ class KeyRows {
   // How many keys from this one on are a stride apart.
   FLASHSDK_HD int run(int key) const { return table_ == nullptr ? 0x7FFFFFFF : page_size_ - key % page_size_; }
   FLASHSDK_HD std::int64_t stride() const { return stride_; }
+  FLASHSDK_HD T* any() const { return first_; }  // an address that can be computed with, though not read
 
  private:
   T* first_ = nullptr;
@@ -35,6 +36,8 @@ struct SeqlenInfo {
   int offset_q = 0, offset_k = 0;  // first row in the packed tensors; 0 when batched
   int seqlen_q, seqlen_k;
 
+  FLASHSDK_HD SeqlenInfo(int offset_q, int seqlen_q, int seqlen_k)  // of queries alone
+      : offset_q(offset_q), seqlen_q(seqlen_q), seqlen_k(seqlen_k) {}
   FLASHSDK_HD SeqlenInfo(const ForwardParams& p, int batch) : seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k) {
     if (p.cu_seqlens_q != nullptr) {
       offset_q = p.cu_seqlens_q[batch];
@@ -42,10 +45,8 @@ struct SeqlenInfo {
       offset_k = p.cu_seqlens_k[batch];
       seqlen_k = p.cu_seqlens_k[batch + 1] - offset_k;
     }
-#if !defined(__CUDA_ARCH__)  // GPU kernels are not given used lengths (kernel_registry.cpp), and do not ask
     if (p.seqused_q != nullptr) seqlen_q = p.seqused_q[batch];
     if (p.seqused_k != nullptr) seqlen_k = p.seqused_k[batch];
-#endif
   }
 
   // First row of q, out, dout, dq (…_q) or k, v, dk, dv (…_k) of this sequence and head.

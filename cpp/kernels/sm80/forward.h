@@ -107,7 +107,7 @@ class ForwardScores {
     return probabilities;
   }
 
-  // Divides out by the row sums and writes the log-sum-exp.
+  // Divides out by the row sums, in which a sink joins, and writes the log-sum-exp.
   template <class Out>
   __device__ void finish(Out& acc_out, const cuda::TileWork& work) {
     auto out = as_matrix(acc_out);
@@ -116,11 +116,12 @@ class ForwardScores {
     softmax_.finish();
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      float factor = softmax_.inverse_sum(i) * scale_of_out<typename Traits::Element, kFeatures>(p_.score);
+      const int row = m0_ + cute::get<0>(coordinates(i, 0));
+      const cuda::RowEnd end = softmax_.end(i, unit(), p_.sink.of(work.head, min_of(row, seq_.seqlen_q - 1)));
+      const float factor = end.factor * scale_of_out<typename Traits::Element, kFeatures>(p_.score);
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(out); ++j) out(i, j) *= factor;
-      int row = m0_ + cute::get<0>(coordinates(i, 0));
-      if (threadIdx.x % 4 == 0 && row < seq_.seqlen_q) lse[row * p_.lse.row] = softmax_.lse(i, unit());
+      if (threadIdx.x % 4 == 0 && row < seq_.seqlen_q) lse[row * p_.lse.row] = end.lse;
     }
   }
 
@@ -198,14 +199,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   const Element* k = seq.head_k<const Element>(p.k, work.batch, head_kv);
   const Element* v = seq.head_k<const Element>(p.v, work.batch, head_kv);
   const int thread = threadIdx.x;
-  auto load_k = [&](TileRef tile, int stage) {
-    KvIo(thread, p.head_dim)
-        .load(sK(stage), k + tile.index * kBlockN * p.k.row, p.k.row, seq.seqlen_k - tile.index * kBlockN);
+  auto load_keys = [&](const KvIo& io, auto smem, const TensorParam& t, const Element* first, TileRef tile) {
+    const int n0 = tile.index * kBlockN, rows = seq.seqlen_k - n0;
+    if (p.pages.table == nullptr)
+      io.load(smem, first + n0 * t.row, t.row, rows);
+    else
+      io.load(smem, seq.keys<const Element>(p, t, work.batch, head_kv), n0, rows);
   };
-  auto load_v = [&](TileRef tile, int stage) {
-    KvIo(thread, p.head_dim_v)
-        .load(sV(stage), v + tile.index * kBlockN * p.v.row, p.v.row, seq.seqlen_k - tile.index * kBlockN);
-  };
+  auto load_k = [&](TileRef tile, int stage) { load_keys(KvIo(thread, p.head_dim), sK(stage), p.k, k, tile); };
+  auto load_v = [&](TileRef tile, int stage) { load_keys(KvIo(thread, p.head_dim_v), sV(stage), p.v, v, tile); };
 
   ForwardScores<Traits, Policy, kFeatures> scores(p, seq, work);
   const Bias bias(p.score, seq, work.batch, work.head, smem_bytes + Traits::kSmemBytes);

@@ -75,7 +75,8 @@ __global__ void __launch_bounds__(32 * kMostJoinWarps)
   }
   __syncthreads();
   if (warp == 0) {
-    const float factor = all.sum == 0.f ? 0.f : cuda::reciprocal(all.sum) * scale_of_out<Element, kFeatures>(p.score);
+    const cuda::RowEnd end = cuda::end_of_row(all.max, all.sum, unit, p.sink.of(head, row));
+    const float factor = end.factor * scale_of_out<Element, kFeatures>(p.score);
     Element* out = seq.head_q<Element>(p.out, batch, head) + row * p.out.row;
     CUTE_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(32 * kMostJoinWarps)
         *reinterpret_cast<uint2*>(out + column) = words;
       }
     }
-    if (lane == 0) seq.rows(p.lse, batch, head)[row * p.lse.row] = cuda::log_sum_exp(all.max, all.sum, unit);
+    if (lane == 0) seq.rows(p.lse, batch, head)[row * p.lse.row] = end.lse;
   }
 }
 

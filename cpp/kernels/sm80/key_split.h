@@ -47,7 +47,8 @@ inline int key_parts(const ForwardParams& p, Tile tile, int multiprocessors, int
     if (band.top_left) keys = min_of(keys, clamp_index(p.seqlen_q + band.right, keys));
   }
   const std::int64_t query_tiles = std::int64_t{ceil_div(p.seqlen_q, tile.m)} * p.num_heads * p.batch;
-  return key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each);
+  const int parts = key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each);
+  return p.num_splits > 0 ? min_of(parts, p.num_splits) : parts;
 }
 
 // What the online softmax knows of a row: its reference, which the largest score exceeds by kSlack at most, and the sum

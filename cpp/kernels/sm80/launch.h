@@ -10,7 +10,8 @@
 #include "cuda/host/batch_parts.h"
 #include "cuda/host/device.h"
 #include "cuda/host/launch.h"
-#include "cuda/pass/packed_tail.h"
+#include "cuda/pass/sink_gradient.h"
+#include "cuda/pass/unused_rows.h"
 #include "cuda/tile/element.h"
 #include "sm80/backward.h"
 #include "sm80/forward.h"
@@ -119,7 +120,7 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   cuda::DeviceGuard guard(p.device.index);
   auto stream = static_cast<cudaStream_t>(context.stream);
   start_forward<Traits, Policy, kFeatures>(p, stream, AllKeys{}, 1);
-  cuda::clear_out_tail<typename Traits::Element>(p, stream);
+  cuda::clear_unused_rows<typename Traits::Element>(p, stream);
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
@@ -150,7 +151,7 @@ void launch_split_forward(const ForwardParams& p, const LaunchContext& context) 
   cuda::launch("launching the forward's last pass", cuda::start_during<kJoin>(p.device.index), kJoin,
                dim3(static_cast<unsigned>(p.seqlen_q), static_cast<unsigned>(p.num_heads * p.batch)),
                32 * join_warps(split.parts), 0, stream, p, split);
-  cuda::clear_out_tail<typename Traits::Element>(p, stream);
+  cuda::clear_unused_rows<typename Traits::Element>(p, stream);
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
@@ -197,6 +198,7 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
                  packed ? cuda::backward_prepare_kernel<Element, kPrepareThreads, false, true, true, Sums>
                         : cuda::backward_prepare_kernel<Element, kPrepareThreads, false, true, false, Sums>,
                  query_tiles, kPrepareThreads, 0, stream, p, ws);
+    cuda::add_sink_gradient(p, ws, stream);
   }
   const cuda::BackwardSchedule schedule =
       cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element), cuda::workers_of(p.device.index));
@@ -219,10 +221,12 @@ void launch_backward(const BackwardParams& p, const LaunchContext& context) {
     if (!p.score.any_feature()) return launch_backward<Traits, Policy, cuda::Features::kNone>(p, context);
   }
   cuda::DeviceGuard guard(p.device.index);
+  auto stream = static_cast<cudaStream_t>(context.stream);
+  cuda::clear_sink_gradient(p, stream);
   cuda::for_each_part(p, kBackwardTile<Traits>, cuda::workers_of(p.device.index), [&](const BackwardParams& part) {
     launch_backward_kernels<Traits, Policy, kFeatures>(part, context);
   });
-  cuda::clear_gradient_tails<typename Traits::Element>(p, static_cast<cudaStream_t>(context.stream));
+  cuda::clear_unused_rows<typename Traits::Element>(p, stream);
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>

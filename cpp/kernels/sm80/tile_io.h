@@ -3,6 +3,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "common/seqlen_info.h"
 #include "cuda/tile/vector_io.h"
 #include "sm80/traits.h"
 
@@ -35,22 +36,21 @@ class TileIo {
     source += row_ * row_stride + column_;
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      bool row_valid = row_ + pass * kRowStep < rows;
-      CUTE_UNROLL
-      for (int slab = 0; slab < kSlabs; ++slab) {
-        bool valid = row_valid && column_ + slab * slab_columns(kHeadDim) < columns_;
-        const Element* from = source + slab * slab_columns(kHeadDim);
-        if constexpr (kAnyAlignment) {
-          if (!vectors) {
-            *reinterpret_cast<uint4*>(&dst(0, pass, slab)) = cuda::gather_vector(from, row_valid ? left(slab) : 0);
-            continue;
-          }
-        }
-        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-            *reinterpret_cast<const cute::uint128_t*>(from), *reinterpret_cast<cute::uint128_t*>(&dst(0, pass, slab)),
-            valid);
-      }
+      load_row(dst, pass, source, row_ + pass * kRowStep < rows, vectors);
       source += kRowStep * row_stride;
+    }
+  }
+  // The same of keys from `first` on, wherever they are.
+  template <class SmemTensor>
+  __device__ void load(SmemTensor&& smem, const KeyRows<const Element>& keys, int first, int rows) const {
+    auto dst = Partition{}.get_thread_slice(thread_).partition_D(smem);
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int row = row_ + pass * kRowStep;
+      // Of one that is not there, nobody asks where.
+      const Element* source = row < rows ? keys.at(first + row) : keys.any();
+      const bool vectors = !kAnyAlignment || cuda::vector_rows(source, 0, columns_);
+      load_row(dst, pass, source + column_, row < rows, vectors);
     }
   }
 
@@ -81,6 +81,24 @@ class TileIo {
   }
 
  private:
+  // One row of a pass, whose first column for this thread is at `source`. vectors: it is made of whole ones.
+  template <class Destination>
+  __device__ void load_row(Destination& dst, int pass, const Element* source, bool row_valid, bool vectors) const {
+    CUTE_UNROLL
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      bool valid = row_valid && column_ + slab * slab_columns(kHeadDim) < columns_;
+      const Element* from = source + slab * slab_columns(kHeadDim);
+      if constexpr (kAnyAlignment) {
+        if (!vectors) {
+          *reinterpret_cast<uint4*>(&dst(0, pass, slab)) = cuda::gather_vector(from, row_valid ? left(slab) : 0);
+          continue;
+        }
+      }
+      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
+          *reinterpret_cast<const cute::uint128_t*>(from), *reinterpret_cast<cute::uint128_t*>(&dst(0, pass, slab)),
+          valid);
+    }
+  }
   // Columns of the head dimension from this thread's first one of a slab on; may be negative.
   __device__ int left(int slab) const { return columns_ - column_ - slab * slab_columns(kHeadDim); }
 

@@ -7,7 +7,7 @@
 
 namespace flashsdk::sm90 {
 
-// What a descriptor covers: rows of one sequence (batched) or of all (packed, batch = 1). Reads beyond give zeros,
+// What a descriptor covers: rows of one sequence (batched), of all (packed, batch = 1) or of a page (batch: of pages). Reads beyond give zeros,
 // writes beyond are dropped.
 struct TensorExtent {
   int columns, rows, heads, batch;
@@ -18,6 +18,7 @@ inline TensorExtent query_extent(const ForwardParams& p, int columns) {
   return {columns, packed ? p.total_q : p.seqlen_q, p.num_heads, packed ? 1 : p.batch};
 }
 inline TensorExtent key_extent(const ForwardParams& p, int columns) {
+  if (p.pages.table != nullptr) return {columns, p.pages.size, p.num_heads_kv, p.pages.count};
   const bool packed = p.cu_seqlens_k != nullptr;
   return {columns, packed ? p.total_k : p.seqlen_k, p.num_heads_kv, packed ? 1 : p.batch};
 }

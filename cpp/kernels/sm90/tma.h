@@ -35,6 +35,21 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, cutlass::arch:
   }
 }
 
+// Starts the copy of a part of a tile, a box of the map that comes to its row `first`. A swizzle repeats every eight
+// rows: first is a multiple of that.
+template <class kTile>
+__device__ __forceinline__ void load_box(const CUtensorMap& map, cutlass::arch::ClusterTransactionBarrier& barrier,
+                                         void* smem, int first, TileOrigin at) {
+  constexpr int kRowBytes = kTile::kSlabBytes / kTile::kRows;
+#pragma unroll
+  for (int slab = 0; slab < kTile::kSlabs; ++slab) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<std::uint64_t*>(&barrier),
+                                 static_cast<std::uint64_t>(CacheHint::EVICT_NORMAL),
+                                 static_cast<char*>(smem) + slab * kTile::kSlabBytes + first * kRowBytes,
+                                 slab * kTile::kSlabColumns, at.row, at.head, at.batch);
+  }
+}
+
 // A tile that all kCtas of a cluster need: each starts the copy of its share of the slabs to all of them. The place
 // must be free in all. Each CTA tells its own barrier kTile::kBytes, perhaps after bytes of the other have come: the
 // phase cannot end before it has arrived itself, and the phase before has ended, as consumers of both have released

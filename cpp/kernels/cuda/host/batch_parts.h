@@ -56,6 +56,8 @@ inline BackwardParams part_of(const BackwardParams& p, int first, int count) {
   for (RowParam* r : {&part.lse, &part.dlse}) r->ptr = advanced(r->ptr, r->batch * std::int64_t{sizeof(float)});
   part.cu_seqlens_q = advanced(p.cu_seqlens_q, sizeof(std::int32_t));
   part.cu_seqlens_k = advanced(p.cu_seqlens_k, sizeof(std::int32_t));
+  part.seqused_q = advanced(p.seqused_q, sizeof(std::int32_t));
+  part.seqused_k = advanced(p.seqused_k, sizeof(std::int32_t));
   for (BlockListParam* list :
        {&part.mask.row_partial, &part.mask.row_full, &part.mask.col_partial, &part.mask.col_full})
     list->offsets = advanced(list->offsets, list->batch * std::int64_t{sizeof(std::int32_t)});

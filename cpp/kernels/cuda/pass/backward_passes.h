@@ -83,6 +83,11 @@ __device__ __forceinline__ void add_row_products(const BackwardParams& p, const 
   }
 }
 
+// What a query adds to dsink: exp(sink − lse)·(−delta). One that sees no key has out 0, and all of the sum is the sink.
+__device__ __forceinline__ float sink_term(float sink, float lse, float minus_delta) {
+  return exp2_approx((sink - lse) * kLog2e) * minus_delta;
+}
+
 // delta = rowsum(dout∘out) − dlse and lse in units of log2, for one tile of queries. kVectors: rows of out and dout are
 // known to be vector_rows(); kClears: clears the tile's part of dq_accum, as a deterministic call always does. Eight
 // lanes a row. Returns whether the lse of some row is not trusted.
@@ -100,6 +105,9 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
   const bool vectors =
       kVectors || (vector_rows(out, p.out.row, p.head_dim_v) && vector_rows(dout, p.dout.row, p.head_dim_v));
   float* lse_log2 = ws.lse_of(tile);
+  // The lse of a row that sees no key. A sink that is not trusted may be the lse of others, too: RowSums tells them.
+  const float unseen = p.sink.ptr == nullptr ? -INFINITY : *p.sink.of(head, 0);
+  const bool known = trusted(unseen);
   const bool huge_scale = fabsf(p.score.softmax_scale) >= kScaleLimit;
   bool blind = false, untrusted = false;
   for (int first = threadIdx.x / kLanes; first < ws.tile_rows; first += kRows * kStep) {
@@ -121,11 +129,15 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
       const int r = first + i * kStep;
       if (threadIdx.x % kLanes != 0 || r >= ws.tile_rows) continue;
       const bool valid = m0 + r < seq.seqlen_q;
-      // A row that sees nothing has lse −inf; +inf makes its probabilities zero. Its out and dout may hold anything.
-      const bool sees = valid && row_lse[i] != -INFINITY;
+      // To a row that sees nothing, lse +inf gives probabilities of zero. Its out and dout may hold anything.
+      const bool sees = valid && !(known && row_lse[i] == unseen);
       lse_log2[r] = sees ? row_lse[i] * kLog2e : INFINITY;
-      if (sees && p.dlse.ptr != nullptr) sums[i] -= seq.rows(p.dlse, batch, head)[rows[i] * p.dlse.row];
-      ws.minus_delta[tile * ws.tile_rows + r] = sees ? -sums[i] : 0.f;
+      const float dlse =
+          valid && p.dlse.ptr != nullptr ? seq.rows(p.dlse, batch, head)[rows[i] * p.dlse.row] : 0.f;
+      const std::int64_t place = tile * ws.tile_rows + r;
+      ws.minus_delta[place] = sees ? dlse - sums[i] : 0.f;
+      if (ws.sink_terms != nullptr)
+        ws.sink_terms[place] = sees ? sink_term(unseen, row_lse[i], dlse - sums[i]) : dlse;
       blind |= !sees && valid;  // rows behind the end are zeros wherever they are read
       untrusted |= valid && !trusted(row_lse[i]);
     }
@@ -159,8 +171,7 @@ __global__ void __launch_bounds__(kThreads, 5)  // what row sums need beyond the
   if (!untrusted) return;
   for_each_query_tile<kPacked, RowSums::kTileRows>(p, [&](int m_block, int head, int batch) {
     const SeqlenInfo seq(p, batch);
-    const std::int64_t tile = ws.tile<RowSums::kTileRows>(p, seq, batch, head, m_block);
-    RowSums::template take<kThreads>(p, seq, m_block, head, batch, ws.top + tile * ws.tile_rows, ws.lse_of(tile));
+    RowSums::template take<kThreads>(p, ws, seq, m_block, head, batch);
   });
 }
 

@@ -33,6 +33,7 @@ struct BackwardWorkspace {
   float* lse_log2 = nullptr;     // (num_heads, tiles_per_head, tile_rows + kMarkWords): lse in units of log2, mark
   float* minus_delta = nullptr;  // (num_heads, tiles_per_head, tile_rows): dlse − rowsum(dout∘out)
   float* top = nullptr;          // (num_heads, tiles_per_head, tile_rows): of marked tiles
+  float* sink_terms = nullptr;   // (num_heads, tiles_per_head, tile_rows): of dsink, each query's; null without sinks
   int* turn = nullptr;           // (num_heads, tiles_per_head, parts): deterministic: turns taken (turn_order.h), on
                                  // sm90 all in a tile's first; else sm90 alone, see DqTurn
   int* next_work = nullptr;      // key tiles that thread blocks have taken off the schedule, beside their first
@@ -49,7 +50,12 @@ struct BackwardWorkspace {
     top = minus_delta + tiles * tile_rows;
     turn = reinterpret_cast<int*>(top + tiles * tile_rows);
     next_work = turn + tiles * parts;
-    size = static_cast<std::size_t>(tiles * (tile_rows * (head_dim + 3) + kMarkWords + parts) + 1) * sizeof(float);
+    std::int64_t words = tiles * (tile_rows * (head_dim + 3) + kMarkWords + parts) + 1;
+    if (p.sink.ptr != nullptr) {
+      sink_terms = dq_accum + words;
+      words += tiles * tile_rows;
+    }
+    size = static_cast<std::size_t>(words) * sizeof(float);
   }
   std::size_t size = 0;  // bytes
 

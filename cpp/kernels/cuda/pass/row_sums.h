@@ -30,35 +30,51 @@ class RowSums {
  public:
   static constexpr int kTileRows = kBlockM;
 
-  // By a whole thread block, of one tile of queries: top becomes the maximum of each row whose lse is not trusted, and
-  // lse_log2 the logarithm of its sum.
+  // By a whole thread block, of one tile of queries: its top becomes the maximum of each row whose lse is not trusted,
+  // and lse_log2 the logarithm of its sum.
   template <int kThreads>
-  static __device__ void take(const BackwardParams& p, const SeqlenInfo& seq, int m_block, int head, int batch,
-                              float* top, float* lse_log2) {
+  static __device__ void take(const BackwardParams& p, const BackwardWorkspace& ws, const SeqlenInfo& seq, int m_block,
+                              int head, int batch) {
+    const std::int64_t tile = ws.tile<kTileRows>(p, seq, batch, head, m_block);
     const float* lse = seq.rows(p.lse, batch, head);
     const int first = m_block * kBlockM, end = min_of(first + kBlockM, seq.seqlen_q);
     for (int q0 = first + threadIdx.x / Product::kThreads * kQueries; q0 < end;
          q0 += kThreads / Product::kThreads * kQueries) {
       const int row = q0 + threadIdx.x % kQueries;
       if (__any_sync(0xffffffffu, row < end && !trusted(lse[row * p.lse.row])) == 0) continue;
-      float row_top[2], sum[2];
-      visit_keys(p, seq, m_block, q0, head, batch, row_top, sum);
+      float row_top[2], sum[2], sink[2];
+      visit_keys(p, seq, m_block, q0, head, batch, row_top, sum, sink);
       const int mine = threadIdx.x % Product::kThreads;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int query = q0 + mine % 4 * 2 + i;
-        if (mine < 4 && query < end && !trusted(lse[query * p.lse.row]) && sum[i] != 0.f) {
-          top[query - first] = row_top[i];
-          lse_log2[query - first] = log2f(sum[i]);
-        }
+        if (mine < 4 && query < end && !trusted(lse[query * p.lse.row]))
+          write(ws, tile, query - first, row_top[i], sum[i], sink[i]);
       }
     }
   }
 
  private:
-  // Those of a lane's two queries over all keys they see.
+  // sink: of the sink, the difference to the top in units of log2; −inf where there is none.
+  static __device__ void write(const BackwardWorkspace& ws, std::int64_t tile, int row, float top, float sum,
+                               float sink) {
+    const std::int64_t place = tile * ws.tile_rows + row;
+    float& lse_log2 = ws.lse_of(tile)[row];
+    if (sum != 0.f) {
+      const float smaller = exp2_approx(-fabsf(sink)), total = sink > 0.f ? fmaf(sum, smaller, 1.f) : sum + smaller;
+      ws.top[place] = top;
+      lse_log2 = fmaxf(sink, 0.f) + log2f(total);
+      if (ws.sink_terms != nullptr)
+        ws.sink_terms[place] = ws.minus_delta[place] * (sink > 0.f ? 1.f : smaller) * reciprocal(total);
+    } else if (ws.sink_terms != nullptr) {  // sees no key: as prepare_tile() does where it knows
+      ws.top[place] = lse_log2 = INFINITY;
+      ws.minus_delta[place] = 0.f;
+    }
+  }
+
+  // The maximum and the sum of a lane's two queries over all keys they see.
   static __device__ void visit_keys(const BackwardParams& p, const SeqlenInfo& seq, int m_block, int q0, int head,
-                                    int batch, float (&top)[2], float (&sum)[2]) {
+                                    int batch, float (&top)[2], float (&sum)[2], float (&sink)[2]) {
     const int head_kv = head / p.heads_per_group();
     const Element* keys = seq.head_k<const Element>(p.k, batch, head_kv);
     const Product product(seq.head_q<const Element>(p.q, batch, head) + q0 * p.q.row, p.q.row,
@@ -96,7 +112,10 @@ class RowSums {
       merge(scores, max[j], sum[j], other_max, other_sum);
     });
 #pragma unroll
-    for (int j = 0; j < 2; ++j) top[j] = scores.sign() * max[j];
+    for (int j = 0; j < 2; ++j) {
+      sink[j] = p.sink.ptr == nullptr ? -INFINITY : scores.exponent_of(*p.sink.of(head, 0), max[j]);
+      top[j] = scores.sign() * max[j];
+    }
   }
 
   static __device__ float finite(float m) { return m == -INFINITY ? 0.f : m; }

@@ -222,7 +222,11 @@ class BackwardScores {
     mask_tile<true>(s, at, policy, tile.partial, tile.index * kBlockM, n0_, seq_.seqlen_k, -INFINITY);
   }
   __device__ float sign() const { return scale_ < 0.f ? -1.f : 1.f; }
-  // Of two finished scores the difference in units of log2.
+  // Of a sink over a finished score the difference in units of log2.
+  __device__ float exponent_of(float sink, float score) const {
+    return fmaf(-unit_of_scores() * score, fabsf(scale_), sink * kLog2e);
+  }
+  // Of two finished scores likewise.
   __device__ float exponent(float score, float top) const {
     return lowered(score, top, unit_of_scores()) * fabsf(scale_);
   }

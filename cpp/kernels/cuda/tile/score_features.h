@@ -112,8 +112,12 @@ class AlibiAlone<Features::kAlibi> : public AlibiBias {
   // Whether a slope's quotient loses no digits.
   static bool divides_by(float softmax_scale) { return softmax_scale >= 0x1p-40f && softmax_scale <= 0x1p40f; }
 
+  static __device__ float slope(const ScoreParam& score, int batch, int head) {
+    return quotient(alibi_slope(score, batch, head), score.softmax_scale);
+  }
+  __device__ AlibiAlone(float slope, const SeqlenInfo& seq) : AlibiBias(slope, seq.seqlen_k - seq.seqlen_q) {}
   __device__ AlibiAlone(const ScoreParam& score, const SeqlenInfo& seq, int batch, int head)
-      : AlibiBias(quotient(alibi_slope(score, batch, head), score.softmax_scale), seq.seqlen_k - seq.seqlen_q) {}
+      : AlibiAlone(slope(score, batch, head), seq) {}
 };
 
 // Null, or why kernels with these features do not take a call.

@@ -15,12 +15,38 @@ namespace flashsdk::cuda {
 // scale·log2(e) must be finite; any other multiplies the scores first.
 __device__ __forceinline__ bool scales_exponents(float scale) { return scale > 0.f && scale < kScaleLimit; }
 
-// unit: from the scores' unit to that of the natural logarithm. An lse beyond float stays at its end, as −inf says that
-// no key was seen.
-__device__ __forceinline__ float log_sum_exp(float max, float sum, float unit) {
-  if (sum == 0.f) return -INFINITY;
-  const float lse = fmaf(max, unit, logf(sum));
+// An lse beyond float stays at its end, as −inf says that no key was seen.
+__device__ __forceinline__ float finite_lse(float lse) {
   return fabsf(lse) > FLT_MAX ? copysignf(FLT_MAX, lse) : lse;  // NaN stays
+}
+// unit: from the scores' unit to that of the natural logarithm.
+__device__ __forceinline__ float log_sum_exp(float max, float sum, float unit) {
+  return sum == 0.f ? -INFINITY : finite_lse(fmaf(max, unit, logf(sum)));
+}
+
+// What becomes of a row after its last tile: what its output is multiplied by, and its log-sum-exp.
+struct RowEnd {
+  float factor, lse;
+};
+__device__ __forceinline__ RowEnd end_of_row(float max, float sum, float unit) {
+  return {sum == 0.f ? 0.f : reciprocal(sum), log_sum_exp(max, sum, unit)};
+}
+// The same where a sink's logit joins the sum: relative to the larger of the two, so that nothing overflows. A row that
+// saw nothing has the sink as its lse, to the last bit: by that the backward knows it.
+__device__ __forceinline__ RowEnd end_with_sink(float max, float sum, float unit, float sink) {
+  if (sum == 0.f) return {0.f, sink};
+  const float above = fmaf(-max, unit, sink);  // of the sink over the row's reference
+  const float smaller = exp2_approx(-fabsf(above) * kLog2e);
+  if (above > 0.f) {
+    const float total = fmaf(sum, smaller, 1.f);
+    return {smaller * reciprocal(total), finite_lse(sink + logf(total))};
+  }
+  const float total = sum + smaller;
+  return {reciprocal(total), finite_lse(fmaf(max, unit, logf(total)))};
+}
+// sink: null where there is none.
+__device__ __forceinline__ RowEnd end_of_row(float max, float sum, float unit, const float* sink) {
+  return sink == nullptr ? end_of_row(max, sum, unit) : end_with_sink(max, sum, unit, *sink);
 }
 
 template <int kRows>
@@ -189,7 +215,15 @@ class OnlineSoftmax {
   __device__ float max(int i) const { return max_[i]; }
   __device__ float sum(int i) const { return sum_[i]; }
   __device__ float inverse_sum(int i) const { return sum_[i] == 0.f ? 0.f : reciprocal(sum_[i]); }
-  __device__ float lse(int i, float unit) const { return log_sum_exp(max_[i], sum_[i], unit); }
+  // A sink joins a row that is finished. Returns what its output is multiplied by; max(i) is its log-sum-exp then.
+  __device__ float join_sink(int i, float unit, float sink) {
+    const RowEnd end = end_with_sink(max_[i], sum_[i], unit, sink);
+    max_[i] = end.lse;
+    return end.factor;
+  }
+  __device__ RowEnd end(int i, float unit, const float* sink) const {
+    return end_of_row(max_[i], sum_[i], unit, sink);
+  }
 
  private:
   __device__ void restart_for_try(const float (&reference)[kRows]) {

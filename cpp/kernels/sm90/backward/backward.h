@@ -12,18 +12,18 @@
 namespace flashsdk::sm90 {
 
 // The roles of a thread block.
-template <class Traits, class Policy, cuda::Features kFeatures, bool kPacked>
+template <class Traits, class Policy, cuda::Features kFeatures, bool kRagged>
 __device__ __forceinline__ void backward_roles(const BackwardParams& p, const BackwardMaps& maps,
                                                const cuda::BackwardWorkspace& ws,
                                                const cuda::BackwardSchedule& schedule, typename Traits::Smem& smem) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same for all lanes
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
-    if (threadIdx.x % 32 != 0 && !(kPacked && warp == 0)) return;
+    if (threadIdx.x % 32 != 0 && !(kRagged && warp == 0)) return;
     if (warp == 0) {
-      plan_steps<Traits, Policy, kPacked>(p, ws, schedule, smem);
+      plan_steps<Traits, Policy, kRagged>(p, ws, schedule, smem);
     } else if (warp == 1) {
-      load_operands<Traits, kPacked>(p, maps, ws, smem);
+      load_operands<Traits, kRagged>(p, maps, ws, smem);
     } else if constexpr (Traits::kClusterSize == 1) {
       add_dq<Traits>(p, ws, smem, warp - 2);
     } else if (warp == 2) {
@@ -32,13 +32,13 @@ __device__ __forceinline__ void backward_roles(const BackwardParams& p, const Ba
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kComputeRegisters>();
     if constexpr (Traits::kWide)
-      WideBackwardWarpgroup<Traits, Policy, kFeatures, kPacked>(p, ws, smem, warp / 4 - 1).run();
+      WideBackwardWarpgroup<Traits, Policy, kFeatures, kRagged>(p, ws, smem, warp / 4 - 1).run();
     else
-      BackwardWarpgroup<Traits, Policy, kFeatures, kPacked>(p, smem, warp / 4 - 1).run();
+      BackwardWarpgroup<Traits, Policy, kFeatures, kRagged>(p, smem, warp / 4 - 1).run();
   }
 }
 
-template <class Traits, class Policy, cuda::Features kFeatures, bool kPacked>
+template <class Traits, class Policy, cuda::Features kFeatures, bool kRagged>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
                     const __grid_constant__ cuda::BackwardWorkspace ws,
@@ -48,11 +48,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) smem.init();
   cutlass::arch::fence_barrier_init();
   __syncthreads();
-  backward_roles<Traits, Policy, kFeatures, kPacked>(p, maps, ws, schedule, smem);
+  backward_roles<Traits, Policy, kFeatures, kRagged>(p, maps, ws, schedule, smem);
 }
 
 // The same by clusters of two CTAs. Neither ends while the other may still reach into its shared memory.
-template <class Traits, class Policy, cuda::Features kFeatures, bool kPacked>
+template <class Traits, class Policy, cuda::Features kFeatures, bool kRagged>
 __global__ void __cluster_dims__(Traits::kClusterSize) __launch_bounds__(Traits::kThreads, 1)
     backward_cluster_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
                             const __grid_constant__ cuda::BackwardWorkspace ws,
@@ -62,7 +62,7 @@ __global__ void __cluster_dims__(Traits::kClusterSize) __launch_bounds__(Traits:
   if (threadIdx.x == 0) smem.init();
   cutlass::arch::fence_barrier_init();
   cute::cluster_sync();
-  backward_roles<Traits, Policy, kFeatures, kPacked>(p, maps, ws, schedule, smem);
+  backward_roles<Traits, Policy, kFeatures, kRagged>(p, maps, ws, schedule, smem);
   __syncwarp();  // of warps of which one lane worked
   cute::cluster_sync();
 }
@@ -106,11 +106,11 @@ __device__ void convert_dq_tile(const BackwardParams& p, const cuda::BackwardWor
 }
 
 // Grid: cuda::query_tile_grid().
-template <class Traits, bool kPacked>
+template <class Traits, bool kRagged>
 __global__ void __launch_bounds__(Traits::kDqPieces* kWarpgroup)
     backward_convert_dq_kernel(const __grid_constant__ BackwardParams p,
                                const __grid_constant__ cuda::BackwardWorkspace ws) {
-  cuda::for_each_query_tile<kPacked, Traits::kBlockM>(p, [&](int m_block, int head, int batch) {
+  cuda::for_each_query_tile<kRagged, Traits::kBlockM>(p, [&](int m_block, int head, int batch) {
     convert_dq_tile<Traits>(p, ws, m_block, head, batch);
     __syncthreads();  // shared memory is free for the next one
   });

@@ -65,10 +65,10 @@ __device__ __forceinline__ void store_dq(float* smem, const Ring<kStages>& ring,
 
 // Rows that do not count: their values, if they are not finite, would not vanish when multiplied by zero. By one
 // warpgroup.
-template <class Tile, bool kPacked, class Element, class Counts>
+template <class Tile, bool kRagged, class Element, class Counts>
 __device__ __forceinline__ void clear_rows(Element* tile, Counts&& counts) {
   constexpr int kVectors = Tile::kSlabColumns / 8;  // in a row of a slab
-  constexpr int kAtOnce = kPacked ? 4 : 1;          // every packed sequence ends so; elsewhere it is rare
+  constexpr int kAtOnce = kRagged ? 4 : 1;          // every ragged sequence ends so; elsewhere it is rare
 #pragma unroll kAtOnce
   for (int i = threadIdx.x % kWarpgroup; i < Tile::kSlabs * Tile::kRows * kVectors; i += kWarpgroup)
     if (!counts(i / kVectors % Tile::kRows)) reinterpret_cast<uint4*>(tile)[i] = uint4{};
@@ -92,15 +92,15 @@ __device__ __forceinline__ void meet(int warpgroup) {
 }
 
 // The same of K and V, or of Q and dO; one warpgroup each.
-template <class Traits, bool kPacked, class First, class Second, class Element, class Counts>
+template <class Traits, bool kRagged, class First, class Second, class Element, class Counts>
 __device__ __forceinline__ void clear_both(Element* first, Element* second, int warpgroup, Counts&& counts) {
   static_assert(First::kRows == Second::kRows);
-  if (warpgroup == 0) clear_rows<First, kPacked>(first, counts);
-  if (warpgroup == 1) clear_rows<Second, kPacked>(second, counts);
+  if (warpgroup == 0) clear_rows<First, kRagged>(first, counts);
+  if (warpgroup == 1) clear_rows<Second, kRagged>(second, counts);
   meet<Traits>(warpgroup);
 }
 
-// Packed: a tile's last keys belong to another sequence.
+// Ragged: a tile's last keys belong to another sequence, or are not used.
 template <class Traits>
 __device__ __forceinline__ void clear_key_tail(typename Traits::Smem& smem, int k_buffer, int keys, int warpgroup) {
   using SmemK = typename Traits::SmemK;
@@ -110,19 +110,19 @@ __device__ __forceinline__ void clear_key_tail(typename Traits::Smem& smem, int 
 }
 
 // Whether a tile has queries that count as zeros and may hold anything: those that see no key, for which it is marked,
-// or, behind the end of a packed sequence, those of the next. Its last row is then one of these.
-template <bool kPacked, int kBlockM>
+// or, behind the end of a ragged sequence, those of the next. Its last row is then one of these.
+template <bool kRagged, int kBlockM>
 __device__ __forceinline__ bool has_blind_queries(float* lse_log2) {
-  return cuda::mark_of(lse_log2, kBlockM) != nullptr || (kPacked && lse_log2[kBlockM - 1] == INFINITY);
+  return cuda::mark_of(lse_log2, kBlockM) != nullptr || (kRagged && lse_log2[kBlockM - 1] == INFINITY);
 }
 // Clears those: Q and dO, which must have arrived.
-template <class Traits, bool kPacked>
+template <class Traits, bool kRagged>
 __device__ __forceinline__ void clear_blind_queries(typename Traits::Smem& smem, int q_stage, int dout_stage,
                                                     int warpgroup) {
   using SmemQ = typename Traits::SmemQ;
   using SmemDo = typename Traits::SmemDo;
   const float* lse_log2 = smem.lse_log2[q_stage];
-  clear_both<Traits, kPacked, SmemQ, SmemDo>(smem.q + q_stage * SmemQ::kElements,
+  clear_both<Traits, kRagged, SmemQ, SmemDo>(smem.q + q_stage * SmemQ::kElements,
                                              smem.dout + dout_stage * SmemDo::kElements, warpgroup,
                                              [&](int row) { return lse_log2[row] != INFINITY; });
 }

@@ -5,7 +5,8 @@
 
 #include "cuda/host/batch_parts.h"
 #include "cuda/pass/backward_passes.h"
-#include "cuda/pass/packed_tail.h"
+#include "cuda/pass/sink_gradient.h"
+#include "cuda/pass/unused_rows.h"
 #include "cuda/tile/builtin_policy.h"
 #include "sm90/backward/backward.h"
 #include "sm90/backward/row_scores.h"
@@ -62,16 +63,16 @@ BackwardMaps backward_maps(const BackwardParams& p) {
           map(p.dout, query_extent(p, p.head_dim_v), typename Traits::SmemDo{})};
 }
 
-template <class Traits, class Policy, cuda::Features kFeatures, bool kPacked>
+template <class Traits, class Policy, cuda::Features kFeatures, bool kRagged>
 void launch_backward_kernels(const BackwardParams& p, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
   using Element = typename Traits::Element;
   auto stream = static_cast<cudaStream_t>(context.stream);
   constexpr auto kernel = [] {
     if constexpr (Traits::kClusterSize == 1)
-      return backward_kernel<Traits, Policy, kFeatures, kPacked>;
+      return backward_kernel<Traits, Policy, kFeatures, kRagged>;
     else
-      return backward_cluster_kernel<Traits, Policy, kFeatures, kPacked>;
+      return backward_cluster_kernel<Traits, Policy, kFeatures, kRagged>;
   }();
   cuda::allow_shared_memory(kernel, Traits::kSmemBytes, p.device.index, prepared);
   const cuda::BackwardWorkspace ws = backward_workspace<Traits>(p, context.workspace);
@@ -80,9 +81,13 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
   constexpr int kPrepareThreads = 256;
   using Product = RowScores<Element, Traits::kHeadDim, kPrepareThreads / kWarpgroup>;
   using Sums = cuda::RowSums<Product, Traits::kBlockM, Traits::kBlockN, Policy, kFeatures>;
+  // In these passes only packed sequences are found by their places.
+  const bool packed = kRagged && p.cu_seqlens_q != nullptr;
   cuda::launch("launching the backward's first pass",
-               cuda::backward_prepare_kernel<Element, kPrepareThreads, true, Traits::kClearsDq, kPacked, Sums>,
+               packed ? cuda::backward_prepare_kernel<Element, kPrepareThreads, true, Traits::kClearsDq, true, Sums>
+                      : cuda::backward_prepare_kernel<Element, kPrepareThreads, true, Traits::kClearsDq, false, Sums>,
                query_tiles, kPrepareThreads, 0, stream, p, ws);
+  cuda::add_sink_gradient(p, ws, stream);
 
   const cuda::Workers workers = cuda::workers_of(p.device.index, Traits::kClusterSize);
   const cuda::BackwardSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element), workers);
@@ -92,23 +97,26 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
                  Traits::kSmemBytes, stream, p, backward_maps<Traits>(p), ws, schedule);
   }
 
-  cuda::launch("launching the backward's last pass", backward_convert_dq_kernel<Traits, kPacked>, query_tiles,
-               Traits::kDqPieces * kWarpgroup, 0, stream, p, ws);
+  cuda::launch("launching the backward's last pass",
+               packed ? backward_convert_dq_kernel<Traits, true> : backward_convert_dq_kernel<Traits, false>,
+               query_tiles, Traits::kDqPieces * kWarpgroup, 0, stream, p, ws);
 }
 
-// Packed calls have kernels of their own: compiled into one, what these do more, though never done in other calls, cost
-// those 1 to 4 % (docs/dev/log-sm90-backward.md).
+// Calls whose sequences have lengths of their own, packed or in part of their rows, have kernels of their own: compiled
+// into one, what these do more, though never done in other calls, cost those 1 to 4 % (docs/dev/log-sm90-backward.md).
 template <class Traits, cuda::Features kFeatures, class Policy = cuda::BuiltinPolicy>
 void launch_backward(const BackwardParams& p, const LaunchContext& context) {
   cuda::DeviceGuard guard(p.device.index);
   const cuda::Workers workers = cuda::workers_of(p.device.index, Traits::kClusterSize);
+  auto stream = static_cast<cudaStream_t>(context.stream);
+  cuda::clear_sink_gradient(p, stream);
   cuda::for_each_part(p, kBackwardTile<Traits>, workers, [&](const BackwardParams& part) {
-    if (part.cu_seqlens_q != nullptr)
+    if (part.ragged())
       launch_backward_kernels<Traits, Policy, kFeatures, true>(part, context);
     else
       launch_backward_kernels<Traits, Policy, kFeatures, false>(part, context);
   });
-  cuda::clear_gradient_tails<typename Traits::Element>(p, static_cast<cudaStream_t>(context.stream));
+  cuda::clear_unused_rows<typename Traits::Element>(p, stream);
 }
 
 template <class Traits, cuda::Features kFeatures, class Policy = cuda::BuiltinPolicy>

@@ -1,11 +1,11 @@
 // The roles of the SM90 backward that do not compute, one warp each, of which one thread works: one walks the queries
-// and tells the others, one loads, and one for each computing warpgroup adds to dq_accum. In packed calls the other
-// lanes of the first help it to find its next tile.
+// and tells the others, one loads, and one for each computing warpgroup adds to dq_accum. In ragged calls, whose
+// sequences have lengths of their own, the other lanes of the first help it to find its next tile.
 #pragma once
 
 #include "cuda/pass/backward_workspace.h"
 #include "cuda/schedule/backward_stream.h"
-#include "cuda/schedule/packed_schedule.h"
+#include "cuda/schedule/ragged_tiles.h"
 #include "sm90/backward/traits.h"
 #include "sm90/tma.h"
 
@@ -54,6 +54,12 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map, cutlass::ar
   cute::SM90_BULK_COPY_G2S::copy(rows, reinterpret_cast<std::uint64_t*>(&barrier), smem_rows, kRowBytes);
 }
 
+// Where the copy engine finds a sequence: packed ones are one batch.
+template <bool kRagged>
+__device__ __forceinline__ int batch_of(const BackwardParams& p, const cuda::TileWork& work) {
+  return kRagged && p.cu_seqlens_q != nullptr ? 0 : work.batch;
+}
+
 // The first key that this CTA owns, of a key tile.
 template <class Traits>
 __device__ __forceinline__ int first_key(const cuda::TileWork& work) {
@@ -61,26 +67,25 @@ __device__ __forceinline__ int first_key(const cuda::TileWork& work) {
 }
 
 // One thread: a tile of K or V, when its place is free.
-template <class Tile, class Traits, bool kPacked, int kBuffers>
+template <class Tile, class Traits, int kBuffers>
 __device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring<kBuffers>& ring, unsigned n,
                                           typename Traits::Element* smem, const cuda::TileWork& work,
-                                          const SeqlenInfo& seq) {
+                                          const SeqlenInfo& seq, int batch) {
   const auto use = RingState<kBuffers>::after(n);
   ring.wait_empty(use);
   ring.announce(use, Tile::kBytes);
   load_tile<Tile>(map, ring.full[use.stage], smem + use.stage * Tile::kElements,
-                  {seq.offset_k + first_key<Traits>(work), work.head, kPacked ? 0 : work.batch},
-                  CacheHint::EVICT_FIRST);
+                  {seq.offset_k + first_key<Traits>(work), work.head, batch}, CacheHint::EVICT_FIRST);
 }
 
 // In a cluster: K, and of the other CTA's K the columns whose dQ this CTA computes.
-template <class Traits, bool kPacked>
+template <class Traits>
 __device__ __forceinline__ void load_pair_keys(const CUtensorMap& map, typename Traits::Smem& smem, unsigned n,
-                                               const cuda::TileWork& work, const SeqlenInfo& seq) {
+                                               const cuda::TileWork& work, const SeqlenInfo& seq, int batch) {
   using SmemK = typename Traits::SmemK;
   using SmemPeerK = typename Traits::SmemPeerK;
   const auto use = RingState<1>::after(n);
-  const int row = seq.offset_k + work.block * Traits::kBlockN, batch = kPacked ? 0 : work.batch;
+  const int row = seq.offset_k + work.block * Traits::kBlockN;
   smem.full_k.wait_empty(use);
   smem.full_k.announce(use, SmemK::kBytes + SmemPeerK::kBytes);
   load_tile<SmemK>(map, smem.full_k.full[0], smem.k, {row + cluster_rank() * Traits::kCtaKeys, work.head, batch});
@@ -90,12 +95,12 @@ __device__ __forceinline__ void load_pair_keys(const CUtensorMap& map, typename 
 
 // Takes key tiles off the schedule, walks the queries that see them, and tells all what comes. A walk does not fit the
 // few registers of these warps and is slow, so one thread does nothing else and is several steps ahead of the others.
-// kPacked: called by its whole warp.
-template <class Traits, class Policy, bool kPacked>
+// kRagged: called by its whole warp.
+template <class Traits, class Policy, bool kRagged>
 __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspace& ws,
                            const cuda::BackwardSchedule& schedule, typename Traits::Smem& smem) {
   using Stream = cuda::QueryStream<Traits::kBlockM, Traits::kBlockN, Policy, Traits::kStaggered>;
-  const bool leads = !kPacked || threadIdx.x % 32 == 0;
+  const bool leads = !kRagged || threadIdx.x % 32 == 0;
   unsigned works = 0, steps = 0;  // so far
   [[maybe_unused]] unsigned taken = 0;
   auto tell = [&](const BackwardWork& work) {
@@ -119,12 +124,12 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
     smem.full_plan.wait_empty(RingState<kPlannedSteps>::after(steps + kPlannedSteps - 1 - kStepsLeft));
     return atomicAdd(ws.next_work, 1);
   };
-  cuda::PackedTiles<cuda::PackedRows::kKeys> packed(p, Traits::kBlockN);
+  cuda::RaggedTiles<cuda::TilesOf::kKeys> ragged(p, Traits::kBlockN);
   const int count = static_cast<int>(schedule.size());
   auto find = [&](int index, cuda::TileWork& work) -> bool {
-    if constexpr (kPacked) {
+    if constexpr (kRagged) {
       cuda::SequenceTile tile;
-      if (!packed.find(__shfl_sync(0xffffffffu, index, 0), tile)) return false;
+      if (!ragged.find(__shfl_sync(0xffffffffu, index, 0), tile)) return false;
       work = schedule.of_sequence(tile.blocks).work(tile.index);
       work.batch = tile.batch;
     } else {
@@ -159,7 +164,7 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
 
 // One thread: loads Q, dO, K and V, those of a new key tile in the order in which their places become free: K first
 // where it has two, else last, as it is needed until the last dQ.
-template <class Traits, bool kPacked>
+template <class Traits, bool kRagged>
 __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps, const cuda::BackwardWorkspace& ws,
                               typename Traits::Smem& smem) {
   using SmemQ = typename Traits::SmemQ;
@@ -168,12 +173,12 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
   for_each_work<Traits>(smem, [&](const BackwardWork& work) {
     if (work.visited) {
       const SeqlenInfo seq(p, work.tile.batch);
-      const int batch = kPacked ? 0 : work.tile.batch;
+      const int batch = batch_of<kRagged>(p, work.tile);
       auto load_k = [&] {
         if constexpr (Traits::kClusterSize > 1)
-          load_pair_keys<Traits, kPacked>(maps.k, smem, key_tiles, work.tile, seq);
+          load_pair_keys<Traits>(maps.k, smem, key_tiles, work.tile, seq, batch);
         else
-          load_keys<typename Traits::SmemK, Traits, kPacked>(maps.k, smem.full_k, key_tiles, smem.k, work.tile, seq);
+          load_keys<typename Traits::SmemK, Traits>(maps.k, smem.full_k, key_tiles, smem.k, work.tile, seq, batch);
       };
       if (Traits::kKeysAhead) load_k();
       bool first = true;
@@ -192,7 +197,7 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
             maps.dout, smem.full_do.full[dout.stage], smem.dout + dout.stage * SmemDo::kElements, at,
             ws.minus_delta + std::int64_t{planned.tile} * Traits::kBlockM, smem.minus_delta[dout.stage]);
         if (first) {
-          load_keys<typename Traits::SmemV, Traits, kPacked>(maps.v, smem.full_v, key_tiles, smem.v, work.tile, seq);
+          load_keys<typename Traits::SmemV, Traits>(maps.v, smem.full_v, key_tiles, smem.v, work.tile, seq, batch);
           if (!Traits::kKeysAhead) load_k();
           ++key_tiles;
           first = false;

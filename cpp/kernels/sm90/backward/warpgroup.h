@@ -13,7 +13,7 @@
 namespace flashsdk::sm90 {
 
 // One computing warpgroup.
-template <class Traits, class Policy, cuda::Features kFeatures, bool kPacked>
+template <class Traits, class Policy, cuda::Features kFeatures, bool kRagged>
 class BackwardWarpgroup {
   using Element = typename Traits::Element;
   using Smem = typename Traits::Smem;
@@ -29,8 +29,8 @@ class BackwardWarpgroup {
   static constexpr bool kDraws = Traits::kDraws;
   static_assert(kDraws == (cuda::has_dropout(kFeatures) && !kCaps));
   // Where K comes ahead, V is what a key tile waits for: only before its first dP, and it is released after the last.
-  // Packed calls wait at once, as they clear its tail.
-  static constexpr bool kLateV = Traits::kKeysAhead && !kPacked;
+  // Ragged calls wait at once, as they clear its tail.
+  static constexpr bool kLateV = Traits::kKeysAhead && !kRagged;
   // A load from shared memory takes some 140 cycles here, as the products keep it busy. So what a step needs is read
   // ahead, under products, and what waits for stores goes there too. Kernels with features have no registers for it.
   static constexpr bool kReadsAhead = kFeatures == cuda::Features::kNone;
@@ -60,7 +60,7 @@ class BackwardWarpgroup {
       smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
       if (!kLateV) wait_v();
       const int keys = seq.seqlen_k - work.tile.block * kBlockN;
-      if (kPacked && keys < kBlockN) clear_key_tail<Traits>(smem_, key_buffer(), keys, warpgroup_);
+      if (kRagged && keys < kBlockN) clear_key_tail<Traits>(smem_, key_buffer(), keys, warpgroup_);
       const Scores scores(p_, seq, work.tile);
       bool last = step<true>(scores, seq, acc_dk, acc_dv);
       while (!last) last = step<false>(scores, seq, acc_dk, acc_dv);
@@ -91,12 +91,12 @@ class BackwardWarpgroup {
     const cuda::TopOfTile top(cuda::mark_of(smem_.lse_log2[stage], kBlockM));
     BackwardStep step;
     if constexpr (kReadsAhead) step = smem_.step[stage];
-    // Packed: before the scores, which then need not be lowered. Not so elsewhere, where the first product would wait
+    // Ragged: before the scores, which then need not be lowered. Not so elsewhere, where the first product would wait
     // for what is read here, and rows behind the end are zeros anyway.
-    if constexpr (kPacked) {
-      if (has_blind_queries<kPacked, kBlockM>(smem_.lse_log2[stage])) {
+    if constexpr (kRagged) {
+      if (has_blind_queries<kRagged, kBlockM>(smem_.lse_log2[stage])) {
         smem_.full_do.wait_full(use);
-        clear_blind_queries<Traits, kPacked>(smem_, stage, stage, warpgroup_);
+        clear_blind_queries<Traits, kRagged>(smem_, stage, stage, warpgroup_);
       }
     }
 
@@ -123,7 +123,7 @@ class BackwardWarpgroup {
     const auto lse_log2 = rows(smem_.lse_log2[stage], at);
     smem_.full_do.wait_full(use);
     // The scores of these rows, which are being computed, do not count.
-    if (!kPacked && top.marked()) clear_blind_queries<Traits, kPacked>(smem_, stage, stage, warpgroup_);
+    if (!kRagged && top.marked()) clear_blind_queries<Traits, kRagged>(smem_, stage, stage, warpgroup_);
     if constexpr (kFirst && kLateV) wait_v();
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
     if constexpr (kDraws) draw(scores, step);

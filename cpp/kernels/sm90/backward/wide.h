@@ -15,7 +15,7 @@
 
 namespace flashsdk::sm90 {
 
-template <class Traits, class Policy, cuda::Features kFeatures, bool kPacked>
+template <class Traits, class Policy, cuda::Features kFeatures, bool kRagged>
 class WideBackwardWarpgroup {
   using Element = typename Traits::Element;
   using Smem = typename Traits::Smem;
@@ -77,7 +77,7 @@ class WideBackwardWarpgroup {
     smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
     smem_.full_v.wait_full(RingState<1>::after(key_tiles_));
     const int keys = seq.seqlen_k - work.tile.block * Traits::kBlockN;
-    if (!kPacked || keys >= Traits::kBlockN) return;
+    if (!kRagged || keys >= Traits::kBlockN) return;
     if constexpr (kPair) {
       const int peer_keys = keys - peer_rank() * kKeys;
       if (warpgroup_ == 0)
@@ -93,9 +93,9 @@ class WideBackwardWarpgroup {
   __device__ __forceinline__ BackwardStep wait_queries(const Use& use) {
     smem_.full_q.wait_full(use.q);
     const BackwardStep step = smem_.step[use.q.stage];
-    if (has_blind_queries<kPacked, kBlockM>(smem_.lse_log2[use.q.stage])) {
+    if (has_blind_queries<kRagged, kBlockM>(smem_.lse_log2[use.q.stage])) {
       smem_.full_do.wait_full(use.dout);
-      clear_blind_queries<Traits, kPacked>(smem_, use.q.stage, use.dout.stage, warpgroup_);
+      clear_blind_queries<Traits, kRagged>(smem_, use.q.stage, use.dout.stage, warpgroup_);
     }
     return step;
   }

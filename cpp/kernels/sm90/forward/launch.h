@@ -4,7 +4,7 @@
 #include <atomic>
 #include <chrono>
 
-#include "cuda/pass/packed_tail.h"
+#include "cuda/pass/unused_rows.h"
 #include "cuda/tile/builtin_policy.h"
 #include "sm90/forward/forward.h"
 #include "sm90/forward/tiles.h"
@@ -18,6 +18,7 @@ const char* refuse_forward(const ForwardParams& p) {
   if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
   if (Traits::kFromEnd && p.mask.kind == MaskKind::kBlockSparse)
     return "tiles counted from the end of a sequence do not lie in the mask's blocks";
+  if (rows_of_box(p.pages, Traits::kBlockN) % 8 != 0) return "pages do not have a multiple of 8 keys";
   const std::int64_t tiles = std::int64_t{ceil_div(p.seqlen_q, Traits::kBlockM)} * p.num_heads * p.batch;
   if (tiles > INT32_MAX / 2) return "there are too many tiles";
   if constexpr (std::is_same_v<Policy, cuda::BuiltinPolicy>) {  // others have one tile
@@ -31,7 +32,7 @@ const char* refuse_forward(const ForwardParams& p) {
 template <class Traits>
 bool uniform_tiles(const ForwardParams& p) {
   const bool one_each = p.mask.kind == MaskKind::kBand && p.seqlen_q <= Traits::kBlockM;
-  return (p.mask.kind == MaskKind::kDense || one_each) && p.cu_seqlens_q == nullptr;
+  return (p.mask.kind == MaskKind::kDense || one_each) && !p.ragged();
 }
 
 // Whether blocks draw tiles from a counter: where these differ in cost, and a block is not done after its first. Small
@@ -66,16 +67,17 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
       draws_tiles<Traits>(p) ? static_cast<TicketCounter*>(context.workspace) : nullptr, launch_name()};
   const int blocks =
       min_of(cuda::device_limits(p.device.index).multiprocessors, static_cast<int>(schedule.tiles.size()));
+  const int key_rows = rows_of_box(p.pages, Traits::kBlockN);
   const ForwardMaps maps{
       make_tensor_map(p.q, query_extent(p, p.head_dim), kType, Traits::kBlockM, Traits::SmemQ::kSlabColumns),
-      make_tensor_map(p.k, key_extent(p, p.head_dim), kType, Traits::kBlockN, Traits::SmemK::kSlabColumns),
-      make_tensor_map(p.v, key_extent(p, p.head_dim_v), kType, Traits::kBlockN, Traits::SmemV::kSlabColumns)};
+      make_tensor_map(p.k, key_extent(p, p.head_dim), kType, key_rows, Traits::SmemK::kSlabColumns),
+      make_tensor_map(p.v, key_extent(p, p.head_dim_v), kType, key_rows, Traits::SmemV::kSlabColumns), key_rows};
   auto stream = static_cast<cudaStream_t>(context.stream);
   if (blocks > 0) {  // packed rows may all lie behind the last sequence
     cuda::launch("launching the forward kernel", kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
                  kSmemBytes, stream, p, maps, schedule);
   }
-  cuda::clear_out_tail<typename Traits::Element>(p, stream);
+  cuda::clear_unused_rows<typename Traits::Element>(p, stream);
 }
 
 // Policy: common/mask_policy.h; mask is the kind that calls of it have.

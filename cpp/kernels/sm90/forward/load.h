@@ -1,6 +1,8 @@
 // The loading warps of the forward: keep the rings of Q, K and V full.
 #pragma once
 
+#include <numeric>
+
 #include <cutlass/arch/barrier.h>
 
 #include "common/kernel_entry.h"
@@ -15,7 +17,13 @@ namespace flashsdk::sm90 {
 
 struct ForwardMaps {
   CUtensorMap q, k, v;
+  int key_rows;  // of a box of K and V: see rows_of_box()
 };
+
+// Keys of a tile that lie in one page whatever the page: a box of the copy engine. Without pages, all.
+constexpr int rows_of_box(const PageParam& pages, int tile_keys) {
+  return pages.table == nullptr ? tile_keys : std::gcd(pages.size, tile_keys);
+}
 
 // The queries of one tile, the one after `work` others. By a whole warp, of which the leader copies.
 template <class Traits>
@@ -27,6 +35,32 @@ __device__ void load_queries(const ForwardMaps& maps, typename Traits::Smem& sme
   smem.q_ring.announce(state, Traits::SmemQ::kBytes);
   load_tile<typename Traits::SmemQ>(maps.q, smem.q_ring.full[state.stage],
                                     smem.q + state.stage * Traits::SmemQ::kElements, at, CacheHint::EVICT_FIRST);
+}
+
+// Rows behind these no tensor has: the copy engine gives zeros.
+constexpr int kBehindAll = 1 << 30;
+
+// What one lane copies of a tile of K or V: a box of a page, or the first lane all of the tile.
+struct KeyBox {
+  int first;  // row of the tile
+  TileOrigin at;
+
+  template <class kTile>
+  __device__ void load(const CUtensorMap& map, cutlass::arch::ClusterTransactionBarrier& barrier, void* smem) const {
+    if (first < kTile::kRows) load_box<kTile>(map, barrier, smem, first, at);
+  }
+};
+// Asked before there is room for the keys, as a table lies in memory.
+template <int kTileKeys>
+__device__ KeyBox box_of_lane(const PageParam& pages, int box_rows, const KeyTile& tile, int head, int batch) {
+  KeyBox box{static_cast<int>(threadIdx.x) % 32 * box_rows, {tile.row, head, batch}};
+  if (pages.table != nullptr && box.first < kTileKeys) {
+    const int key = tile.n0 + box.first;
+    const bool used = box.first < tile.rows;  // of keys that are not there, nobody asks where
+    box.at.row = used ? key % pages.size : kBehindAll;
+    box.at.batch = used ? pages.table[batch * pages.batch + key / pages.size] : 0;
+  }
+  return box;
 }
 
 // Two warps load, each of them 32 lanes that run alike, of which one starts the copies. The first walks the tiles that
@@ -44,6 +78,7 @@ __device__ void load_queries(const ForwardMaps& maps, typename Traits::Smem& sme
 template <class Traits, class Policy, cuda::Features kFeatures>
 class KeyLoader {
   using Smem = typename Traits::Smem;
+  using SmemK = typename Traits::SmemK;
   // ALiBi's tiles with keys on both sides of the diagonal are told like those that a mask cuts.
   static constexpr bool kTellsDiagonal = Traits::kTries && cuda::has_alibi(kFeatures);
   static constexpr bool kBiasAlone = cuda::has_bias_alone(kFeatures);
@@ -57,17 +92,20 @@ class KeyLoader {
     for (cuda::TileWork work; stream.next(work); ++works_) {
       const SeqlenInfo seq(p_, work.batch);
       const Policy policy(p_.mask, seq, work.batch, work.head);
-      QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, cuda::diagonals_of(policy)};
+      QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, cuda::diagonals_of(policy),
+                   seq};
+      if constexpr (cuda::has_alibi(kFeatures))
+        of.alibi_slope = cuda::AlibiAlone<kFeatures>::slope(p_.score, work.batch, work.head);
       const auto load = [&](TileWalk walk, auto is_band) {
         if constexpr (kOutward) {
-          const int diagonal = diagonal_of(of, seq) / Traits::kBlockN;
+          const int diagonal = diagonal_of(of) / Traits::kBlockN;
           OutwardWalk outward(walk, scores_fall() ? diagonal : walk.full_begin());
-          load_work(of, seq, outward, stream);
+          load_work(of, outward, stream);
         } else if constexpr (Traits::kTries && is_band) {
           OutwardWalk outward(walk, origin_in_band(walk, of));
-          load_work(of, seq, outward, stream);
+          load_work(of, outward, stream);
         } else {
-          load_work(of, seq, walk, stream);
+          load_work(of, walk, stream);
         }
       };
       cuda::visit_row_walk<Traits::kFromEnd>(policy, flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, work.block,
@@ -81,40 +119,42 @@ class KeyLoader {
 
  private:
   template <class Walk>
-  __device__ void load_work(QueryTile of, const SeqlenInfo& seq, Walk& walk, WorkStream& stream) {
-    const int batch = p_.cu_seqlens_q != nullptr ? 0 : of.batch, head_kv = of.head / p_.heads_per_group();
+  __device__ void load_work(const QueryTile& queries, Walk& walk, WorkStream& stream) {
+    const int batch = p_.cu_seqlens_q != nullptr ? 0 : queries.batch, head_kv = queries.head / p_.heads_per_group();
     TileRef tile{0, false};
     // Queries that see nothing get one tile without a key: their output is written like any other. The tile lies behind
     // all rows, where the copy engine gives zeros, as 0 times what K and V hold may be NaN.
-    of.key_end = walk.next(tile) ? seq.seqlen_k : 0;
-    constexpr int kBehindAll = 1 << 30;
-    const int row0 = of.key_end > 0 ? seq.offset_k : kBehindAll;
-    const int outside = Traits::kSkips ? of_each(is_outside(of, seq.seqlen_q)) * KeyTile::kHidden : 0;
+    const int key_end = walk.next(tile) ? queries.sequence.seqlen_k : 0;
+    const int row0 = key_end > 0 ? queries.sequence.offset_k : kBehindAll;
+    // Told to all, this warp too, which has few registers.
+    QueryTile& of = smem_.query_tiles[works_ % Traits::kSlots];
+    if (leader_) {
+      of = queries;
+      of.key_end = key_end;
+    }
+    __syncwarp();
+    const int outside = Traits::kSkips ? of_each(is_outside(of)) * KeyTile::kHidden : 0;
     for (bool first = true, more = true; more; first = false) {
       TileRef next{0, false};
-      more = of.key_end > 0 && walk.next(next);
+      more = key_end > 0 && walk.next(next);
       if (!more) stream.draw();
-      const int n0 = tile.index * Traits::kBlockN, rows = of.key_end - n0;
+      const int n0 = tile.index * Traits::kBlockN, rows = key_end - n0;
       int flags = outside;
       // Cut is the last tile, which may come first, else all is seen.
-      cuda::branch_if(first || !more || tile.partial || (kOutward && is_special(of, seq, n0)), [&] {
+      cuda::branch_if(first || !more || tile.partial || (kOutward && is_special(of, n0, rows)), [&] {
         flags = (first ? KeyTile::kFirst : 0) | (more ? 0 : KeyTile::kLast) | (tile.partial ? KeyTile::kPartial : 0) |
-                what_is_seen(of, seq, n0, tile.partial, first);
+                what_is_seen(of, n0, tile.partial, first);
       });
       const auto state = RingState<Traits::kKeyStages>::after(tiles_);
-      if (leader_) {
-        if (first) smem_.query_tiles[works_ % Traits::kSlots] = of;
-        announce({n0, flags, row0 + n0, rows});
-      }
+      const KeyTile announced{n0, flags, row0 + n0, rows};
+      if (leader_) announce(announced);
+      const KeyBox box = box_of_lane<Traits::kBlockN>(p_.pages, maps_.key_rows, announced, head_kv, batch);
       smem_.k_ring.wait_empty(state);
-      if (leader_) {
-        smem_.k_ring.announce(state, Traits::SmemK::kBytes);
-        load_tile<typename Traits::SmemK>(maps_.k, smem_.k_ring.full[state.stage],
-                                          smem_.k + state.stage * Traits::SmemK::kElements,
-                                          {row0 + n0, head_kv, batch});
-      }
+      if (leader_) smem_.k_ring.announce(state, SmemK::kBytes);
+      box.load<SmemK>(maps_.k, smem_.k_ring.full[state.stage], smem_.k + state.stage * SmemK::kElements);
       if constexpr (!Traits::kQueriesWithValues) {
-        if (first) load_queries<Traits>(maps_, smem_, works_, {seq.offset_q + of.m0, of.head, batch}, leader_);
+        if (first)
+          load_queries<Traits>(maps_, smem_, works_, {of.sequence.offset_q + of.m0, of.head, batch}, leader_);
       }
       ++tiles_;
       tile = next;
@@ -122,12 +162,12 @@ class KeyLoader {
   }
 
   // The flags that are of a warpgroup. For each of these a lane looks at its queries.
-  __device__ static int what_is_seen(const QueryTile& of, const SeqlenInfo& seq, int n0, bool partial, bool first) {
+  __device__ static int what_is_seen(const QueryTile& of, int n0, bool partial, bool first) {
     const int n1 = n0 + Traits::kBlockN;
     const bool cut = of.key_end < n1;
     const int first_row = first_of(of), last_row = first_row + kWarpgroupRows - 1;
-    const bool outside = is_outside(of, seq.seqlen_q);
-    bool hidden = outside, masked = cut || (kTellsDiagonal && has_diagonal(seq, first_row, last_row, n0)),
+    const bool outside = is_outside(of);
+    bool hidden = outside, masked = cut || (kTellsDiagonal && has_diagonal(of, first_row, last_row, n0)),
          shows_first = n0 < of.key_end;
     if constexpr (!kHasDiagonals<Policy>) {
       masked |= partial;
@@ -145,9 +185,9 @@ class KeyLoader {
   __device__ bool scores_fall() const { return !kBiasAlone || p_.score.bias.dtype != DType::kBool; }
   // Of lengths that end together, as ALiBi is: the key there of the middle query; under a mask of the first, as all
   // warpgroups then see something of its tile where the band is of that diagonal, too. Else the walk has a tile nearby.
-  __device__ int diagonal_of(const QueryTile& of, const SeqlenInfo& seq) const {
+  __device__ int diagonal_of(const QueryTile& of) const {
     const int query = p_.mask.kind == MaskKind::kDense ? of.m0 + Traits::kBlockM / 2 : max_of(of.m0, 0);
-    return query + seq.seqlen_k - seq.seqlen_q;
+    return query + of.sequence.seqlen_k - of.sequence.seqlen_q;
   }
   // Where a walk along a band begins.
   __device__ static int origin_in_band(const TileWalk& walk, const QueryTile& of) {
@@ -155,17 +195,16 @@ class KeyLoader {
                                        : walk.full_begin();
   }
   // Where tiles come in another order: cut, or with keys on both sides of the diagonal.
-  __device__ static bool is_special(const QueryTile& of, const SeqlenInfo& seq, int n0) {
-    return of.key_end < n0 + Traits::kBlockN ||
-           (kTellsDiagonal && has_diagonal(seq, of.m0, of.m0 + Traits::kBlockM - 1, n0));
+  __device__ static bool is_special(const QueryTile& of, int n0, int rows) {
+    return rows < Traits::kBlockN || (kTellsDiagonal && has_diagonal(of, of.m0, of.m0 + Traits::kBlockM - 1, n0));
   }
-  __device__ static bool has_diagonal(const SeqlenInfo& seq, int first_row, int last_row, int n0) {
-    const int shift = seq.seqlen_k - seq.seqlen_q;
+  __device__ static bool has_diagonal(const QueryTile& of, int first_row, int last_row, int n0) {
+    const int shift = of.sequence.seqlen_k - of.sequence.seqlen_q;
     return n0 < last_row + shift && n0 + Traits::kBlockN - 1 > first_row + shift;
   }
   static __device__ int first_of(const QueryTile& of) { return of.m0 + threadIdx.x % 4 * kWarpgroupRows; }
-  static __device__ bool is_outside(const QueryTile& of, int seqlen_q) {
-    return first_of(of) >= seqlen_q || first_of(of) + kWarpgroupRows <= 0;
+  static __device__ bool is_outside(const QueryTile& of) {
+    return first_of(of) >= of.sequence.seqlen_q || first_of(of) + kWarpgroupRows <= 0;
   }
   static __device__ int of_each(bool warpgroups) { return __ballot_sync(0xffffffffu, warpgroups) & 0xf; }
 
@@ -194,6 +233,8 @@ class ValueLoader {
 
   __device__ void run() {
     const bool packed = p_.cu_seqlens_q != nullptr;
+    // Whether the tensor goes on behind the end of a sequence.
+    const bool goes_on = packed || p_.seqused_k != nullptr;
     int head_kv = 0, batch = 0;
     for (unsigned index = 0, work = 0;; ++index) {
       const unsigned slot = index % Traits::kSlots;
@@ -204,35 +245,31 @@ class ValueLoader {
         const QueryTile of = smem_.query_tiles[work % Traits::kSlots];
         head_kv = of.head / p_.heads_per_group();
         batch = packed ? 0 : of.batch;
-        if constexpr (Traits::kQueriesWithValues) {
-          const int row0 = SeqlenInfo(p_, of.batch).offset_q;
-          load_queries<Traits>(maps_, smem_, work, {row0 + of.m0, of.head, batch}, leader_);
-        }
+        if constexpr (Traits::kQueriesWithValues)
+          load_queries<Traits>(maps_, smem_, work, {of.sequence.offset_q + of.m0, of.head, batch}, leader_);
         ++work;
       }
       const auto state = RingState<Traits::kValueStages>::after(index);
-      auto* buffer = smem_.v + state.stage * Traits::SmemV::kElements;
+      auto* buffer = smem_.v + state.stage * SmemV::kElements;
+      const KeyBox box = box_of_lane<Traits::kBlockN>(p_.pages, maps_.key_rows, tile, head_kv, batch);
       smem_.v_ring.wait_empty(state);
-      if (packed && tile.rows < Traits::kBlockN) {
-        load_cut(buffer, {tile.row, head_kv, batch}, max_of(0, tile.rows));
+      if (goes_on && tile.rows < Traits::kBlockN) {
+        load_cut(buffer, box, max_of(0, tile.rows));
         smem_.v_ring.arrive_full(state);
-      } else if (leader_) {
-        smem_.v_ring.announce(state, SmemV::kBytes);
-        load_tile<SmemV>(maps_.v, smem_.v_ring.full[state.stage], buffer, {tile.row, head_kv, batch});
-      } else {
-        smem_.v_ring.arrive_full(state);
+        continue;
       }
+      if (leader_) smem_.v_ring.announce(state, SmemV::kBytes);
+      box.load<SmemV>(maps_.v, smem_.v_ring.full[state.stage], buffer);
+      if (!leader_) smem_.v_ring.arrive_full(state);
     }
   }
 
  private:
-  // The last rows of the box belong to the next packed sequence. Their probabilities are 0, but 0·inf is NaN: clear
-  // them before anyone else sees the buffer.
-  __device__ void load_cut(typename Traits::Element* buffer, TileOrigin at, int rows) {
-    if (leader_) {
-      smem_.tail.arrive_and_expect_tx(SmemV::kBytes);
-      load_tile<SmemV>(maps_.v, smem_.tail, buffer, at);
-    }
+  // The last rows of the tile belong to the next packed sequence, or are not used. Their probabilities are 0, but 0·inf
+  // is NaN: clear them before anyone else sees the buffer.
+  __device__ void load_cut(typename Traits::Element* buffer, const KeyBox& box, int rows) {
+    if (leader_) smem_.tail.arrive_and_expect_tx(SmemV::kBytes);
+    box.load<SmemV>(maps_.v, smem_.tail, buffer);
     smem_.tail.wait(tail_phase_);
     tail_phase_ ^= 1;
     constexpr int kVectorsPerRow = SmemV::kSlabBytes / SmemV::kRows / 16;

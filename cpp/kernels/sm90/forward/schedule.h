@@ -3,7 +3,7 @@
 
 #include <cuda/atomic>
 
-#include "cuda/schedule/packed_schedule.h"
+#include "cuda/schedule/ragged_tiles.h"
 #include "cuda/schedule/tile_scheduler.h"
 
 namespace flashsdk::sm90 {
@@ -27,7 +27,9 @@ struct ForwardSchedule {
 class WorkStream {
  public:
   __device__ WorkStream(const ForwardParams& p, const ForwardSchedule& schedule, int tile_rows)
-      : schedule_(schedule), packed_(p, tile_rows), is_packed_(p.cu_seqlens_q != nullptr) {
+      : schedule_(schedule),
+        ragged_(p, tile_rows),
+        is_ragged_(p.cu_seqlens_q != nullptr || p.seqused_q != nullptr) {
     if (schedule.tickets != nullptr && blockIdx.x == 0 && threadIdx.x % 32 == 0) {
       schedule.tickets->next = schedule.tickets->left = gridDim.x;
       owner().store(schedule.launch, ::cuda::memory_order_release);
@@ -36,7 +38,7 @@ class WorkStream {
 
   __device__ bool next(cuda::TileWork& work) {
     index_ = index_ < 0 ? blockIdx.x : schedule_.tickets == nullptr ? index_ + gridDim.x : ticket();
-    if (is_packed_ ? find_packed(work) : find(work)) return true;
+    if (is_ragged_ ? find_ragged(work) : find(work)) return true;
     if (schedule_.tickets != nullptr) leave();
     return false;
   }
@@ -57,10 +59,10 @@ class WorkStream {
     work = schedule_.tiles.work(index_);
     return true;
   }
-  __device__ bool find_packed(cuda::TileWork& work) {
+  __device__ bool find_ragged(cuda::TileWork& work) {
     cuda::SequenceTile tile;
-    if (!packed_.find(index_, tile)) return false;
-    const int heads = packed_.heads();
+    if (!ragged_.find(index_, tile)) return false;
+    const int heads = ragged_.heads();
     work = {tile.blocks - 1 - tile.index / heads, tile.index % heads, tile.batch};
     return true;
   }
@@ -77,8 +79,8 @@ class WorkStream {
   }
 
   const ForwardSchedule& schedule_;
-  cuda::PackedTiles<cuda::PackedRows::kQueries> packed_;
-  bool is_packed_;
+  cuda::RaggedTiles<cuda::TilesOf::kQueries> ragged_;
+  bool is_ragged_;
   int index_ = -1;
   int drawn_ = 0;  // of lane 0
 };

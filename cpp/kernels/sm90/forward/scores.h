@@ -51,7 +51,7 @@ class ForwardScores {
     Visible visible;
     cuda::branch_if(masked(tile), [&] {
       if constexpr (!kHasDiagonals<Policy>) {
-        const SeqlenInfo seq(p_, of.batch);
+        const SeqlenInfo seq = of.sequence;
         cuda::ask_visible(visible, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(),
                           Policy(p_.mask, seq, of.batch, of.head), tile.has(KeyTile::kPartial), m0(of), tile.n0,
                           of.key_end);
@@ -67,10 +67,9 @@ class ForwardScores {
     return visible;
   }
 
-  // Asked before scores are there, as the slope comes from memory.
   __device__ Alibi alibi(const QueryTile& of) const {
     if constexpr (cuda::has_alibi(kFeatures)) {
-      return Alibi(p_.score, SeqlenInfo(p_, of.batch), of.batch, of.head);
+      return Alibi(of.alibi_slope, of.sequence);
     } else {
       return {};
     }
@@ -81,7 +80,7 @@ class ForwardScores {
   __device__ void load_bias(const KeyTile& tile, const QueryTile& of) const {
     if constexpr (kBiasAlone) {
       __syncwarp();
-      const SeqlenInfo seq(p_, of.batch);
+      const SeqlenInfo seq = of.sequence;
       Bias(p_.score, seq, of.batch, of.head, bias_).load(m0(of), tile.n0);
       cute::cp_async_fence();
     }
@@ -164,13 +163,21 @@ class ForwardScores {
     softmax_.finish();
     closed_ = softmax_;
   }
-  // The output of the queries closed last is divided by the row sums.
+  // The output of the queries closed last is divided by the row sums, in which a sink joins.
   template <class Out>
-  __device__ void normalize(Out& acc_out) const {
+  __device__ void normalize(Out& acc_out, const QueryTile& of) {
     const float dropout_scale = cuda::has_dropout(kFeatures) ? cuda::scale_of_kept<Element>(p_.score.dropout) : 1.f;
     Factors factors;
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) factors[i] = closed_.inverse_sum(i) * dropout_scale;
+    cuda::branch_if(has_sink(), [&] {
+      const auto at = matrix_coordinates<typename Traits::MmaOut, 16>();
+      CUTE_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        const int query = m0(of) + cute::get<0>(at(i, 0)), row = clamp_index(query, of.sequence.seqlen_q - 1);
+        factors[i] = closed_.join_sink(i, unit(), *p_.sink.of(of.head, row)) * dropout_scale;
+      }
+    });
     rescale(acc_out, factors);
   }
   template <class Out>
@@ -197,7 +204,7 @@ class ForwardScores {
   // The epilogue: the output and the log-sum-exp of the queries closed last.
   template <class Out>
   __device__ void write(const Out& acc_out, const QueryTile& of) const {
-    const SeqlenInfo seq(p_, of.batch);
+    const SeqlenInfo seq = of.sequence;
     const int first = m0(of), begin = Traits::kFromEnd ? -first : 0, end = seq.seqlen_q - first;
     write_lse(seq.rows(p_.lse, of.batch, of.head) + first * p_.lse.row, begin, end);
     Element* target = seq.head_q<Element>(p_.out, of.batch, of.head) + first * p_.out.row;
@@ -226,8 +233,8 @@ class ForwardScores {
     const bool second = threadIdx.x % 2 != 0;
     const auto at = matrix_coordinates<typename Traits::MmaOut, 16>();
     const int row = second ? cute::get<0>(at(1, 0)) : cute::get<0>(at(0, 0));
-    const float value =
-        cuda::log_sum_exp(second ? closed_.max(1) : closed_.max(0), second ? closed_.sum(1) : closed_.sum(0), unit());
+    const float max = second ? closed_.max(1) : closed_.max(0);
+    const float value = has_sink() ? max : cuda::log_sum_exp(max, second ? closed_.sum(1) : closed_.sum(0), unit());
     if (lane_of_quad < kRows && row >= begin && row < end) lse[row * p_.lse.row] = value;
   }
 
@@ -235,13 +242,13 @@ class ForwardScores {
   template <bool kTried = false, class Scores>
   __device__ void modify(Scores& scores, const KeyTile& tile, const QueryTile& of) const {
     if constexpr (kBiasAlone) {
-      const SeqlenInfo seq(p_, of.batch);
+      const SeqlenInfo seq = of.sequence;
       Bias(p_.score, seq, of.batch, of.head, bias_)
           .template add<kTried>(scores, coordinates_of(tile, of), p_.score.softmax_scale);
     } else {
       cuda::branch_if(scale_first_, [&] {
         if constexpr (cuda::modifies_scores(kFeatures)) {
-          const SeqlenInfo seq(p_, of.batch);
+          const SeqlenInfo seq = of.sequence;
           cuda::ScoreStages<kFeatures, Policy>(p_, seq, of.batch, of.head)
               .apply(scores, [&] { return coordinates_of(tile, of); }, cuda::NoBiasTile());
         } else {
@@ -260,6 +267,7 @@ class ForwardScores {
     cuda::branch_if(masked(tile), [&](unsigned zero) { visible.hide_others(scores, zero); });
   }
 
+  __device__ bool has_sink() const { return p_.sink.ptr != nullptr; }
   // From the scores that the softmax sees to natural logarithms.
   __device__ float unit() const { return scale_first_ ? 1.f : p_.score.softmax_scale; }
   __device__ int m0(const QueryTile& of) const { return of.m0 + warpgroup_ * kWarpgroupRows; }

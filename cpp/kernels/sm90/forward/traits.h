@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "common/mask_policy.h"
+#include "common/seqlen_info.h"
 #include "sm90/pipeline.h"
 #include "sm90/traits.h"
 #include "table/sm90.h"
@@ -16,6 +17,8 @@ struct alignas(16) QueryTile {
   int head, batch;
   int key_end;         // keys from here on do not exist
   KeyRange diagonals;  // of partial tiles: values of key − query that are visible
+  SeqlenInfo sequence;
+  float alibi_slope = 0.f;
 };
 // One tile of keys of one tile of queries, announced with the keys themselves.
 struct alignas(16) KeyTile {

@@ -258,7 +258,7 @@ class ForwardWarpgroup {
   // Of the queries closed last, which work_ still counts: before advance().
   template <class Out>
   __device__ __forceinline__ void write_output(Out& acc_out) {
-    scores_.normalize(acc_out);
+    scores_.normalize(acc_out, of(work_));
     scores_.write(acc_out, of(work_));
   }
   __device__ const QueryTile& of(unsigned work) const { return input_.queries_of(work); }

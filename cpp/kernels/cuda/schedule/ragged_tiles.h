@@ -1,11 +1,11 @@
-// Packed sequences in the order in which persistent thread blocks take their tiles.
+// Sequences of unequal lengths in the order in which persistent thread blocks take their tiles.
 #pragma once
 
 #include "common/params.h"
 
 namespace flashsdk::cuda {
 
-enum class PackedRows { kQueries, kKeys };  // that tiles are of
+enum class TilesOf { kQueries, kKeys };
 
 // One of the blocks · heads tiles of a sequence.
 struct SequenceTile {
@@ -14,10 +14,10 @@ struct SequenceTile {
 
 // The tiles of the longest sequences first, where sequences are as long as others whose number of tiles has the same
 // highest bit: what is left to do at the end is then short. One warp looks at 32 sequences at once and never back.
-template <PackedRows kRows>
-class PackedTiles {
+template <TilesOf kOf>
+class RaggedTiles {
  public:
-  __device__ PackedTiles(const ForwardParams& p, int tile_rows)
+  __device__ RaggedTiles(const ForwardParams& p, int tile_rows)
       : p_(p), tile_rows_(tile_rows), length_(highest_bit(max_of(1, ceil_div(longest(), tile_rows)))) {}
 
   __device__ int heads() const { return kOfKeys ? p_.num_heads_kv : p_.num_heads; }
@@ -48,15 +48,20 @@ class PackedTiles {
   }
 
  private:
-  static constexpr bool kOfKeys = kRows == PackedRows::kKeys;
-  __device__ const std::int32_t* cu_seqlens() const { return kOfKeys ? p_.cu_seqlens_k : p_.cu_seqlens_q; }
+  static constexpr bool kOfKeys = kOf == TilesOf::kKeys;
   __device__ int longest() const { return kOfKeys ? p_.seqlen_k : p_.seqlen_q; }
   __device__ static int highest_bit(int x) { return 31 - __clz(x); }
 
+  __device__ int length_of(int batch) const {
+    const std::int32_t* cu = kOfKeys ? p_.cu_seqlens_k : p_.cu_seqlens_q;
+    if (cu != nullptr) return cu[batch + 1] - cu[batch];
+    const std::int32_t* used = kOfKeys ? p_.seqused_k : p_.seqused_q;
+    return used != nullptr ? used[batch] : longest();
+  }
   // Of all heads, if the sequence is as long as those looked for.
   __device__ int tiles_of(int batch) const {
     if (batch >= p_.batch) return 0;
-    const int blocks = ceil_div(cu_seqlens()[batch + 1] - cu_seqlens()[batch], tile_rows_);
+    const int blocks = ceil_div(length_of(batch), tile_rows_);
     return blocks > 0 && highest_bit(blocks) == length_ ? blocks * heads() : 0;
   }
 

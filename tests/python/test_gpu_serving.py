@@ -1,0 +1,193 @@
+"""Caches on a GPU: what test_kv_append.py says of NumPy's, and what a loop that serves needs."""
+
+import flashsdk as fs
+import pytest
+from gpu_cases import BF16
+
+torch = pytest.importorskip("torch")
+
+F16 = torch.float16
+HEADS, HEADS_KV, DIM = 8, 2, 64
+
+
+def rotary(positions, pairs, dtype=torch.float32):
+    angles = torch.arange(positions)[:, None] / 100.0 ** (torch.arange(pairs) / pairs)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def paged(batch, pages_each, page_size, dtype=BF16, dim=DIM):
+    """k and v of pages that hold NaN, and a table of all of them in any order."""
+    pages = batch * pages_each
+    shape = pages, page_size, HEADS_KV, dim
+    caches = [torch.full(shape, torch.nan, device="cuda", dtype=dtype) for _ in "kv"]
+    table = torch.randperm(pages, device="cuda").to(torch.int32).reshape(batch, pages_each)
+    return *caches, table
+
+
+def lengths(*values):
+    return torch.tensor(values, device="cuda", dtype=torch.int32)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 3, 16])
+@pytest.mark.parametrize("interleaved, advances", [(False, True), (True, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, F16, BF16], ids=str)
+def test_append_is_that_of_a_cpu(backend, dtype, interleaved, advances, page_size):
+    """To the last digit but one: fused multiplications round once."""
+    if backend != "sm80":
+        pytest.skip("one kernel appends on every GPU")
+    batch, room, added = 3, 48, 5
+    shape = (batch, room) if page_size is None else (batch * room // page_size, page_size)
+    table = None
+    if page_size is not None:
+        table = torch.randperm(shape[0]).to(torch.int32).reshape(batch, -1)
+    used = torch.tensor([0, 7, 43], dtype=torch.int32)
+    cos, sin = rotary(60, 12)
+    new = [torch.randn(batch, added, HEADS_KV, d).to(dtype) for d in (40, 24)]
+    q = torch.randn(batch, added, HEADS, 40).to(dtype)
+    results = []
+    for device in ("cpu", "cuda"):
+        caches = [
+            torch.full((*shape, HEADS_KV, d), 7.0, device=device, dtype=dtype) for d in (40, 24)
+        ]
+        turned = fs.kv_append(
+            *caches,
+            *(x.to(device) for x in (*new, used)),
+            block_table=None if table is None else table.to(device),
+            q=q.to(device),
+            rotary_cos=cos.to(device),
+            rotary_sin=sin.to(device),
+            rotary_interleaved=interleaved,
+            q_advances=advances,
+        )
+        results.append([x.cpu().float() for x in (*caches, turned)])
+    digits = {torch.float32: 2**-22, F16: 2**-10, BF16: 2**-7}[dtype]
+    for ours, theirs in zip(*results, strict=True):
+        assert ((ours - theirs).abs() <= digits * (theirs.abs() + 1)).all()
+    assert torch.equal(results[0][1], results[1][1])  # values are not turned
+
+
+@pytest.mark.parametrize("page_size", [3, 16, 128])
+def test_a_prompt_and_then_tokens(backend, page_size):
+    """A cache that is filled step by step attends as all keys at once."""
+    if backend == "sm90" and page_size % 8 != 0:
+        pytest.skip("sm90 takes pages of a multiple of 8 keys")
+    total = 300
+    q = torch.randn(2, total, HEADS, DIM, device="cuda", dtype=BF16)
+    k, v = (torch.randn(2, total, HEADS_KV, DIM, device="cuda", dtype=BF16) for _ in "kv")
+    want, _ = fs.mha_fwd(q, k, v, mask=fs.Causal())
+    k_cache, v_cache, table = paged(2, -(-total // page_size) + 1, page_size)
+    used = lengths(0, 0)
+    for rows in (slice(0, 200), slice(200, 290), *(slice(n, n + 1) for n in range(290, total))):
+        fs.kv_append(k_cache, v_cache, k[:, rows], v[:, rows], used, block_table=table)
+        used += rows.stop - rows.start
+        out, _ = fs.mha_fwd(
+            q[:, rows].contiguous(), k_cache, v_cache, mask=fs.Causal(), seqused_k=used,
+            block_table=table, backend=backend,
+        )  # fmt: skip
+        assert (out - want[:, rows]).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_one_graph_serves_every_step(backend, pages):
+    """Lengths and tables are read when it is replayed."""
+    steps, room, page_size = 6, 512, 64
+    k, v = (torch.randn(2, room, HEADS_KV, DIM, device="cuda", dtype=BF16) for _ in "kv")
+    q = torch.randn(2, room, HEADS, DIM, device="cuda", dtype=BF16)
+    if pages:
+        k_cache, v_cache, table = paged(2, room // page_size, page_size)
+    else:
+        k_cache, v_cache = (torch.full_like(k, torch.nan) for _ in "kv")
+        table = None
+    used = lengths(300, 5)
+    for b, n in enumerate((300, 5)):
+        one = slice(b, b + 1)
+        at = used[one] * 0
+        caches = (k_cache, v_cache) if pages else (k_cache[one], v_cache[one])
+        tables = None if table is None else table[one]
+        fs.kv_append(*caches, k[one, :n], v[one, :n], at, block_table=tables)
+    token = [torch.empty_like(x[:, :1]) for x in (q, k, v)]
+
+    def step():
+        fs.kv_append(k_cache, v_cache, token[1], token[2], used, block_table=table)
+        used.add_(1)
+        return fs.mha_fwd(
+            token[0], k_cache, v_cache, seqused_k=used, block_table=table, backend=backend
+        )[0]
+
+    for x in token:
+        x.zero_()
+    before = used.clone()
+    step()  # kernels are loaded
+    used.copy_(before)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    used.copy_(before)
+    for n in range(steps):
+        at = [300 + n, 5 + n]
+        for x, whole in zip(token, (q, k, v), strict=True):
+            x.copy_(torch.stack([whole[b, at[b]] for b in range(2)])[:, None])
+        graph.replay()
+        for b in range(2):
+            one = slice(b, b + 1)
+            keys = slice(0, at[b] + 1)
+            want, _ = fs.mha_fwd(token[0][one], k[one, keys], v[one, keys])
+            assert (out[one] - want).abs().max() < 0.02, (n, b)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 4, 200])
+def test_bits_do_not_depend_on_what_shares_the_batch(backend, seqlen_q):
+    """num_splits=1 keeps the keys of a query together."""
+    q = torch.randn(6, seqlen_q, HEADS, DIM, device="cuda", dtype=BF16)
+    k, v = (torch.randn(6, 5000, HEADS_KV, DIM, device="cuda", dtype=BF16) for _ in "kv")
+    used = lengths(4400, 3, 0, 5000, 2000, 777)
+    call = {"num_splits": 1, "mask": fs.Causal(), "backend": backend}
+    alone = fs.mha_fwd(q[:1], k[:1], v[:1], seqused_k=used[:1], **call)
+    for count in (2, 6):
+        among = fs.mha_fwd(q[:count], k[:count], v[:count], seqused_k=used[:count], **call)
+        for x, y in zip(among, alone, strict=True):
+            assert torch.equal(x[:1], y)
+
+
+def test_splits_of_a_query(backend):
+    """At most as many as are asked for, and the same attention."""
+    if backend != "sm80":
+        pytest.skip("sm80 alone splits keys")
+    q = torch.randn(1, 1, HEADS, DIM, device="cuda", dtype=BF16)
+    k, v = (torch.randn(1, 20000, HEADS_KV, DIM, device="cuda", dtype=BF16) for _ in "kv")
+    want, _ = fs.mha_fwd(q, k, v, num_splits=1)
+    assert "split" not in fs.explain(q, k, v, num_splits=1).kernel
+    for splits in (None, 2, 7, 1000):
+        assert "split" in fs.explain(q, k, v, num_splits=splits).kernel
+        out, _ = fs.mha_fwd(q, k, v, num_splits=splits)
+        assert (out - want).abs().max() < 0.01
+
+
+def test_merge_joins_parts(backend):
+    q, k, v = (torch.randn(2, 100, 4, DIM, device="cuda", dtype=BF16) for _ in "qkv")
+    want, want_lse = fs.mha_fwd(q, k, v, backend=backend)
+    halves = [
+        fs.mha_fwd(q, k[:, s], v[:, s], backend=backend) for s in (slice(60), slice(60, None))
+    ]
+    out, lse = fs.merge(*zip(*halves, strict=True))
+    assert (out - want).abs().max() < 0.02
+    assert (lse - want_lse).abs().max() < 1e-3
+
+
+def test_sinks_are_differentiated_by_torch(backend):
+    from flashsdk.torch import attention
+
+    q, k, v = (
+        torch.randn(2, 70, 4, DIM, device="cuda", dtype=BF16, requires_grad=True) for _ in "qkv"
+    )
+    sink = torch.randn(4, device="cuda", requires_grad=True)
+    dout = torch.randn(2, 70, 4, DIM, device="cuda", dtype=BF16)
+    attention(q, k, v, sink=sink, mask=fs.Causal(), backend=backend).backward(dout)
+    got = [x.grad.float() for x in (q, k, v, sink)]
+    exact = [x.detach().float().requires_grad_() for x in (q, k, v, sink)]
+    s = torch.einsum("bihd,bjhd->bhij", exact[0], exact[1]) * DIM**-0.5
+    s = s.masked_fill(torch.ones(70, 70, device="cuda").triu(1).bool(), -torch.inf)
+    whole = torch.cat([s, exact[3].view(1, 4, 1, 1).expand(2, 4, 70, 1)], -1).softmax(-1)
+    torch.einsum("bhij,bjhd->bihd", whole[..., :-1], exact[2]).backward(dout.float())
+    for ours, theirs in zip(got, (x.grad for x in exact), strict=True):
+        assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max() + 0.02
