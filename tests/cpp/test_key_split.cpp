@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <set>
+#include <utility>
 
 namespace flashsdk::sm80 {
 namespace {
@@ -25,7 +26,9 @@ ForwardParams problem(int seqlen_q, int seqlen_k) {
   return p;
 }
 
-int parts_of(const ForwardParams& p) { return key_parts(p, kTile, kMultiprocessors, kBlocksEach); }
+int parts_of(const ForwardParams& p) {
+  return key_parts(p, heads_sharing(p), kTile, kMultiprocessors, kBlocksEach);
+}
 
 TEST(KeyParts, NoneWhereThereIsNothingToSplit) {
   EXPECT_EQ(parts_of(0, 1000), 1);
@@ -66,6 +69,64 @@ TEST(KeyParts, ABandLeavesFewKeys) {
   EXPECT_EQ(parts_of(p), 1);
   p.mask.band.right = BandParam::kUnlimited;
   EXPECT_GT(parts_of(p), 1);
+}
+
+TEST(KeyParts, AsManyAsAreAskedFor) {
+  ForwardParams p = problem(1, 1 << 20);
+  const int most = parts_of(p);
+  EXPECT_GT(most, 4);
+  for (int splits : {1, 2, 4}) {
+    p.num_splits = splits;
+    EXPECT_EQ(parts_of(p), splits);
+  }
+  p.num_splits = 1000;
+  EXPECT_EQ(parts_of(p), most);
+}
+
+TEST(SharedRows, FewQueriesOfGroupedHeads) {
+  ForwardParams p = problem(8, 4096);
+  EXPECT_EQ(heads_sharing(p), 1);  // no group
+  p.num_heads = 16;
+  EXPECT_EQ(heads_sharing(p), 4);
+  p.mask.kind = MaskKind::kBand;
+  p.score.softcap = 3.f;
+  EXPECT_EQ(heads_sharing(p), 4);
+  const ForwardParams shared = p;
+  p.seqlen_q = 33;  // more than 128 rows
+  EXPECT_EQ(heads_sharing(p), 1);
+  p = shared;
+  p.seqlen_k = 500;
+  EXPECT_EQ(heads_sharing(p), 1);
+  p = shared;
+  p.mask.kind = MaskKind::kBlockSparse;
+  EXPECT_EQ(heads_sharing(p), 1);
+  const float slopes[16] = {};
+  p = shared;
+  p.score.alibi_slopes = slopes;
+  EXPECT_EQ(heads_sharing(p), 1);
+  p = shared;
+  p.score.dropout.threshold = 5;
+  EXPECT_EQ(heads_sharing(p), 1);
+}
+
+// Each query of each head is one row of one tile head.
+TEST(SharedRows, EachIsOneQueryOfOneHead) {
+  const SharedRows shared{3};
+  std::set<std::pair<int, int>> seen;
+  for (int tile_head = 0; tile_head < 2; ++tile_head)
+    for (int row = 0; row < 5 * shared.heads; ++row)
+      EXPECT_TRUE(seen.insert({shared.head(tile_head, row), shared.query(row)}).second);
+  for (int head = 0; head < 6; ++head)
+    for (int query = 0; query < 5; ++query) EXPECT_EQ(seen.count({head, query}), 1u);
+}
+
+TEST(KeySplit, HeadsThatShareTakeNoMorePlaces) {
+  ForwardParams p = problem(5, 1000);
+  p.num_heads = 8;
+  const KeySplit split(p, 3, nullptr);
+  EXPECT_EQ(split.heads, 4);
+  EXPECT_EQ(split.rows_of_head, 10);
+  EXPECT_EQ(split.rows, std::int64_t{p.batch} * p.num_heads * p.seqlen_q);
 }
 
 TEST(KeySplit, EveryRowOfEveryPartHasAPlaceOfItsOwn) {

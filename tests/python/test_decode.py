@@ -86,6 +86,37 @@ def test_many_keys(runner, seqlen, heads, features):
         runner.check(problem(seqlen, heads, dim, dtype=dtype, **features))
 
 
+FEW = {
+    "causal": {"mask": BandSpec(None, 0, "bottom_right")},
+    "window": {"mask": BandSpec(300, -1, "bottom_right"), "dlse": True},
+    "top left": {"mask": BandSpec(3, 400, "top_left")},
+    "sink and softcap": {"sink": True, "softcap": 5.0},
+    "strides": {"strides": True, "mask": BandSpec(None, 0, "bottom_right")},
+    "used": {"used_q": (2, 0), "used_k": (700, 33), "mask": BandSpec(None, 0, "bottom_right")},
+    "bias": {"bias": ("bool", (1, 1, 2, 900))},
+    "slopes": {"alibi": "heads"},
+}
+
+
+@pytest.mark.parametrize("features", FEW.values(), ids=FEW)
+@pytest.mark.parametrize(
+    "queries, heads", [(2, (4, 2)), (2, (12, 4)), (3, (8, 1)), (16, (16, 2)), (43, (6, 2))], ids=str
+)
+def test_few_queries_of_grouped_heads(runner, queries, heads, features):
+    """On a GPU the queries of a group share a tile, up to 128 of them."""
+    if "bias" in features:
+        features = features | {"bias": ("bool", (1, 1, queries, 900))}
+    for i, dim in enumerate([40] if runner.backend == "cpu" else [40, (128, 72), 256]):
+        dtype = runner.dtypes[i % len(runner.dtypes)]
+        runner.check(problem((queries, 900), heads, dim, batch=2, dtype=dtype, **features))
+
+
+def test_few_queries_of_packed_sequences_and_grouped_heads(runner):
+    lengths = ((2, 1500), (0, 70), (5, 0), (3, 90), (1, 700), (5, 513))
+    for mask in MASKS[:3]:
+        runner.check(packed(lengths, (8, 2), 64, dtype=runner.dtypes[0], mask=mask, tail=(3, 4)))
+
+
 @pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 15, 16, 17])
 @pytest.mark.parametrize("head_dim", [64, (96, 48), (16, 256), (256, 16)], ids=str)
 def test_few_queries(runner, queries, head_dim):

@@ -44,16 +44,17 @@ using ForwardBias =
                        cuda::NoBiasTile>;
 
 // What happens between the two products, for one tile of scores.
-template <class Traits, class Policy, cuda::Features kFeatures>
+template <class Traits, class Policy, cuda::Features kFeatures, class Rows>
 class ForwardScores {
   static_assert(!kHasScore<Policy> || kFeatures == cuda::Features::kAll, "where a policy's scores are asked for");
 
  public:
   static constexpr int kRows = 2 * Traits::kBlockM / (16 * (Traits::kThreads / 32));  // a thread's rows of the tile
 
-  __device__ ForwardScores(const ForwardParams& p, const SeqlenInfo& seq, const cuda::TileWork& work)
+  __device__ ForwardScores(const ForwardParams& p, const SeqlenInfo& seq, const cuda::TileWork& work, const Rows& rows)
       : p_(p),
         seq_(seq),
+        rows_(rows),
         policy_(p.mask, seq, work.batch, work.head),
         stages_(p, seq, work.batch, work.head),
         alibi_(p.score, seq, work.batch, work.head),
@@ -64,7 +65,12 @@ class ForwardScores {
   }
 
   __device__ TileWalk walk(int m_block) const {
-    return policy_.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, m_block);
+    if constexpr (Rows::kShared && std::is_same_v<Policy, BandPolicy>) {
+      const int first = rows_.query(m0_), last = rows_.query(m0_ + Traits::kBlockM - 1);
+      return policy_.row_walk_from(flashsdk::Tile{last - first + 1, Traits::kBlockN}, first);
+    } else {
+      return policy_.row_walk(flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, m_block);
+    }
   }
 
   // Scores become probabilities; out is rescaled to their maximum.
@@ -88,7 +94,14 @@ class ForwardScores {
       });
     }
     cuda::branch_if(tile.partial || n0 + Traits::kBlockN > seq_.seqlen_k, [&] {
-      cuda::mask_tile<false>(scores, coordinates, policy_, tile.partial, m0_, n0, seq_.seqlen_k, -INFINITY);
+      if constexpr (Rows::kShared) {
+        const auto queries = [&](int i, int j) {
+          return cute::make_tuple(rows_.query(m0_ + cute::get<0>(coordinates(i, j))), cute::get<1>(coordinates(i, j)));
+        };
+        cuda::mask_tile<false>(scores, queries, policy_, tile.partial, 0, n0, seq_.seqlen_k, -INFINITY);
+      } else {
+        cuda::mask_tile<false>(scores, coordinates, policy_, tile.partial, m0_, n0, seq_.seqlen_k, -INFINITY);
+      }
     });
     softmax_.step(scores, out);
   }
@@ -133,10 +146,10 @@ class ForwardScores {
     softmax_.finish();
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const int query = m0_ + cute::get<0>(coordinates(i, 0));
+      const int row_of_head = m0_ + cute::get<0>(coordinates(i, 0));
       // Of packed sequences longer than the caller said, what has a place.
-      if (query >= min_of(seq_.seqlen_q, split.rows_of_head)) continue;
-      const std::int64_t row = split.row(part, work.batch, work.head, query);
+      if (row_of_head >= min_of(seq_.seqlen_q * split.shared.heads, split.rows_of_head)) continue;
+      const std::int64_t row = split.row(part, work.batch, work.head, row_of_head);
       if (threadIdx.x % 4 == 0) split.states[row] = {softmax_.max(i), softmax_.sum(i)};
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(out); j += 2) {  // neighbours
@@ -153,6 +166,7 @@ class ForwardScores {
 
   const ForwardParams& p_;
   const SeqlenInfo& seq_;
+  Rows rows_;
   Policy policy_;
   cuda::ScoreStages<kFeatures, Policy> stages_;
   cuda::AlibiAlone<kFeatures> alibi_;
@@ -160,6 +174,18 @@ class ForwardScores {
   int m0_;
   bool scale_first_;
   cuda::OnlineSoftmax<kRows> softmax_;
+};
+
+// Where the queries of shared rows lie.
+template <class Element>
+struct SharedQueryRows {
+  const Element* first;  // of the first of the heads
+  const TensorParam& q;
+  SharedRows shared;
+  __device__ const Element* at(int row) const {
+    return first + shared.query(row) * q.row + shared.head(0, row) * q.head;
+  }
+  __device__ const Element* any() const { return first; }
 };
 
 // Keys: AllKeys, or KeySplit, where the grid's second dimension is the part.
@@ -178,8 +204,19 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
   const cuda::TileWork work = schedule.work(blockIdx.x);
   const SeqlenInfo seq(p, work.batch);
+  const auto shared = [&] {
+    if constexpr (kSplit)
+      return keys.shared;
+    else
+      return OwnRows{};
+  }();
   const int m0 = work.block * kBlockM;
-  if (m0 >= seq.seqlen_q) return;
+  int rows = seq.seqlen_q, head = work.head;
+  if constexpr (kSplit) {
+    rows *= shared.heads;
+    head *= shared.heads;
+  }
+  if (m0 >= rows) return;
 
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Element* smem = reinterpret_cast<Element*>(smem_bytes);
@@ -195,7 +232,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     return cute::make_tensor(kv_tile(Traits::kStages + stage), typename Traits::SmemKV::Transposed{});
   };
 
-  const int head_kv = work.head / p.heads_per_group();
+  const int head_kv = head / p.heads_per_group();
   const Element* k = seq.head_k<const Element>(p.k, work.batch, head_kv);
   const Element* v = seq.head_k<const Element>(p.v, work.batch, head_kv);
   const int thread = threadIdx.x;
@@ -209,7 +246,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   auto load_k = [&](TileRef tile, int stage) { load_keys(KvIo(thread, p.head_dim), sK(stage), p.k, k, tile); };
   auto load_v = [&](TileRef tile, int stage) { load_keys(KvIo(thread, p.head_dim_v), sV(stage), p.v, v, tile); };
 
-  ForwardScores<Traits, Policy, kFeatures> scores(p, seq, work);
+  ForwardScores<Traits, Policy, kFeatures, decltype(shared)> scores(p, seq, work, shared);
   const Bias bias(p.score, seq, work.batch, work.head, smem_bytes + Traits::kSmemBytes);
   TileWalk walk = scores.walk(work.block);
   if constexpr (kSplit) {
@@ -219,8 +256,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   TileRef tile;
   bool more = walk.next(tile);
 
-  QIo(thread, p.head_dim)
-      .load(sQ, seq.head_q<const Element>(p.q, work.batch, work.head) + m0 * p.q.row, p.q.row, seq.seqlen_q - m0);
+  const Element* q = seq.head_q<const Element>(p.q, work.batch, head);
+  if constexpr (kSplit)
+    QIo(thread, p.head_dim).load(sQ, SharedQueryRows<Element>{q, p.q, shared}, m0, rows - m0);
+  else
+    QIo(thread, p.head_dim).load(sQ, q + m0 * p.q.row, p.q.row, rows - m0);
   if (more) {
     load_k(tile, 0);
     if constexpr (Traits::kStages == 2) load_v(tile, 0);

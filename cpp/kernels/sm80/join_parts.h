@@ -21,12 +21,13 @@ __global__ void __launch_bounds__(32 * kMostJoinWarps)
   using Element = typename Traits::Element;
   constexpr int kPieces = ceil_div(Traits::kHeadDim, 4 * 32), kLaneStates = ceil_div(kMostKeyParts, 32);
   constexpr unsigned kAll = 0xffffffffu;
-  const int row = blockIdx.x, head = blockIdx.y % p.num_heads, batch = blockIdx.y / p.num_heads;
+  const int row = blockIdx.x, tile_head = blockIdx.y % split.heads, batch = blockIdx.y / split.heads;
+  const int query = split.shared.query(row), head = split.shared.head(tile_head, row);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   cuda::wait_for_kernel_before();
   const SeqlenInfo seq(p, batch);
-  if (row >= seq.seqlen_q) return;
-  const std::int64_t first = split.row(0, batch, head, row);
+  if (query >= seq.seqlen_q) return;
+  const std::int64_t first = split.row(0, batch, tile_head, row);
 
   const auto state_of = [&](int part) {
     return part < split.parts ? split.states[first + part * split.rows] : RowState{-INFINITY, 0.f};
@@ -75,9 +76,9 @@ __global__ void __launch_bounds__(32 * kMostJoinWarps)
   }
   __syncthreads();
   if (warp == 0) {
-    const cuda::RowEnd end = cuda::end_of_row(all.max, all.sum, unit, p.sink.of(head, row));
+    const cuda::RowEnd end = cuda::end_of_row(all.max, all.sum, unit, p.sink.of(head, query));
     const float factor = end.factor * scale_of_out<Element, kFeatures>(p.score);
-    Element* out = seq.head_q<Element>(p.out, batch, head) + row * p.out.row;
+    Element* out = seq.head_q<Element>(p.out, batch, head) + query * p.out.row;
     CUTE_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
       const int column = 4 * (32 * piece + lane);
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(32 * kMostJoinWarps)
         *reinterpret_cast<uint2*>(out + column) = words;
       }
     }
-    if (lane == 0) seq.rows(p.lse, batch, head)[row * p.lse.row] = end.lse;
+    if (lane == 0) seq.rows(p.lse, batch, head)[query * p.lse.row] = end.lse;
   }
 }
 

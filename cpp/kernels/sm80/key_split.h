@@ -13,6 +13,31 @@ namespace flashsdk::sm80 {
 
 inline constexpr int kMostKeyParts = 128;
 
+// Rows of a tile that are queries of one head.
+struct OwnRows {
+  static constexpr bool kShared = false;
+};
+// Rows that the heads of a group share, as they read the same keys: row r of a tile's head is query r / heads of the
+// r % heads-th of them.
+struct SharedRows {
+  static constexpr bool kShared = true;
+  int heads;  // 1: each head has its own
+  FLASHSDK_HD int query(int row) const { return row / heads; }
+  FLASHSDK_HD int head(int tile_head, int row) const { return tile_head * heads + row % heads; }
+};
+
+// How many heads share a tile: those of a group, where there are few queries of many keys, and a head has nothing of
+// its own but its q. (With one query each, cpp/src/pack_heads.cpp has made rows of the heads before.)
+inline int heads_sharing(const ForwardParams& p) {
+  constexpr int kMostRows = 128, kManyKeys = 512, kMostTiles = 65535;  // of heads and sequences, in a grid
+  const int group = p.heads_per_group();
+  const bool alike = p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
+                     missing(Features::kSoftcap, p.score.features()) == Features::kNone;
+  const bool few = std::int64_t{p.seqlen_q} * group <= kMostRows && p.seqlen_k >= kManyKeys &&
+                   std::int64_t{p.batch} * p.num_heads_kv <= kMostTiles;
+  return alike && few ? group : 1;
+}
+
 // Into how many parts the keys are split: what takes the least time. 1: not at all. Where there are thread blocks for
 // half of the multiprocessors anyway, other kernels are faster. In 32nds of what a thread block alone on a
 // multiprocessor takes for a tile of keys, some 1 µs on an H200; fitted to measurements there
@@ -38,15 +63,16 @@ inline int key_parts(std::int64_t query_tiles, int keys, int tile, int multiproc
   return best;
 }
 
-// The same of a problem, by no fewer keys than a tile of its queries sees.
-inline int key_parts(const ForwardParams& p, Tile tile, int multiprocessors, int blocks_each) {
+// The same of a problem, by no fewer keys than a tile of its queries sees; sharing: heads_sharing().
+inline int key_parts(const ForwardParams& p, int sharing, Tile tile, int multiprocessors, int blocks_each) {
   int keys = p.seqlen_k;
   if (p.mask.kind == MaskKind::kBand) {
     const BandParam& band = p.mask.band;
     keys = clamp_index(band.left + band.right + min_of(tile.m, p.seqlen_q), keys);
     if (band.top_left) keys = min_of(keys, clamp_index(p.seqlen_q + band.right, keys));
   }
-  const std::int64_t query_tiles = std::int64_t{ceil_div(p.seqlen_q, tile.m)} * p.num_heads * p.batch;
+  const std::int64_t query_tiles =
+      std::int64_t{ceil_div(p.seqlen_q * sharing, tile.m)} * (p.num_heads / sharing) * p.batch;
   const int parts = key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each);
   return p.num_splits > 0 ? min_of(parts, p.num_splits) : parts;
 }
@@ -57,11 +83,12 @@ struct RowState {
   float max, sum;
 };
 
-// Where each part leaves what it has found, in the caller's workspace: (parts, batch, num_heads, seqlen_q) rows. Those
+// Where each part leaves what it has found, in the caller's workspace: (parts, batch, heads, rows of a head) rows. Those
 // that packed sequences do not have are never touched.
 struct KeySplit {
   int parts, columns;          // of out: head_dim_v
-  int heads, rows_of_head;     // rows of each head, of packed sequences as many as the longest may have
+  SharedRows shared;
+  int heads, rows_of_head;     // of tiles; of packed sequences as many as the longest may have
   std::int64_t rows;           // of a part
   float* out = nullptr;        // (parts, rows, columns), relative to the row's state
   RowState* states = nullptr;  // (parts, rows)
@@ -70,8 +97,9 @@ struct KeySplit {
   KeySplit(const ForwardParams& p, int parts_, void* base)
       : parts(parts_),
         columns(p.head_dim_v),
-        heads(p.num_heads),
-        rows_of_head(p.seqlen_q),
+        shared{heads_sharing(p)},
+        heads(p.num_heads / shared.heads),
+        rows_of_head(p.seqlen_q * shared.heads),
         rows(std::int64_t{p.batch} * heads * rows_of_head) {
     out = static_cast<float*>(base);
     states = reinterpret_cast<RowState*>(out + parts * rows * columns);

@@ -96,15 +96,16 @@ template <class Traits, class Policy, cuda::Features kFeatures>
 inline constexpr bool kTakesPlainCalls = kFeatures == cuda::Features::kAll && !kHasScore<Policy> &&
                                          (Traits::kAnyAlignment || std::is_same_v<Policy, BlockSparsePolicy>);
 
-// Starts forward_kernel on as many parts of the keys as `keys` says.
+// Starts forward_kernel on as many parts of the keys as `keys` says. tiles: p, with the heads and rows of its tiles.
 template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
-void start_forward(const ForwardParams& p, cudaStream_t stream, const Keys& keys, int parts) {
+void start_forward(const ForwardParams& p, cudaStream_t stream, const ForwardParams& tiles, const Keys& keys,
+                   int parts) {
   static std::atomic<std::uint64_t> prepared{0};
   auto kernel = forward_kernel<Traits, Policy, kFeatures, Keys>;
   using Bias = ForwardBias<Traits, kFeatures, Keys>;
   allow_shared_memory(kernel, Traits::kSmemBytes + Bias::kBytes, p.device.index, prepared);
   const cuda::TileSchedule schedule =
-      cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), p.mask.kind == MaskKind::kDense);
+      cuda::forward_schedule(tiles, Traits::kBlockM, sizeof(typename Traits::Element), p.mask.kind == MaskKind::kDense);
   if (schedule.size() == 0) return;
   cuda::launch("launching the forward kernel", kernel,
                dim3(static_cast<unsigned>(schedule.size()), static_cast<unsigned>(parts)), Traits::kThreads,
@@ -119,7 +120,7 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   }
   cuda::DeviceGuard guard(p.device.index);
   auto stream = static_cast<cudaStream_t>(context.stream);
-  start_forward<Traits, Policy, kFeatures>(p, stream, AllKeys{}, 1);
+  start_forward<Traits, Policy, kFeatures>(p, stream, p, AllKeys{}, 1);
   cuda::clear_unused_rows<typename Traits::Element>(p, stream);
 }
 
@@ -137,7 +138,7 @@ int key_parts(const ForwardParams& p) {
   constexpr int kReserved = 1024;  // bytes of shared memory that the driver takes of each thread block's
   const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
   const int fit = device.shared_memory_per_multiprocessor / (Traits::kSmemBytes + kReserved);
-  return key_parts(p, flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, device.multiprocessors,
+  return key_parts(p, heads_sharing(p), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, device.multiprocessors,
                    min_of(fit, Traits::kMinBlocks));
 }
 
@@ -146,10 +147,13 @@ void launch_split_forward(const ForwardParams& p, const LaunchContext& context) 
   cuda::DeviceGuard guard(p.device.index);
   auto stream = static_cast<cudaStream_t>(context.stream);
   const KeySplit split(p, key_parts<Traits>(p), context.workspace);
-  start_forward<Traits, Policy, kFeatures>(p, stream, split, split.parts);
+  ForwardParams tiles = p;
+  tiles.num_heads = split.heads;
+  tiles.seqlen_q = split.rows_of_head;
+  start_forward<Traits, Policy, kFeatures>(p, stream, tiles, split, split.parts);
   constexpr auto kJoin = join_parts_kernel<Traits, kFeatures>;
   cuda::launch("launching the forward's last pass", cuda::start_during<kJoin>(p.device.index), kJoin,
-               dim3(static_cast<unsigned>(p.seqlen_q), static_cast<unsigned>(p.num_heads * p.batch)),
+               dim3(static_cast<unsigned>(split.rows_of_head), static_cast<unsigned>(split.heads * p.batch)),
                32 * join_warps(split.parts), 0, stream, p, split);
   cuda::clear_unused_rows<typename Traits::Element>(p, stream);
 }
@@ -159,7 +163,7 @@ ForwardEntry split_forward_entry() {
   return {key_of<Traits, Policy, kFeatures>(true), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           [](const ForwardParams& p) {
             const char* reason = refuse<Traits, kFeatures>(p, Traits::kSmemBytes);
-            if (reason == nullptr && key_parts<Traits>(p) == 1)
+            if (reason == nullptr && heads_sharing(p) == 1 && key_parts<Traits>(p) == 1)
               reason = "too many queries or too few keys to split these";
             return reason;
           },

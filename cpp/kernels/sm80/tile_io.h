@@ -40,15 +40,15 @@ class TileIo {
       source += kRowStep * row_stride;
     }
   }
-  // The same of keys from `first` on, wherever they are.
-  template <class SmemTensor>
-  __device__ void load(SmemTensor&& smem, const KeyRows<const Element>& keys, int first, int rows) const {
+  // The same of rows from `first` on, wherever they are: KeyRows, or what is like it.
+  template <class SmemTensor, class Rows>
+  __device__ void load(SmemTensor&& smem, const Rows& from, int first, int rows) const {
     auto dst = Partition{}.get_thread_slice(thread_).partition_D(smem);
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       const int row = row_ + pass * kRowStep;
       // Of one that is not there, nobody asks where.
-      const Element* source = row < rows ? keys.at(first + row) : keys.any();
+      const Element* source = row < rows ? from.at(first + row) : from.any();
       const bool vectors = !kAnyAlignment || cuda::vector_rows(source, 0, columns_);
       load_row(dst, pass, source + column_, row < rows, vectors);
     }
