@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   using SmemScores = typename Traits::SmemScores;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages;
-  constexpr int kLseWords = kBlockM + cuda::kMarkWords;
+  using Rows = typename Traits::Rows;
   // Under a band ptxas would keep more from tile to tile than there are registers (head_dim 64: 508 bytes spilled).
   constexpr int kKnownRows = std::is_same_v<Policy, BandPolicy> ? 0 : kBlockM;
   using QIo = TileIo<Element, kBlockM, kHeadDim, kThreads, Traits::kAnyAlignment>;
@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   Element* smem_do = smem_q + kStages * SmemQ::kElements;  // kStages
   Element* smem_ds = smem_do + kStages * SmemQ::kElements;
   Element* smem_p = smem_ds + SmemScores::kElements;  // unless P stays in registers
-  float* smem_rows = reinterpret_cast<float*>(reinterpret_cast<unsigned char*>(smem_ds) +
-                                              kScoreBytes<Traits, kFeatures>);  // kStages x (lse, mark, -delta)
+  Rows* smem_rows =
+      reinterpret_cast<Rows*>(reinterpret_cast<unsigned char*>(smem_ds) + kScoreBytes<Traits, kFeatures>);  // kStages
   auto row_major = [](Element* ptr, auto layout) {
     return cute::make_tensor(cute::make_smem_ptr(ptr), typename decltype(layout)::RowMajor{});
   };
@@ -133,15 +133,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     QIo(thread, p.head_dim_v)
         .load(row_major(smem_do + stage * SmemQ::kElements, SmemQ{}),
               seq.head_q<const Element>(p.dout, work.batch, item.head) + m0 * p.dout.row, p.dout.row, rows);
-    constexpr int kLseVectors = kLseWords / 4, kVectors = Traits::kRowWords / 4;  // 16 bytes of lse, then of -delta
+    using Vector = cute::uint128_t;
+    constexpr int kLseVectors = sizeof(Rows::lse) / sizeof(Vector), kVectors = sizeof(Rows) / sizeof(Vector);
     static_assert(kVectors <= kThreads);
     if (thread < kVectors) {
       const std::int64_t tile = ws.tile<kKnownRows>(p, seq, work.batch, item.head, item.tile.index);
-      const float* from = thread < kLseVectors ? ws.lse_of(tile) + thread * 4
-                                               : ws.minus_delta + tile * kBlockM + (thread - kLseVectors) * 4;
-      float* to = smem_rows + stage * Traits::kRowWords + thread * 4;
-      cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
-                                                             *reinterpret_cast<cute::uint128_t*>(to));
+      const auto* lse = reinterpret_cast<const Vector*>(&ws.lse_of<kBlockM>(tile));
+      const auto* minus_delta = reinterpret_cast<const Vector*>(ws.minus_delta + tile * kBlockM);
+      cute::SM80_CP_ASYNC_CACHEGLOBAL<Vector>::copy(
+          thread < kLseVectors ? lse[thread] : minus_delta[thread - kLseVectors],
+          reinterpret_cast<Vector*>(smem_rows + stage)[thread]);
     }
   };
 
@@ -181,12 +182,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     Element* q = smem_q + stage * SmemQ::kElements;
     Element* dout = smem_do + stage * SmemQ::kElements;
     const auto at = matrix_coordinates<kBlockN, kBlockM>(mma_scores);  // (key, query)
-    float* rows = smem_rows + stage * Traits::kRowWords;
-    const auto lse_log2 = cuda::rows_of_queries(rows, at);
-    const auto minus_delta = cuda::rows_of_queries(rows + kLseWords, at);
-    const cuda::TopOfTile top(cuda::mark_of(rows, kBlockM));
-    cuda::branch_if(top.marked(),
-                    [&] { clear_blind_queries<Traits>(row_major(q, SmemQ{}), row_major(dout, SmemQ{}), rows); });
+    const Rows& rows = smem_rows[stage];
+    const auto lse_log2 = cuda::rows_of_queries(rows.lse.lse_log2, at);
+    const auto minus_delta = cuda::rows_of_queries(rows.minus_delta, at);
+    const cuda::TopOfTile top(rows.lse.top);
+    cuda::branch_if(top.marked(), [&] {
+      clear_blind_queries<Traits>(row_major(q, SmemQ{}), row_major(dout, SmemQ{}), rows.lse.lse_log2);
+    });
 
     auto acc_s = cute::partition_fragment_C(mma_scores, Shape<Int<kBlockN>, Int<kBlockM>>{});
     auto acc_dp = cute::partition_fragment_C(mma_scores, Shape<Int<kBlockN>, Int<kBlockM>>{});

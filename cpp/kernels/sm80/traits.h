@@ -108,11 +108,14 @@ struct BackwardTraits {
   using SmemScores = SmemTile<kBlockN, kBlockM>;  // dSᵀ, Pᵀ
   using SmemOut = SmemTile<kBlockM, kHeadDim>;    // dQ on its way out
   static constexpr int kScoreBuffers = kRegisterOperands ? 1 : 2;
-  static constexpr int kRowWords = 2 * kBlockM + cuda::kMarkWords;  // of a tile's lse and delta
+  struct Rows {  // of a tile of queries
+    cuda::LseTile<kBlockM> lse;
+    float minus_delta[kBlockM];
+  };
   static constexpr int kSmemBytes =
       static_cast<int>(sizeof(Element)) *
           (2 * SmemKV::kElements + 2 * kStages * SmemQ::kElements + kScoreBuffers * SmemScores::kElements) +
-      kStages * kRowWords * static_cast<int>(sizeof(float));
+      kStages * static_cast<int>(sizeof(Rows));
 };
 
 // Row::kRow is a row of the table. The parameters are in the kernels' names, with which these were measured.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/params.h"
+#include "cuda/host/launch.h"
 #include "cuda/pass/backward_workspace.h"
 #include "cuda/tile/math.h"
 #include "cuda/tile/vector_io.h"
@@ -104,7 +105,7 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
   const float* lse = seq.rows(p.lse, batch, head);
   const bool vectors =
       kVectors || (vector_rows(out, p.out.row, p.head_dim_v) && vector_rows(dout, p.dout.row, p.head_dim_v));
-  float* lse_log2 = ws.lse_of(tile);
+  LseTile<kTileRows>& of_tile = ws.lse_of<kTileRows>(tile);
   // The lse of a row that sees no key. A sink that is not trusted may be the lse of others, too: RowSums tells them.
   const float unseen = p.sink.ptr == nullptr ? -INFINITY : *p.sink.of(head, 0);
   const bool known = trusted(unseen);
@@ -131,13 +132,11 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
       const bool valid = m0 + r < seq.seqlen_q;
       // To a row that sees nothing, lse +inf gives probabilities of zero. Its out and dout may hold anything.
       const bool sees = valid && !(known && row_lse[i] == unseen);
-      lse_log2[r] = sees ? row_lse[i] * kLog2e : INFINITY;
-      const float dlse =
-          valid && p.dlse.ptr != nullptr ? seq.rows(p.dlse, batch, head)[rows[i] * p.dlse.row] : 0.f;
+      of_tile.lse_log2[r] = sees ? row_lse[i] * kLog2e : INFINITY;
+      const float dlse = valid && p.dlse.ptr != nullptr ? seq.rows(p.dlse, batch, head)[rows[i] * p.dlse.row] : 0.f;
       const std::int64_t place = tile * ws.tile_rows + r;
       ws.minus_delta[place] = sees ? dlse - sums[i] : 0.f;
-      if (ws.sink_terms != nullptr)
-        ws.sink_terms[place] = sees ? sink_term(unseen, row_lse[i], dlse - sums[i]) : dlse;
+      if (ws.sink_terms != nullptr) ws.sink_terms[place] = sees ? sink_term(unseen, row_lse[i], dlse - sums[i]) : dlse;
       blind |= !sees && valid;  // rows behind the end are zeros wherever they are read
       untrusted |= valid && !trusted(row_lse[i]);
     }
@@ -152,9 +151,9 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
 
   const bool marked = __syncthreads_or(blind || untrusted || huge_scale) != 0;
   float* top = ws.top + tile * ws.tile_rows;
-  if (threadIdx.x == 0) mark_of(lse_log2, ws.tile_rows) = marked ? top : nullptr;
+  if (threadIdx.x == 0) of_tile.top = marked ? top : nullptr;
   if (!marked) return false;
-  for (int r = threadIdx.x; r < ws.tile_rows; r += kThreads) top[r] = lse_log2[r] == INFINITY ? INFINITY : 0.f;
+  for (int r = threadIdx.x; r < ws.tile_rows; r += kThreads) top[r] = of_tile.lse_log2[r] == INFINITY ? INFINITY : 0.f;
   return __syncthreads_or(untrusted) != 0;
 }
 
@@ -163,6 +162,7 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
 template <class Element, int kThreads, bool kVectors, bool kClears, bool kPacked, class RowSums>
 __global__ void __launch_bounds__(kThreads, 5)  // what row sums need beyond these registers, others need not pay for
     backward_prepare_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace ws) {
+  allow_next_kernel();
   if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) *ws.next_work = 0;
   bool untrusted = false;
   for_each_query_tile<kPacked, RowSums::kTileRows>(p, [&](int m_block, int head, int batch) {

@@ -18,19 +18,18 @@
 
 namespace flashsdk::cuda {
 
-// Behind a tile's lse_log2, in the workspace and in shared memory: where its top is, null where it is not marked.
-inline constexpr int kMarkWords = 4;  // keeps 16 bytes aligned
-#if defined(__CUDACC__)
-__device__ __forceinline__ const float*& mark_of(float* lse_log2, int tile_rows) {
-  return *reinterpret_cast<const float**>(lse_log2 + tile_rows);
-}
-#endif
+// What the scores of a tile of queries are lowered by, in the workspace and in shared memory.
+template <int kRows>
+struct alignas(16) LseTile {
+  float lse_log2[kRows];  // in units of log2
+  const float* top;       // (kRows), null where the tile is not marked
+};
 
 struct BackwardWorkspace {
   std::int64_t tiles_per_head = 0;  // query tiles of all sequences
   int tile_rows = 0, head_dim = 0, parts = 1;
   float* dq_accum = nullptr;     // (num_heads, tiles_per_head, tile_rows · head_dim), each tile in fragment order
-  float* lse_log2 = nullptr;     // (num_heads, tiles_per_head, tile_rows + kMarkWords): lse in units of log2, mark
+  char* lse = nullptr;           // (num_heads, tiles_per_head): LseTile<tile_rows>
   float* minus_delta = nullptr;  // (num_heads, tiles_per_head, tile_rows): dlse − rowsum(dout∘out)
   float* top = nullptr;          // (num_heads, tiles_per_head, tile_rows): of marked tiles
   float* sink_terms = nullptr;   // (num_heads, tiles_per_head, tile_rows): of dsink, each query's; null without sinks
@@ -45,12 +44,13 @@ struct BackwardWorkspace {
                                                : std::int64_t{p.batch} * ceil_div(p.seqlen_q, tile_rows);
     const std::int64_t tiles = tiles_per_head * p.num_heads;
     dq_accum = static_cast<float*>(base);
-    lse_log2 = dq_accum + tiles * tile_rows * head_dim;
-    minus_delta = lse_log2 + tiles * (tile_rows + kMarkWords);
+    const std::int64_t lse_words = tile_rows + static_cast<int>(sizeof(LseTile<4>) / sizeof(float)) - 4;
+    lse = reinterpret_cast<char*>(dq_accum + tiles * tile_rows * head_dim);
+    minus_delta = dq_accum + tiles * (tile_rows * head_dim + lse_words);
     top = minus_delta + tiles * tile_rows;
     turn = reinterpret_cast<int*>(top + tiles * tile_rows);
     next_work = turn + tiles * parts;
-    std::int64_t words = tiles * (tile_rows * (head_dim + 3) + kMarkWords + parts) + 1;
+    std::int64_t words = tiles * (tile_rows * (head_dim + 2) + lse_words + parts) + 1;
     if (p.sink.ptr != nullptr) {
       sink_terms = dq_accum + words;
       words += tiles * tile_rows;
@@ -59,7 +59,11 @@ struct BackwardWorkspace {
   }
   std::size_t size = 0;  // bytes
 
-  FLASHSDK_HD float* lse_of(std::int64_t tile) const { return lse_log2 + tile * (tile_rows + kMarkWords); }
+  // kRows: tile_rows.
+  template <int kRows>
+  FLASHSDK_HD LseTile<kRows>& lse_of(std::int64_t tile) const {
+    return reinterpret_cast<LseTile<kRows>*>(lse)[tile];
+  }
 
   // Index of a query tile over all heads and sequences. kTileRows: tile_rows, where the compiler knows it: a division
   // by it, for each tile that a kernel walks, is a shift then.

@@ -59,7 +59,7 @@ class RowSums {
   static __device__ void write(const BackwardWorkspace& ws, std::int64_t tile, int row, float top, float sum,
                                float sink) {
     const std::int64_t place = tile * ws.tile_rows + row;
-    float& lse_log2 = ws.lse_of(tile)[row];
+    float& lse_log2 = ws.lse_of<kTileRows>(tile).lse_log2[row];
     if (sum != 0.f) {
       const float smaller = exp2_approx(-fabsf(sink)), total = sink > 0.f ? fmaf(sum, smaller, 1.f) : sum + smaller;
       ws.top[place] = top;

@@ -48,6 +48,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) smem.init();
   cutlass::arch::fence_barrier_init();
   __syncthreads();
+  cuda::allow_next_kernel();       // the last pass
+  cuda::wait_for_kernel_before();  // for what the first pass writes
   backward_roles<Traits, Policy, kFeatures, kRagged>(p, maps, ws, schedule, smem);
 }
 
@@ -62,6 +64,8 @@ __global__ void __cluster_dims__(Traits::kClusterSize) __launch_bounds__(Traits:
   if (threadIdx.x == 0) smem.init();
   cutlass::arch::fence_barrier_init();
   cute::cluster_sync();
+  cuda::allow_next_kernel();
+  cuda::wait_for_kernel_before();
   backward_roles<Traits, Policy, kFeatures, kRagged>(p, maps, ws, schedule, smem);
   __syncwarp();  // of warps of which one lane worked
   cute::cluster_sync();
@@ -106,11 +110,12 @@ __device__ void convert_dq_tile(const BackwardParams& p, const cuda::BackwardWor
 }
 
 // Grid: cuda::query_tile_grid().
-template <class Traits, bool kRagged>
+template <class Traits, bool kPacked>
 __global__ void __launch_bounds__(Traits::kDqPieces* kWarpgroup)
     backward_convert_dq_kernel(const __grid_constant__ BackwardParams p,
                                const __grid_constant__ cuda::BackwardWorkspace ws) {
-  cuda::for_each_query_tile<kRagged, Traits::kBlockM>(p, [&](int m_block, int head, int batch) {
+  cuda::wait_for_kernel_before();
+  cuda::for_each_query_tile<kPacked, Traits::kBlockM>(p, [&](int m_block, int head, int batch) {
     convert_dq_tile<Traits>(p, ws, m_block, head, batch);
     __syncthreads();  // shared memory is free for the next one
   });

@@ -112,8 +112,8 @@ __device__ __forceinline__ void clear_key_tail(typename Traits::Smem& smem, int 
 // Whether a tile has queries that count as zeros and may hold anything: those that see no key, for which it is marked,
 // or, behind the end of a ragged sequence, those of the next. Its last row is then one of these.
 template <bool kRagged, int kBlockM>
-__device__ __forceinline__ bool has_blind_queries(float* lse_log2) {
-  return cuda::mark_of(lse_log2, kBlockM) != nullptr || (kRagged && lse_log2[kBlockM - 1] == INFINITY);
+__device__ __forceinline__ bool has_blind_queries(const cuda::LseTile<kBlockM>& tile) {
+  return tile.top != nullptr || (kRagged && tile.lse_log2[kBlockM - 1] == INFINITY);
 }
 // Clears those: Q and dO, which must have arrived.
 template <class Traits, bool kRagged>
@@ -121,7 +121,7 @@ __device__ __forceinline__ void clear_blind_queries(typename Traits::Smem& smem,
                                                     int warpgroup) {
   using SmemQ = typename Traits::SmemQ;
   using SmemDo = typename Traits::SmemDo;
-  const float* lse_log2 = smem.lse_log2[q_stage];
+  const float* lse_log2 = smem.lse[q_stage].lse_log2;
   clear_both<Traits, kRagged, SmemQ, SmemDo>(smem.q + q_stage * SmemQ::kElements,
                                              smem.dout + dout_stage * SmemDo::kElements, warpgroup,
                                              [&](int row) { return lse_log2[row] != INFINITY; });

@@ -93,11 +93,11 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
   const cuda::BackwardSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element), workers);
   const int blocks = min_of(static_cast<int>(key_tiles<Traits>(p)), workers.count) * Traits::kClusterSize;
   if (blocks != 0) {
-    cuda::launch("launching the backward kernel", kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
-                 Traits::kSmemBytes, stream, p, backward_maps<Traits>(p), ws, schedule);
+    cuda::launch("launching the backward kernel", cuda::Start::kDuring, kernel, dim3(static_cast<unsigned>(blocks)),
+                 Traits::kThreads, Traits::kSmemBytes, stream, p, backward_maps<Traits>(p), ws, schedule);
   }
 
-  cuda::launch("launching the backward's last pass",
+  cuda::launch("launching the backward's last pass", blocks != 0 ? cuda::Start::kDuring : cuda::Start::kAfter,
                packed ? backward_convert_dq_kernel<Traits, true> : backward_convert_dq_kernel<Traits, false>,
                query_tiles, Traits::kDqPieces * kWarpgroup, 0, stream, p, ws);
 }

@@ -21,9 +21,9 @@ template <class Traits, class F>
 __device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
   for (unsigned n = 0;; ++n) {
     const auto use = RingState<2>::after(n);
-    smem.full_work.wait_full(use);
+    smem.work_ring.wait_full(use);
     const BackwardWork work = smem.work[use.stage];
-    smem.full_work.release_by_lane(use);
+    smem.work_ring.release_by_lane(use);
     if (work.stop) return;
     f(work);
   }
@@ -34,9 +34,9 @@ template <class Traits, class F>
 __device__ __forceinline__ void for_each_step(typename Traits::Smem& smem, unsigned& steps, F&& f) {
   for (bool last = false; !last; ++steps) {
     const auto use = RingState<kPlannedSteps>::after(steps);
-    smem.full_plan.wait_full(use);
+    smem.plan_ring.wait_full(use);
     const PlannedStep planned = smem.plan[use.stage];
-    smem.full_plan.release(use, 0);
+    smem.plan_ring.release(use, 0);
     last = planned.step.last;
     f(planned);
   }
@@ -44,14 +44,13 @@ __device__ __forceinline__ void for_each_step(typename Traits::Smem& smem, unsig
 
 // One thread: Q and lse, or dO and delta, of the next step. The barrier is told of their bytes. Other key tiles read
 // them soon, and add to the same dQ: L2 should keep these rather than keys and gradients, which are touched once.
-template <class Tile, int kClusterSize, class Element, int kRows>
+template <class Tile, int kClusterSize, class Element, class Rows>
 __device__ __forceinline__ void load_queries(const CUtensorMap& map, cutlass::arch::ClusterTransactionBarrier& barrier,
-                                             Element* smem, TileOrigin at, const float* rows,
-                                             float (&smem_rows)[kRows]) {
-  constexpr int kRowBytes = kRows * static_cast<int>(sizeof(float));
+                                             Element* smem, TileOrigin at, const void* rows, Rows& smem_rows) {
+  constexpr int kRowBytes = static_cast<int>(sizeof(Rows));
   barrier.arrive_and_expect_tx(Tile::kBytes + kRowBytes);
   load_shared_tile<Tile, kClusterSize>(map, barrier, smem, at, CacheHint::EVICT_LAST);
-  cute::SM90_BULK_COPY_G2S::copy(rows, reinterpret_cast<std::uint64_t*>(&barrier), smem_rows, kRowBytes);
+  cute::SM90_BULK_COPY_G2S::copy(rows, reinterpret_cast<std::uint64_t*>(&barrier), &smem_rows, kRowBytes);
 }
 
 // Where the copy engine finds a sequence: packed ones are one batch.
@@ -86,10 +85,10 @@ __device__ __forceinline__ void load_pair_keys(const CUtensorMap& map, typename 
   using SmemPeerK = typename Traits::SmemPeerK;
   const auto use = RingState<1>::after(n);
   const int row = seq.offset_k + work.block * Traits::kBlockN;
-  smem.full_k.wait_empty(use);
-  smem.full_k.announce(use, SmemK::kBytes + SmemPeerK::kBytes);
-  load_tile<SmemK>(map, smem.full_k.full[0], smem.k, {row + cluster_rank() * Traits::kCtaKeys, work.head, batch});
-  load_tile<SmemPeerK>(map, smem.full_k.full[0], smem.peer_k, {row + peer_rank() * Traits::kCtaKeys, work.head, batch},
+  smem.k_ring.wait_empty(use);
+  smem.k_ring.announce(use, SmemK::kBytes + SmemPeerK::kBytes);
+  load_tile<SmemK>(map, smem.k_ring.full[0], smem.k, {row + cluster_rank() * Traits::kCtaKeys, work.head, batch});
+  load_tile<SmemPeerK>(map, smem.k_ring.full[0], smem.peer_k, {row + peer_rank() * Traits::kCtaKeys, work.head, batch},
                        CacheHint::EVICT_NORMAL, cluster_rank() * SmemPeerK::kColumns);
 }
 
@@ -105,9 +104,9 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
   [[maybe_unused]] unsigned taken = 0;
   auto tell = [&](const BackwardWork& work) {
     const auto use = RingState<2>::after(works++);
-    smem.full_work.wait_empty(use);
+    smem.work_ring.wait_empty(use);
     smem.work[use.stage] = work;
-    smem.full_work.arrive_full(use);
+    smem.work_ring.arrive_full(use);
   };
   // The first is that of the block's index, or the cluster's, and the next is taken before work on one begins, so that
   // nobody waits for the counter. Not so where blocks wait for each other (turn_order.h): only a block that runs may
@@ -121,7 +120,7 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
     auto draw = [&] { return workers + atomicAdd(ws.next_work, 1); };
     if constexpr (Traits::kClusterSize > 1) return smem.next_index.next(taken++, draw);
     if (ahead) return draw();
-    smem.full_plan.wait_empty(RingState<kPlannedSteps>::after(steps + kPlannedSteps - 1 - kStepsLeft));
+    smem.plan_ring.wait_empty(RingState<kPlannedSteps>::after(steps + kPlannedSteps - 1 - kStepsLeft));
     return atomicAdd(ws.next_work, 1);
   };
   cuda::RaggedTiles<cuda::TilesOf::kKeys> ragged(p, Traits::kBlockN);
@@ -154,9 +153,9 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
       const int turn = p.deterministic ? stream.turn(item) : 0;
       const auto tile = static_cast<int>(item.head * ws.tiles_per_head + first_tile + item.tile.index);
       const auto use = RingState<kPlannedSteps>::after(steps++);
-      smem.full_plan.wait_empty(use);
+      smem.plan_ring.wait_empty(use);
       smem.plan[use.stage] = {{item.head, item.tile.index, item.tile.partial, !more}, tile, turn};
-      smem.full_plan.arrive_full(use);
+      smem.plan_ring.arrive_full(use);
     }
   }
   if (leads) tell({{}, false, true});
@@ -178,26 +177,26 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
         if constexpr (Traits::kClusterSize > 1)
           load_pair_keys<Traits>(maps.k, smem, key_tiles, work.tile, seq, batch);
         else
-          load_keys<typename Traits::SmemK, Traits>(maps.k, smem.full_k, key_tiles, smem.k, work.tile, seq, batch);
+          load_keys<typename Traits::SmemK, Traits>(maps.k, smem.k_ring, key_tiles, smem.k, work.tile, seq, batch);
       };
       if (Traits::kKeysAhead) load_k();
       bool first = true;
       for_each_step<Traits>(smem, steps, [&](const PlannedStep& planned) {
         const TileOrigin at{seq.offset_q + planned.step.m_block * Traits::kBlockM, planned.step.head, batch};
         const auto q = RingState<Traits::kQueryStages>::after(steps);
-        smem.full_q.wait_empty(q);
+        smem.q_ring.wait_empty(q);
         smem.step[q.stage] = planned.step;
         if constexpr (Traits::kClusterSize > 1) smem.tile[q.stage] = planned.tile;
-        load_queries<SmemQ, Traits::kClusterSize>(maps.q, smem.full_q.full[q.stage],
-                                                  smem.q + q.stage * SmemQ::kElements, at, ws.lse_of(planned.tile),
-                                                  smem.lse_log2[q.stage]);
+        load_queries<SmemQ, Traits::kClusterSize>(maps.q, smem.q_ring.full[q.stage],
+                                                  smem.q + q.stage * SmemQ::kElements, at,
+                                                  &ws.lse_of<Traits::kBlockM>(planned.tile), smem.lse[q.stage]);
         const auto dout = RingState<Traits::kStages>::after(steps);
-        smem.full_do.wait_empty(dout);
+        smem.dout_ring.wait_empty(dout);
         load_queries<SmemDo, Traits::kClusterSize>(
-            maps.dout, smem.full_do.full[dout.stage], smem.dout + dout.stage * SmemDo::kElements, at,
+            maps.dout, smem.dout_ring.full[dout.stage], smem.dout + dout.stage * SmemDo::kElements, at,
             ws.minus_delta + std::int64_t{planned.tile} * Traits::kBlockM, smem.minus_delta[dout.stage]);
         if (first) {
-          load_keys<typename Traits::SmemV, Traits>(maps.v, smem.full_v, key_tiles, smem.v, work.tile, seq, batch);
+          load_keys<typename Traits::SmemV, Traits>(maps.v, smem.v_ring, key_tiles, smem.v, work.tile, seq, batch);
           if (!Traits::kKeysAhead) load_k();
           ++key_tiles;
           first = false;
@@ -277,7 +276,7 @@ class DqAdder {
     for (int i = 0; i < kPieces; ++i) {
       const DqTurn first(ws_.turn + piece_of(tile, warp_, i));
       bool adds = Traits::kClearsDq || first.written();  // asked before there is something to add
-      smem_.full_dq[warp_].wait_full(use_of(step, i));
+      smem_.dq_ring[warp_].wait_full(use_of(step, i));
       if (!adds) adds = !first.claim();
       write(tile, warp_, step, i, adds);
       if (!adds) first.publish();
@@ -291,13 +290,13 @@ class DqAdder {
     int* const turn = ws_.turn + piece_of(tile, 0, 0);
     const auto use = use_of(step, 0);
     bool come = load_acquire(turn) == mine;
-    if (!come || !smem_.full_dq[kEarlier].full[use.stage].test_wait(use.phase)) pass_turn<0>();  // nothing else to do
+    if (!come || !smem_.dq_ring[kEarlier].full[use.stage].test_wait(use.phase)) pass_turn<0>();  // nothing else to do
     while (!come) come = load_acquire(turn) == mine;
     after_acquire();
     for (int n = 0; n < Traits::kWarpgroups; ++n) {
       const int warpgroup = (kEarlier + n) % Traits::kWarpgroups;
       for (int i = 0; i < kPieces; ++i) {
-        smem_.full_dq[warpgroup].wait_full(use_of(step, i));
+        smem_.dq_ring[warpgroup].wait_full(use_of(step, i));
         write(tile, warpgroup, step, i, true);
       }
       if (n == 0) pass_turn<kPieces>();  // of its last step; above head_dim 128 the other pieces come a step later
@@ -321,7 +320,7 @@ class DqAdder {
   __device__ __forceinline__ void write(int tile, int warpgroup, unsigned step, int i, bool adds) const {
     bulk_write(ws_.dq_accum + piece_of(tile, warpgroup, i) * Traits::kDqElements, smem_.dq[warpgroup],
                Traits::kDqElements * static_cast<int>(sizeof(float)), adds);
-    smem_.full_dq[warpgroup].release(use_of(step, i), 0);
+    smem_.dq_ring[warpgroup].release(use_of(step, i), 0);
   }
   // Passes on the turn that is still held, if one is, when all but the last kNewer bulk_write()s are done.
   template <int kNewer>
@@ -347,11 +346,11 @@ __device__ void send_ds(typename Traits::Smem& smem) {
     if (!work.visited) return;
     for_each_step<Traits>(smem, steps, [&](const PlannedStep&) {
       const auto use = RingState<Traits::kScoreBuffers>::after(steps);
-      smem.own_ds.wait_full(use);
+      smem.own_ds_ring.wait_full(use);
       // Of the other's, which may be there already: see load_shared_tile().
-      smem.full_ds.announce(use, Tile::kSlabBytes);
+      smem.ds_ring.announce(use, Tile::kSlabBytes);
       auto* slab = smem.ds + use.stage * Tile::kElements;
-      copy_to_peer(slab + kSlab, slab, Tile::kSlabBytes, smem.full_ds.full[use.stage]);
+      copy_to_peer(slab + kSlab, slab, Tile::kSlabBytes, smem.ds_ring.full[use.stage]);
     });
   });
 }

@@ -85,31 +85,31 @@ struct NarrowBackwardTraits {
     alignas(1024) Element v[SmemV::kElements];
     alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
     alignas(128) float dq[kWarpgroups][kDqElements];
-    alignas(128) float lse_log2[kQueryStages][kBlockM + cuda::kMarkWords];
+    alignas(128) cuda::LseTile<kBlockM> lse[kQueryStages];
     alignas(128) float minus_delta[kStages][kBlockM];
     BackwardStep step[kQueryStages];
     BackwardWork work[2];
     PlannedStep plan[kPlannedSteps];
     SharedDropoutBytes<Bytes, kDraws ? kWarpgroups : 0> drawn;
-    Ring<kQueryStages> full_q;  // with lse_log2 and step
-    Ring<kStages> full_do;      // with delta
-    Ring<kKeyBuffers> full_k;
-    Ring<1> full_v;
-    Ring<kScoreBuffers> full_ds;           // from and to the computing warps
-    Ring<kDqPieces> full_dq[kWarpgroups];  // of one buffer, but two steps' barriers: add_in_turn() leaves out a step
-    Ring<2> full_work;
-    Ring<kPlannedSteps> full_plan;
+    Ring<kQueryStages> q_ring;  // with lse and step
+    Ring<kStages> dout_ring;    // with delta
+    Ring<kKeyBuffers> k_ring;
+    Ring<1> v_ring;
+    Ring<kScoreBuffers> ds_ring;           // from and to the computing warps
+    Ring<kDqPieces> dq_ring[kWarpgroups];  // of one buffer, but two steps' barriers: add_in_turn() leaves out a step
+    Ring<2> work_ring;
+    Ring<kPlannedSteps> plan_ring;
 
     __device__ void init() {
       constexpr int kWarps = 4 * kWarpgroups;
-      full_q.init(1, kWarps);
-      full_do.init(1, kWarps);
-      full_k.init(1, kWarps);
-      full_v.init(1, kWarps);
-      full_ds.init(kWarps, kWarps);
-      for (auto& ring : full_dq) ring.init(4, 1);
-      full_work.init(1, 32 * kWarps + 1 + kWarpgroups);  // lanes that compute, threads of the other warps
-      full_plan.init(1, 1 + kWarpgroups);
+      q_ring.init(1, kWarps);
+      dout_ring.init(1, kWarps);
+      k_ring.init(1, kWarps);
+      v_ring.init(1, kWarps);
+      ds_ring.init(kWarps, kWarps);
+      for (auto& ring : dq_ring) ring.init(4, 1);
+      work_ring.init(1, 32 * kWarps + 1 + kWarpgroups);  // lanes that compute, threads of the other warps
+      plan_ring.init(1, 1 + kWarpgroups);
     }
   };
   static constexpr int kSmemBytes = sizeof(Smem);
@@ -165,32 +165,32 @@ struct WideBackwardTraits {
     alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
     alignas(128) Element p[kScoreBuffers][kScoreElements];  // in the order of accumulator registers
     alignas(128) float dq[kWarpgroups][kDqElements];
-    alignas(128) float lse_log2[kQueryStages][kBlockM + cuda::kMarkWords];
+    alignas(128) cuda::LseTile<kBlockM> lse[kQueryStages];
     alignas(128) float minus_delta[kStages][kBlockM];
     BackwardStep step[kQueryStages];
     BackwardWork work[2];
     PlannedStep plan[kPlannedSteps];
-    Ring<kQueryStages> full_q;
-    Ring<kStages> full_do;
-    Ring<kKeyBuffers> full_k;
-    Ring<1> full_v;
-    Ring<kScoreBuffers> full_ds;           // from the one warpgroup to both
-    EmptyRing<kScoreBuffers> empty_p;      // a named barrier says that P is there
-    Ring<kDqPieces> full_dq[kWarpgroups];  // of one buffer, but two steps' barriers: add_in_turn() leaves out a step
-    Ring<2> full_work;
-    Ring<kPlannedSteps> full_plan;
+    Ring<kQueryStages> q_ring;
+    Ring<kStages> dout_ring;
+    Ring<kKeyBuffers> k_ring;
+    Ring<1> v_ring;
+    Ring<kScoreBuffers> ds_ring;           // from the one warpgroup to both
+    EmptyRing<kScoreBuffers> p_ring;       // a named barrier says that P is there
+    Ring<kDqPieces> dq_ring[kWarpgroups];  // of one buffer, but two steps' barriers: add_in_turn() leaves out a step
+    Ring<2> work_ring;
+    Ring<kPlannedSteps> plan_ring;
 
     __device__ void init() {
       constexpr int kWarps = 4 * kWarpgroups;
-      full_q.init(1, kWarps);
-      full_do.init(1, kWarps);
-      full_k.init(1, kWarps);
-      full_v.init(1, kWarps);
-      empty_p.init(4);
-      full_ds.init(4, kWarps);
-      for (auto& ring : full_dq) ring.init(4, 1);
-      full_work.init(1, 32 * kWarps + 1 + kWarpgroups);  // lanes that compute, threads of the other warps
-      full_plan.init(1, 1 + kWarpgroups);
+      q_ring.init(1, kWarps);
+      dout_ring.init(1, kWarps);
+      k_ring.init(1, kWarps);
+      v_ring.init(1, kWarps);
+      p_ring.init(4);
+      ds_ring.init(4, kWarps);
+      for (auto& ring : dq_ring) ring.init(4, 1);
+      work_ring.init(1, 32 * kWarps + 1 + kWarpgroups);  // lanes that compute, threads of the other warps
+      plan_ring.init(1, 1 + kWarpgroups);
     }
   };
   static constexpr int kSmemBytes = sizeof(Smem);
@@ -248,35 +248,35 @@ struct PairBackwardTraits {
     alignas(1024) Element v[SmemV::kElements];
     alignas(1024) Element ds[kScoreBuffers * SmemScores::kElements];
     alignas(128) Element p[kScoreBuffers][kScoreElements];  // in the order of accumulator registers
-    alignas(128) float lse_log2[kQueryStages][kBlockM + cuda::kMarkWords];
+    alignas(128) cuda::LseTile<kBlockM> lse[kQueryStages];
     alignas(128) float minus_delta[kStages][kBlockM];
     BackwardStep step[kQueryStages];
     int tile[kQueryStages];  // of queries, in the workspace
     BackwardWork work[2];
     PlannedStep plan[kPlannedSteps];
     SharedIndex next_index;
-    Ring<kQueryStages> full_q;
-    Ring<kStages> full_do;
-    Ring<kKeyBuffers> full_k;
-    Ring<1> full_v;
-    Ring<kScoreBuffers> own_ds;   // from the one warpgroup to the warp that sends it; empty when full_ds is
-    Ring<kScoreBuffers> full_ds;  // of both CTAs, to all warpgroups of both
-    EmptyRing<kScoreBuffers> empty_p;
-    Ring<2> full_work;
-    Ring<kPlannedSteps> full_plan;
+    Ring<kQueryStages> q_ring;
+    Ring<kStages> dout_ring;
+    Ring<kKeyBuffers> k_ring;
+    Ring<1> v_ring;
+    Ring<kScoreBuffers> own_ds_ring;  // from the one warpgroup to the warp that sends it; empty when ds_ring is
+    Ring<kScoreBuffers> ds_ring;      // of both CTAs, to all warpgroups of both
+    EmptyRing<kScoreBuffers> p_ring;
+    Ring<2> work_ring;
+    Ring<kPlannedSteps> plan_ring;
 
     __device__ void init() {
       constexpr int kWarps = 4 * kWarpgroups;
       next_index.init();
-      full_q.init(1, kClusterSize * kWarps);
-      full_do.init(1, kClusterSize * kWarps);
-      full_k.init(1, kWarps);
-      full_v.init(1, kWarps);
-      empty_p.init(4);
-      own_ds.init(4, 1);
-      full_ds.init(1, kClusterSize * kWarps);
-      full_work.init(1, 32 * kWarps + 2);  // lanes that compute, the threads that load and send
-      full_plan.init(1, 2);
+      q_ring.init(1, kClusterSize * kWarps);
+      dout_ring.init(1, kClusterSize * kWarps);
+      k_ring.init(1, kWarps);
+      v_ring.init(1, kWarps);
+      p_ring.init(4);
+      own_ds_ring.init(4, 1);
+      ds_ring.init(1, kClusterSize * kWarps);
+      work_ring.init(1, 32 * kWarps + 2);  // lanes that compute, the threads that load and send
+      plan_ring.init(1, 2);
     }
   };
   static constexpr int kSmemBytes = sizeof(Smem);

@@ -57,7 +57,7 @@ class BackwardWarpgroup {
     // buffer, in kernels whose registers it would take.
     const bool dq_after_gradients = Traits::kKeysAhead && !p_.deterministic;
     if (work.visited) {
-      smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
+      smem_.k_ring.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
       if (!kLateV) wait_v();
       const int keys = seq.seqlen_k - work.tile.block * kBlockN;
       if (kRagged && keys < kBlockN) clear_key_tail<Traits>(smem_, key_buffer(), keys, warpgroup_);
@@ -69,7 +69,7 @@ class BackwardWarpgroup {
       start_dq(acc_dq);
       cute::warpgroup_wait<0>();
       finished(acc_dq);
-      smem_.full_k.release(RingState<Traits::kKeyBuffers>::after(key_tiles_++), thread_);
+      smem_.k_ring.release(RingState<Traits::kKeyBuffers>::after(key_tiles_++), thread_);
       if (!dq_after_gradients) hand_over_dq(acc_dq);
     } else {
       cute::clear(acc_dk);
@@ -87,15 +87,15 @@ class BackwardWarpgroup {
   __device__ __forceinline__ bool step(const Scores& scores, const SeqlenInfo& seq, AccDk& acc_dk, AccDv& acc_dv) {
     const auto use = RingState<kStages>::after(steps_);
     const int stage = use.stage;
-    smem_.full_q.wait_full(use);
-    const cuda::TopOfTile top(cuda::mark_of(smem_.lse_log2[stage], kBlockM));
+    smem_.q_ring.wait_full(use);
+    const cuda::TopOfTile top(smem_.lse[stage].top);
     BackwardStep step;
     if constexpr (kReadsAhead) step = smem_.step[stage];
     // Ragged: before the scores, which then need not be lowered. Not so elsewhere, where the first product would wait
     // for what is read here, and rows behind the end are zeros anyway.
     if constexpr (kRagged) {
-      if (has_blind_queries<kRagged, kBlockM>(smem_.lse_log2[stage])) {
-        smem_.full_do.wait_full(use);
+      if (has_blind_queries<kRagged, kBlockM>(smem_.lse[stage])) {
+        smem_.dout_ring.wait_full(use);
         clear_blind_queries<Traits, kRagged>(smem_, stage, stage, warpgroup_);
       }
     }
@@ -120,8 +120,8 @@ class BackwardWarpgroup {
     const auto bias = load_bias(scores, seq, step, score_use);
     const TileRef tile{step.m_block, step.partial};
     const auto at = coordinates();
-    const auto lse_log2 = rows(smem_.lse_log2[stage], at);
-    smem_.full_do.wait_full(use);
+    const auto lse_log2 = rows(smem_.lse[stage].lse_log2, at);
+    smem_.dout_ring.wait_full(use);
     // The scores of these rows, which are being computed, do not count.
     if (!kRagged && top.marked()) clear_blind_queries<Traits, kRagged>(smem_, stage, stage, warpgroup_);
     if constexpr (kFirst && kLateV) wait_v();
@@ -164,20 +164,20 @@ class BackwardWarpgroup {
 
     store_ds(ds, score_use);
     start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout_t), acc_dv, !kFirst);
-    publish(smem_.full_ds, score_use, thread_);
+    publish(smem_.ds_ring, score_use, thread_);
     auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
     if constexpr (!kFirst) start_dq(acc_dq);
     start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q_t), acc_dk, !kFirst);
     cute::warpgroup_wait<1>();
     finished(acc_dv);
-    smem_.full_do.release(use, thread_);
+    smem_.dout_ring.release(use, thread_);
     if constexpr (!kFirst) {
       finished(acc_dq);
       store_dq(acc_dq);
     }
     cute::warpgroup_wait<0>();
     finished(acc_dk);
-    smem_.full_q.release(use, thread_);
+    smem_.q_ring.release(use, thread_);
     if constexpr (!kReadsAhead && !kFirst) publish_dq();
     ++steps_;
     return step.last;
@@ -212,7 +212,7 @@ class BackwardWarpgroup {
       const BackwardBias<Element, kBlockM> bias(p_.score, seq, scores.batch(), step.head,
                                                 scores.first_key() + warpgroup_ * kWarpgroupRows, ds_slab(use),
                                                 thread_);
-      smem_.full_ds.wait_empty(use);
+      smem_.ds_ring.wait_empty(use);
       bias.load(step.m_block * kBlockM);
       cute::cp_async_fence();
       return bias;
@@ -224,7 +224,7 @@ class BackwardWarpgroup {
   // dS of this warpgroup's keys, for all warpgroups.
   template <class Fragment>
   __device__ __forceinline__ void store_ds(const Fragment& ds, const ScoreUse& use) {
-    smem_.full_ds.wait_empty(use);  // also where load_bias() has: without it ptxas orders the step to be 16 % slower
+    smem_.ds_ring.wait_empty(use);  // also where load_bias() has: without it ptxas orders the step to be 16 % slower
     store_transposed(ds, ds_slab(use), thread_);
   }
 
@@ -239,7 +239,7 @@ class BackwardWarpgroup {
     auto ds = cute::local_tile(
         smem_tensor<RowMajor<typename Traits::SmemScores>>(smem_.ds)(cute::_, cute::_, use.stage),
         Shape<Int<Traits::kDqColumns>, Int<kBlockN>>{}, cute::make_coord(warpgroup_ / Traits::kDqRowPieces, 0));
-    smem_.full_ds.wait_full(use);
+    smem_.ds_ring.wait_full(use);
     start_gemm<MmaDq>(operand_a<MmaDq>(k_t), operand_b<MmaDq>(ds), acc_dq, false);
   }
 
@@ -247,14 +247,14 @@ class BackwardWarpgroup {
   // the stores of the first.
   template <class Accumulator>
   __device__ __forceinline__ void store_dq(Accumulator& acc_dq) {
-    smem_.full_ds.release(RingState<Traits::kScoreBuffers>::after(steps_ - 1), thread_);
-    sm90::store_dq(smem_.dq[warpgroup_], smem_.full_dq[warpgroup_], dq_tiles_, acc_dq, thread_);
+    smem_.ds_ring.release(RingState<Traits::kScoreBuffers>::after(steps_ - 1), thread_);
+    sm90::store_dq(smem_.dq[warpgroup_], smem_.dq_ring[warpgroup_], dq_tiles_, acc_dq, thread_);
     dq_is_stored_ = true;
   }
   __device__ __forceinline__ void publish_dq() {
     if (!dq_is_stored_) return;
     dq_is_stored_ = false;
-    publish(smem_.full_dq[warpgroup_], RingState<Traits::kDqPieces>::after(dq_tiles_++), thread_);
+    publish(smem_.dq_ring[warpgroup_], RingState<Traits::kDqPieces>::after(dq_tiles_++), thread_);
   }
 
   // store_dq() and publish_dq().
@@ -264,8 +264,8 @@ class BackwardWarpgroup {
     publish_dq();
   }
 
-  __device__ __forceinline__ void wait_v() { smem_.full_v.wait_full(RingState<1>::after(key_tiles_)); }
-  __device__ __forceinline__ void release_v() { smem_.full_v.release(RingState<1>::after(key_tiles_), thread_); }
+  __device__ __forceinline__ void wait_v() { smem_.v_ring.wait_full(RingState<1>::after(key_tiles_)); }
+  __device__ __forceinline__ void release_v() { smem_.v_ring.release(RingState<1>::after(key_tiles_), thread_); }
   __device__ int key_buffer() const { return key_tiles_ % Traits::kKeyBuffers; }
 
   template <class Coordinates>

@@ -74,8 +74,8 @@ class WideBackwardWarpgroup {
   }
 
   __device__ void wait_keys(const BackwardWork& work, const SeqlenInfo& seq) {
-    smem_.full_k.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
-    smem_.full_v.wait_full(RingState<1>::after(key_tiles_));
+    smem_.k_ring.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
+    smem_.v_ring.wait_full(RingState<1>::after(key_tiles_));
     const int keys = seq.seqlen_k - work.tile.block * Traits::kBlockN;
     if (!kRagged || keys >= Traits::kBlockN) return;
     if constexpr (kPair) {
@@ -86,15 +86,15 @@ class WideBackwardWarpgroup {
     clear_key_tail<Traits>(smem_, 0, seq.seqlen_k - first_key<Traits>(work.tile), warpgroup_);
   }
   __device__ void release_keys() {
-    smem_.full_k.release(RingState<Traits::kKeyBuffers>::after(key_tiles_), thread_);
-    smem_.full_v.release(RingState<1>::after(key_tiles_++), thread_);
+    smem_.k_ring.release(RingState<Traits::kKeyBuffers>::after(key_tiles_), thread_);
+    smem_.v_ring.release(RingState<1>::after(key_tiles_++), thread_);
   }
   // Q of a step; blind queries are cleared by both warpgroups.
   __device__ __forceinline__ BackwardStep wait_queries(const Use& use) {
-    smem_.full_q.wait_full(use.q);
+    smem_.q_ring.wait_full(use.q);
     const BackwardStep step = smem_.step[use.q.stage];
-    if (has_blind_queries<kRagged, kBlockM>(smem_.lse_log2[use.q.stage])) {
-      smem_.full_do.wait_full(use.dout);
+    if (has_blind_queries<kRagged, kBlockM>(smem_.lse[use.q.stage])) {
+      smem_.dout_ring.wait_full(use.dout);
       clear_blind_queries<Traits, kRagged>(smem_, use.q.stage, use.dout.stage, warpgroup_);
     }
     return step;
@@ -106,7 +106,7 @@ class WideBackwardWarpgroup {
       return 0;  // known to the warps that add
   }
   __device__ __forceinline__ cuda::TopOfTile top_of(const Use& use) {
-    return cuda::TopOfTile(cuda::mark_of(smem_.lse_log2[use.q.stage], kBlockM));
+    return cuda::TopOfTile(smem_.lse[use.q.stage].top);
   }
 
   // The first warpgroup: P, dV, and its pieces of dQ of the step before, when the second has surely come to its dS.
@@ -141,15 +141,15 @@ class WideBackwardWarpgroup {
 
     auto probabilities = compute_probabilities(scores, step, use, acc_s, alibi);
     auto dout = smem_tensor<typename SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, use.dout.stage);
-    smem_.full_do.wait_full(use.dout);
+    smem_.dout_ring.wait_full(use.dout);
     start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout), acc_dv, true);
     DqPieces acc_dq;
     if constexpr (!kFirst) start_dq(acc_dq, steps_ - 1);
     cute::warpgroup_wait<kFirst ? 0 : kDqGroups>();
     finished(acc_dv);
     cutlass::arch::fence_view_async_shared();
-    release(smem_.full_q, use.q);  // and lse
-    release(smem_.full_do, use.dout);
+    release(smem_.q_ring, use.q);  // and lse
+    release(smem_.dout_ring, use.dout);
     if constexpr (!kFirst) finish_dq(acc_dq, steps_ - 1);
     if constexpr (kPair) tile_ = tile;
     ++steps_;
@@ -162,9 +162,9 @@ class WideBackwardWarpgroup {
                                                         Accumulator& acc_s, const typename Scores::Alibi& alibi) {
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
     const TileRef tile{step.m_block, step.partial};
-    const auto lse_log2 = cuda::rows_of_queries(smem_.lse_log2[use.q.stage], at);
+    const auto lse_log2 = cuda::rows_of_queries(smem_.lse[use.q.stage].lse_log2, at);
     const ScoreUse buffer = RingState<Traits::kScoreBuffers>::after(steps_);
-    smem_.empty_p.wait_empty(buffer);
+    smem_.p_ring.wait_empty(buffer);
     if constexpr (kFeatured) {
       auto factor = accumulator<MmaScores, kBlockM>();
       const auto kept = scores.featured_probabilities(as_matrix(acc_s), as_matrix(factor), at, step.head, tile,
@@ -219,7 +219,7 @@ class WideBackwardWarpgroup {
     const ScoreUse buffer = RingState<Traits::kScoreBuffers>::after(steps_);
     const BackwardStep step = wait_queries(use);
     const int tile = tile_of(use);
-    smem_.full_do.wait_full(use.dout);
+    smem_.dout_ring.wait_full(use.dout);
     auto acc_dp = accumulator<MmaScores, kBlockM>();
     auto v = smem_tensor<typename SmemV::RowMajor>(smem_.v)(cute::_, cute::_, 0);
     auto dout = smem_tensor<typename SmemDo::RowMajor>(smem_.dout)(cute::_, cute::_, use.dout.stage);
@@ -231,7 +231,7 @@ class WideBackwardWarpgroup {
     for (int i = 0; i < kVectors; ++i) reinterpret_cast<uint4*>(p.data())[i] = source[i * kWarpgroup];
     cute::warpgroup_wait<0>();
     finished(acc_dp);
-    smem_.empty_p.release(buffer, thread_);
+    smem_.p_ring.release(buffer, thread_);
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
     const auto minus_delta = cuda::rows_of_queries(smem_.minus_delta[use.dout.stage], at);
     if constexpr (kFeatured)
@@ -239,22 +239,22 @@ class WideBackwardWarpgroup {
     else
       scores.gradients(as_matrix(p), as_matrix(acc_dp), minus_delta);
     auto ds = convert<Element>(acc_dp);
-    smem_.full_ds.wait_empty(buffer);
+    smem_.ds_ring.wait_empty(buffer);
     store_transposed(ds, smem_.ds + buffer.stage * SmemScores::kElements, thread_);
     if constexpr (kPair)
-      publish(smem_.own_ds, buffer, thread_);
+      publish(smem_.own_ds_ring, buffer, thread_);
     else
-      publish(smem_.full_ds, buffer, thread_);
+      publish(smem_.ds_ring, buffer, thread_);
 
     auto q = smem_tensor<typename SmemQ::Transposed>(smem_.q)(cute::_, cute::_, use.q.stage);
     start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q), acc_dk, true);
-    release(smem_.full_do, use.dout);  // and delta
+    release(smem_.dout_ring, use.dout);  // and delta
     const unsigned dq_step = kPair ? steps_ - 1 : steps_;
     DqPieces acc_dq;
     if constexpr (kHasDq) start_dq(acc_dq, dq_step);
     cute::warpgroup_wait<kHasDq ? kDqGroups : 0>();
     finished(acc_dk);
-    release(smem_.full_q, use.q);
+    release(smem_.q_ring, use.q);
     if constexpr (kHasDq) finish_dq(acc_dq, dq_step);
     if constexpr (kPair) tile_ = tile;
     ++steps_;
@@ -267,7 +267,7 @@ class WideBackwardWarpgroup {
   };
   __device__ __forceinline__ void start_dq(DqPieces& pieces, unsigned step) {
     const ScoreUse use = ScoreUse::after(step);
-    smem_.full_ds.wait_full(use);
+    smem_.ds_ring.wait_full(use);
     auto all_k = smem_tensor<typename SmemK::Transposed>(smem_.k)(cute::_, cute::_, 0);
     auto all_ds = smem_tensor<typename SmemScores::RowMajor>(smem_.ds)(cute::_, cute::_, use.stage);
     if constexpr (kPair) {
@@ -298,14 +298,14 @@ class WideBackwardWarpgroup {
     auto& acc = pieces.acc[kPiece];
     cute::warpgroup_wait<kPieces - 1 - kPiece>();
     finished(acc);
-    if constexpr (kPiece + 1 == kPieces) release(smem_.full_ds, ScoreUse::after(step));
+    if constexpr (kPiece + 1 == kPieces) release(smem_.ds_ring, ScoreUse::after(step));
     if constexpr (kPair) {
       const int piece = tile_ * Traits::kDqPieces + cluster_rank() * Traits::kWarpgroups + warpgroup_;
       cuda::add_to_dq_accum<kWarpgroup, cute::size(decltype(pieces.acc[0].layout()){})>(
           dq_accum_ + std::int64_t{piece} * Traits::kDqElements, acc.data(), thread_);
     } else {
-      store_dq(smem_.dq[warpgroup_], smem_.full_dq[warpgroup_], dq_pieces_, acc, thread_);
-      publish(smem_.full_dq[warpgroup_], RingState<Traits::kDqPieces>::after(dq_pieces_++), thread_);
+      store_dq(smem_.dq[warpgroup_], smem_.dq_ring[warpgroup_], dq_pieces_, acc, thread_);
+      publish(smem_.dq_ring[warpgroup_], RingState<Traits::kDqPieces>::after(dq_pieces_++), thread_);
     }
     if constexpr (kPiece + 1 < kPieces) finish_dq<kPiece + 1>(pieces, step);
   }
