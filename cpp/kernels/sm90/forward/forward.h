@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardMaps maps,
                    const __grid_constant__ ForwardSchedule schedule) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  auto& smem = *reinterpret_cast<typename Traits::Smem*>(smem_bytes);
+  auto& smem = *reinterpret_cast<ForwardSmem<Traits, kFeatures>*>(smem_bytes);
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Traits::kWarpgroups;
     smem.q_ring.init(1, kWarps);

@@ -58,7 +58,7 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   constexpr DType kType = cuda::kDType<typename Traits::Element>;
   cuda::DeviceGuard guard(p.device.index);
   auto kernel = forward_kernel<Traits, Policy, kFeatures>;
-  constexpr int kSmemBytes = Traits::kSmemBytes + kBiasBytes<Traits, kFeatures>;
+  constexpr int kSmemBytes = sizeof(ForwardSmem<Traits, kFeatures>);
   static_assert(kSmemBytes <= 227 * 1024);
   cuda::allow_shared_memory(kernel, kSmemBytes, p.device.index, prepared);
 

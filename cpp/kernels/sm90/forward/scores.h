@@ -19,9 +19,16 @@ using ForwardBias = std::conditional_t<
     cuda::has_bias_alone(kFeatures),
     cuda::BiasTile<typename Traits::Element, kWarpgroupRows, Traits::kBlockN, kWarpgroup, kWarpgroup / 32, true>,
     cuda::NoBiasTile>;
-// Of all warpgroups, behind Traits::Smem.
+// Shared memory with a place for each warpgroup's, where there is one.
+template <class Traits, cuda::Features kFeatures, int kBytes = ForwardBias<Traits, kFeatures>::kBytes>
+struct ForwardSmem : Traits::Smem {
+  alignas(16) char bias[Traits::kWarpgroups][kBytes];
+  __device__ char* bias_of(int warpgroup) { return bias[warpgroup]; }
+};
 template <class Traits, cuda::Features kFeatures>
-inline constexpr int kBiasBytes = Traits::kWarpgroups * ForwardBias<Traits, kFeatures>::kBytes;
+struct ForwardSmem<Traits, kFeatures, 0> : Traits::Smem {
+  __device__ char* bias_of(int) { return nullptr; }
+};
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 class ForwardScores {
@@ -36,10 +43,10 @@ class ForwardScores {
   using Bias = ForwardBias<Traits, kFeatures>;
   using Factors = float[kRows];
 
-  // bias: kBiasBytes.
-  __device__ ForwardScores(const ForwardParams& p, void* bias, int warpgroup)
+  // bias: of this warpgroup, in shared memory.
+  __device__ ForwardScores(const ForwardParams& p, char* bias, int warpgroup)
       : p_(p),
-        bias_(static_cast<char*>(bias) + warpgroup * Bias::kBytes),
+        bias_(bias),
         warpgroup_(warpgroup),
         scale_first_(kHasScore<Policy> || kBiasAlone || (cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) ||
                      !cuda::scales_exponents(p.score.softmax_scale)),

@@ -81,13 +81,13 @@ class ForwardWarpgroup {
   static constexpr int kBlockN = Traits::kBlockN;
 
  public:
-  __device__ ForwardWarpgroup(const ForwardParams& p, typename Traits::Smem& smem, int warpgroup)
+  __device__ ForwardWarpgroup(const ForwardParams& p, ForwardSmem<Traits, kFeatures>& smem, int warpgroup)
       : smem_(smem),
         warpgroup_(warpgroup),
         uncommon_(KeyTile::uncommon(warpgroup)),
         input_(smem),
         turn_(warpgroup),
-        scores_(p, &smem + 1, warpgroup) {}
+        scores_(p, smem.bias_of(warpgroup), warpgroup) {}
 
   __device__ void run() {
     next_ = input_.announcement(0);
