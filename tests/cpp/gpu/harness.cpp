@@ -111,6 +111,14 @@ BackwardParams read_params(Words& w, double softmax_scale, double softcap) {
   p.score.dropout.state = w.pointer<const std::uint64_t>();
   p.score.dropout.state_batch = w.integer();
   p.score.dropout.heads_each = p.score.dropout.state_batch == 0 ? p.num_heads : 0;
+  p.seqused_q = w.pointer<const std::int32_t>();
+  p.seqused_k = w.pointer<const std::int32_t>();
+  p.sink.ptr = w.pointer<const float>();
+  p.dsink = w.pointer<float>();
+  p.pages.table = w.pointer<const std::int32_t>();
+  p.pages.batch = w.integer();
+  p.pages.size = w.number();
+  p.pages.count = w.number();
   p.score.softmax_scale = static_cast<float>(softmax_scale);
   p.score.softcap = static_cast<float>(softcap);
   return p;

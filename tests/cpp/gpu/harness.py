@@ -85,6 +85,10 @@ class Problem:
     state: torch.Tensor | None = None
     cu_q: torch.Tensor | None = None
     cu_k: torch.Tensor | None = None
+    used_q: torch.Tensor | None = None  # int32 (batch), of a batched problem
+    used_k: torch.Tensor | None = None
+    sink: torch.Tensor | None = None  # (heads)
+    table: torch.Tensor | None = None  # int32 (batch, pages each): k and v are pages
     deterministic: bool = False
 
     @property
@@ -138,7 +142,9 @@ class Harness:
         """The library's name of what a kernel belongs to: "sm80" or "sm90"."""
         return self.lib.harness_architecture(index).decode().rstrip("a").replace("_", "")
 
-    def words(self, p: Problem, out, lse, dout=None, dq=None, dk=None, dv=None, dlse=None):
+    def words(
+        self, p: Problem, out, lse, dout=None, dq=None, dk=None, dv=None, dlse=None, dsink=None
+    ):
         p.mask.upload(p.q.device)
         packed = p.packed
         words = [DTYPES[p.q.dtype], p.q.device.index or 0]
@@ -149,7 +155,8 @@ class Harness:
             sizes = [int(lengths_q.max()), int(lengths_k.max()), p.q.shape[0], p.k.shape[0]]
         else:
             batch = p.q.shape[0]
-            sizes = [p.q.shape[1], p.k.shape[1], 0, 0]
+            keys = p.k.shape[1] * (1 if p.table is None else p.table.shape[1])
+            sizes = [p.q.shape[1], keys, p.q.shape[1], keys]
         words += [batch, heads, kv, p.q.shape[-1], p.v.shape[-1], *sizes]
         words += [p.cu_q.data_ptr(), p.cu_k.data_ptr()] if packed else [0, 0]
         words.append(int(p.deterministic))
@@ -183,6 +190,10 @@ class Harness:
             words += [0, 0]
         else:
             words += [p.state.data_ptr(), p.state.stride(0) if p.state.dim() == 2 else 0]
+        for t in (p.used_q, p.used_k, p.sink, dsink, p.table):
+            words.append(0 if t is None else t.data_ptr())
+        pages = [0, 0, 0] if p.table is None else [p.table.stride(0), p.k.shape[1], p.k.shape[0]]
+        words += pages
         return (ctypes.c_int64 * len(words))(*words)
 
     def pick(self, op, p: Problem, words, all_fitting=False):

@@ -64,8 +64,26 @@ def many_keys(tile_m, tile_n):
     return ((tile_m + 9, 4096 + tile_n + 7),)
 
 
-def problem(entry, make, features, block, size, aligned, packed, narrow_v, bias):
-    """Tensors by `make`: empty will do to ask whether a kernel takes it."""
+def serve(p, tile_n, page_size):
+    """p with used lengths and sinks, and with keys in pages where page_size is not 0."""
+    (batch, rows), keys = p.q.shape[:2], p.k.shape[1]
+    p.used_q = torch.tensor([rows - 7, 0], dtype=torch.int32).cuda()
+    p.used_k = torch.tensor([keys - 2, tile_n + 3], dtype=torch.int32).cuda()
+    p.sink = torch.randn(p.q.shape[2]).cuda()
+    if page_size:
+        each = -(-keys // page_size)
+        table = torch.randperm(batch * each).to(torch.int32).reshape(batch, each)
+        p.table = table.cuda()
+        p.k, p.v = (
+            x[:, :1].repeat_interleave(each * page_size, 1).reshape(-1, page_size, *x.shape[2:])
+            for x in (p.k, p.v)
+        )
+    return p
+
+
+def problem(entry, make, features, block, size, aligned, packed, narrow_v, bias, page_size):
+    """Tensors by `make`: empty will do to ask whether a kernel takes it. page_size: None where all
+    rows are used, else as in serve()."""
     _, code, head_dim, mask, _, tile_m, tile_n, _ = entry
     dtype = next(dtype for dtype, c in DTYPES.items() if c == code)
     rows, keys = size
@@ -97,7 +115,7 @@ def problem(entry, make, features, block, size, aligned, packed, narrow_v, bias)
         p.bias = make(1, heads, rows, in_memory, dtype=bias or dtype)[..., :keys]
     if "alibi" in features:
         p.alibi = torch.rand(heads).cuda()
-    return p
+    return p if page_size is None else serve(p, tile_n, page_size)
 
 
 def arguments(harness, p, make):
@@ -108,7 +126,10 @@ def arguments(harness, p, make):
     lse = make(*rows, dtype=torch.float32)
     dout = make(*out.shape, dtype=dtype)
     grads = [make(*t.shape, dtype=dtype) for t in (p.q, p.k, p.v)]
-    return harness.words(p, out, lse, dout, *grads), (out, lse, dout, grads)
+    if p.sink is not None:
+        grads.append(make(*p.sink.shape, dtype=torch.float32))
+    words = harness.words(p, out, lse, dout, *grads[:3], dsink=(*grads, None)[3])
+    return words, (out, lse, dout, grads)
 
 
 def takes(harness, index, p):
@@ -119,10 +140,10 @@ def takes(harness, index, p):
 
 def touch(
     harness, index, *, aligned=True, packed=False, deterministic=False, growing=False, scale=None,
-    bias=torch.float32,
+    bias=torch.float32, page_size=None,
 ):  # fmt: skip
     """Whether the kernel takes a problem, which it then has run; growing: in its last keys. A bias
-    of None is of q's type; of any but float32, there is one."""
+    of None is of q's type; of any but float32, there is one. page_size: see problem()."""
     entry = harness.entries[index]
     tile = entry[5], entry[6]
     blocks = ((128, 128), tile) if KINDS[entry[3]] == "block_sparse" else ((0, 0),)
@@ -132,7 +153,7 @@ def touch(
     widths = (False, True) if entry[2] == 192 else (False,)  # 192 x 128 has kernels of its own
     sizes = many_keys(*tile) if growing or entry[7] else lengths(*tile)
     for size, features, block, narrow_v in itertools.product(sizes, all_features, blocks, widths):
-        what = features, block, size, aligned, packed, narrow_v, bias
+        what = features, block, size, aligned, packed, narrow_v, bias, page_size
         shape = problem(entry, empty, *what)
         shape.softmax_scale = scale
         if not takes(harness, index, shape):
@@ -208,6 +229,12 @@ def main():
             packed, deterministic = turn % 2 == 1, turn % 3 == 0
             done = touch(harness, index, packed=packed, deterministic=deterministic)
             touch(harness, index, aligned=False)  # of those that take any alignment
+            if "_plain_" in name:
+                page_sizes = [0]
+                if harness.entries[index][0] == FORWARD:
+                    page_sizes.append(5 if harness.backend(index) == "sm80" else 16)
+                for page_size in page_sizes:
+                    touch(harness, index, deterministic=deterministic, page_size=page_size)
             vectors = (None, torch.bool) if "_featured_" in name else ()
             for bias in vectors:
                 done |= touch(harness, index, packed=packed, deterministic=deterministic, bias=bias)
