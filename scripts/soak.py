@@ -79,7 +79,11 @@ def soaked(seed: int, largest_head_dim: int, dtypes: list[str]) -> Problem:
         shape = (p.batch, p.num_heads, *p.max_seqlen)
         rows = (n if of > 1 else 1 for n, of in zip(shape[:3], p.bias[1]))
         p = replace(p, bias=(p.bias[0], (*rows, shape[3])))
-    return p
+    used_q, used_k = (
+        tuple(int(rng.integers(0, n + 1)) for n in lengths) if used else ()
+        for lengths, used in ((p.lengths_q, p.used_q), (p.lengths_k, p.used_k))
+    )
+    return replace(p, used_q=used_q, used_k=used_k, sink=False)
 
 
 def grown(p: Problem, rng: np.random.Generator) -> Problem:
@@ -205,6 +209,9 @@ class Pool:
             for name, lengths in (("cu_seqlens_q", p.lengths_q), ("cu_seqlens_k", p.lengths_k)):
                 ends = np.cumsum([0, *lengths]).astype(np.int32)
                 x[name] = torch.from_numpy(ends).to(device)
+        for name, used in (("seqused_q", p.used_q), ("seqused_k", p.used_k)):
+            if used:
+                x[name] = torch.tensor(used, dtype=torch.int32, device=device)
         return x
 
 
@@ -261,6 +268,8 @@ def launch(p: Problem, mask: Any, x: dict[str, Any], backend: str) -> Launched:
         "dropout_p": p.dropout_p, **p.options,
         "alibi_slopes": x.get("alibi_slopes"), "bias": x.get("bias"),
     }  # fmt: skip
+    if not p.packed:
+        call |= {"seqused_q": x.get("seqused_q"), "seqused_k": x.get("seqused_k")}
     if p.dropout_seeds:
         call["seed"] = torch.tensor(p.dropout_seeds, device=x["q"].device)
     else:

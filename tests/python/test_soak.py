@@ -77,7 +77,8 @@ def test_problems_are_larger_and_valid(script):
     assert any(np.ndim(p.dropout_seeds) == 2 and p.batch > 100 for p in problems)  # crowded
     kinds = {type(p.mask).__name__ for p in problems}
     assert kinds == {"NoneType", "BandSpec", "Blocks"}
-    for feature in ("packed", "alibi", "bias", "softcap", "dropout_p", "dlse", "options"):
+    features = "packed alibi bias softcap dropout_p dlse options used_q used_k"
+    for feature in features.split():
         assert {bool(getattr(p, feature)) for p in problems} == {False, True}
 
 
@@ -96,7 +97,7 @@ def test_random_bytes(shape):
 @pytest.mark.parametrize("seed", [*range(16), 74, 83, 189, 205])
 def test_definition_and_bounds(seed):
     """All heads at once give what a walk over rows gives, and the bounds of single heads."""
-    p = replace(generate(seed, "gpu"), negative_strides=False)
+    p = replace(generate(seed, "gpu"), negative_strides=False, sink=False)
     (p,) = not_empty([p]) or [replace(p, lengths_q=(3,), lengths_k=(4,), mask=None, packed=False)]
     placed = inputs(p)
     want = verify.expected(p, placed)

@@ -3,7 +3,8 @@
 ``reference`` walks over queries, which takes too long for problems by the hundred thousand. Here
 S and P are whole matrices, (batch, num_heads, longest seqlen_q, longest seqlen_k), on any device,
 by the formulas of ``naive``. The tests hold both against ``reference``.
-Packed sequences are padded, with queries that see no key and keys that no query sees.
+Packed sequences are padded, with queries that see no key and keys that no query sees, as those
+behind used lengths are. Sinks are left to ``reference``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,15 @@ Tensor = Any
 
 
 class Padding:
-    """Between packed rows and (batch, num_heads, longest, …); batched ones are there already."""
+    """Between packed rows and (batch, num_heads, longest, …); batched ones are there already.
 
-    def __init__(self, lengths: tuple[int, ...], tail: int, packed: bool, device: str):
+    used: how many of the rows of each sequence are, if not all.
+    """
+
+    def __init__(
+        self, lengths: tuple[int, ...], tail: int, packed: bool, device: str,
+        used: tuple[int, ...] = (),
+    ):  # fmt: skip
         self.lengths, self.tail, self.packed = lengths, tail, packed
         self.longest = max(lengths)
         if packed:
@@ -33,18 +40,26 @@ class Padding:
             rows = np.where(inside, first[:, None] + longest, 0)
             self.rows = torch.from_numpy(rows).to(device)  # of padded places
             self.places = torch.from_numpy(np.flatnonzero(inside)).to(device)  # of rows
-        self.length = torch.tensor(lengths, device=device)[:, None]
+        self.length = torch.tensor(used or lengths, device=device)[:, None]
+        self.unused = None  # rows, (batch, 1, longest)
+        if used:
+            self.unused = (torch.arange(self.longest, device=device) >= self.length)[:, None]
 
     def take(self, x: Tensor) -> Tensor:
         """(batch, num_heads, longest, width) in float64 of an array as calls take it."""
-        return (x[self.rows] if self.packed else x).transpose(1, 2).double()
+        return self._used((x[self.rows] if self.packed else x).transpose(1, 2).double())
+
+    def _used(self, x: Tensor) -> Tensor:
+        """0 in rows that are not used, whatever lies there."""
+        return x if self.unused is None else x.masked_fill(self.unused[..., None], 0)
 
     def take_lse(self, x: Tensor) -> Tensor:
-        return (x[:, self.rows].transpose(0, 1) if self.packed else x).double()
+        x = (x[:, self.rows].transpose(0, 1) if self.packed else x).double()
+        return x if self.unused is None else x.masked_fill(self.unused, 0)
 
     def give(self, x: Tensor) -> Tensor:
-        """Back; rows behind the last sequence are 0."""
-        x = x.transpose(1, 2)
+        """Back; rows behind the last sequence, and those that are not used, are 0."""
+        x = self._used(x).transpose(1, 2)
         if not self.packed:
             return x
         rows = x.reshape(-1, *x.shape[2:])[self.places]
@@ -52,7 +67,7 @@ class Padding:
 
     def give_lse(self, x: Tensor, unseen: float) -> Tensor:
         if not self.packed:
-            return x
+            return x if self.unused is None else x.masked_fill(self.unused, unseen)
         x = x.transpose(0, 1).flatten(1)[:, self.places]
         return torch.cat([x, x.new_full((len(x), self.tail), unseen)], 1)
 
@@ -63,9 +78,10 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
     ``x`` holds q, k, v, dout and, where there are any, dlse, bias and alibi_slopes.
     """
     assert p.bias is None or "bias" in x
+    assert not p.sink
     device = x["q"].device
-    of_q = Padding(p.lengths_q, p.tail[0], p.packed, device)
-    of_k = Padding(p.lengths_k, p.tail[1], p.packed, device)
+    of_q = Padding(p.lengths_q, p.tail[0], p.packed, device, p.used_q)
+    of_k = Padding(p.lengths_k, p.tail[1], p.packed, device, p.used_k)
     group = p.num_heads // p.num_heads_kv
     q, dout = of_q.take(x["q"]), of_q.take(x["dout"])
     k, v = (of_k.take(x[name]).repeat_interleave(group, 1) for name in "kv")

@@ -187,10 +187,9 @@ def generate(seed: int, backend: str = "cpu") -> Problem:
     if problem.dropout_p and (kind := own.random()) < 0.6:
         words = [(int(s), int(o)) for s, o in own.integers(0, 2**63, (batch, 2))]
         problem = replace(problem, dropout_seeds=words[0] if kind < 0.3 else tuple(words))
-    if backend == "cpu":
-        own = np.random.default_rng([seed, 4])
-        problem = _used(problem, own) if not packed else problem
-        problem = replace(problem, sink=bool(own.random() < 0.2))
+    own = np.random.default_rng([seed, 4])
+    problem = _used(problem, own) if not packed else problem
+    problem = replace(problem, sink=bool(own.random() < 0.2))
     # The fast kernels of a GPU take only what is aligned: most problems should be theirs.
     if backend == "cpu" or chance(0.25):
         return problem
