@@ -35,6 +35,12 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, cutlass::arch:
   }
 }
 
+// By one thread, before the first copies: these would else wait for the descriptors.
+template <class... Maps>
+__device__ __forceinline__ void prefetch_maps(const Maps&... maps) {
+  (cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&maps)), ...);
+}
+
 // Starts the copy of a part of a tile, a box of the map that comes to its row `first`. A swizzle repeats every eight
 // rows: first is a multiple of that.
 template <class kTile>

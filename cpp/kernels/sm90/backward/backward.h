@@ -45,7 +45,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                     const __grid_constant__ cuda::BackwardSchedule schedule) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::Smem*>(smem_bytes);
-  if (threadIdx.x == 0) smem.init();
+  if (threadIdx.x == 0) {
+    prefetch_maps(maps.q, maps.k, maps.v, maps.dout);
+    smem.init();
+  }
   cutlass::arch::fence_barrier_init();
   __syncthreads();
   cuda::allow_next_kernel();       // the last pass
@@ -61,7 +64,10 @@ __global__ void __cluster_dims__(Traits::kClusterSize) __launch_bounds__(Traits:
                             const __grid_constant__ cuda::BackwardSchedule schedule) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<typename Traits::Smem*>(smem_bytes);
-  if (threadIdx.x == 0) smem.init();
+  if (threadIdx.x == 0) {
+    prefetch_maps(maps.q, maps.k, maps.v, maps.dout);
+    smem.init();
+  }
   cutlass::arch::fence_barrier_init();
   cute::cluster_sync();
   cuda::allow_next_kernel();

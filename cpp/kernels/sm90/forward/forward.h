@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto& smem = *reinterpret_cast<ForwardSmem<Traits, kFeatures>*>(smem_bytes);
   if (threadIdx.x == 0) {
+    prefetch_maps(maps.q, maps.k, maps.v);
     constexpr int kWarps = 4 * Traits::kWarpgroups;
     smem.q_ring.init(1, kWarps);
     smem.k_ring.init(1, kWarps);
