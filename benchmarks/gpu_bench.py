@@ -280,6 +280,74 @@ def few_queries_of(
     return rows
 
 
+CACHES = (  # batch, queries, used keys, heads, heads of keys, head_dim
+    (1, 1, 16384, 32, 8, 128),
+    (16, 1, 8192, 32, 8, 128),
+    (128, 1, 2048, 32, 8, 128),
+    (16, 4, 8192, 32, 8, 128),
+    (64, 1, 4096, 16, 16, 64),
+    (1, 512, 32768, 32, 8, 128),
+)
+PAGE_SIZES = (16, 64, 256)
+
+
+def caches(wanted: Wanted) -> list[Row]:
+    """Keys in a cache: used lengths, equal and not, and pages, beside the same keys alone."""
+    shapes = [s for s in CACHES if wanted.dims is None or s[-1] in wanted.dims]
+    return [row for s in shapes if not wanted.quick or s[2] <= 4096 for row in caches_of(*s)]
+
+
+def caches_of(
+    batch: int, queries: int, keys: int, heads: int, heads_kv: int, dim: int
+) -> list[Row]:
+    """Calls on keys of their own, as in few_queries_of(). Several queries are causal.
+
+    "unequal": a sequence has between 1/16 and 31/16 of the keys that the others have on average.
+    """
+    mask = fs.Causal() if queries > 1 else None
+    size = 4 * batch * keys * heads_kv * dim  # bytes of the used K and V
+    spread = torch.linspace(1 / 16, 31 / 16, batch) if batch > 1 else torch.ones(1)
+    unequal = (spread * keys).int()[torch.randperm(batch)].to(DEVICE)
+    unequal[0] += batch * keys - int(unequal.sum())
+    equal = torch.full_like(unequal, keys)
+    turns = range(1 + BEYOND_CACHES // size)
+
+    def random(*shape: int) -> Any:
+        return torch.randn(shape, device=DEVICE).bfloat16()
+
+    qs = [random(batch, queries, heads, dim) for _ in turns]
+    runs: Runs = {}
+
+    def add(name: str, inputs: list[Any], **given: Any) -> None:
+        def run() -> None:
+            for q, (k, v) in zip(qs, inputs, strict=True):
+                fs.torch.attention(q, k, v, mask=mask, **given)
+
+        runs[name] = run
+
+    alone = [random(2, batch, keys, heads_kv, dim) for _ in turns]
+    add("alone", alone)
+    runs[READ] = lambda: [kv.view(torch.float32).sum() for kv in alone]
+    cache = [random(2, batch, 2 * keys, heads_kv, dim) for _ in turns]
+    add("used", cache, seqused_k=equal)
+    add("unequal", cache, seqused_k=unequal)
+    for page in PAGE_SIZES:  # the same memory as the cache, its pages in any order
+        each = 2 * keys // page
+        table = torch.randperm(batch * each, device=DEVICE).int().view(batch, each)
+        pages = [kv.view(2, batch * each, page, heads_kv, dim) for kv in cache]
+        add(f"pages of {page}", pages, seqused_k=equal, block_table=table)
+    row = {"batch": batch, "queries": queries, "keys": keys, "heads": heads}
+    row |= {"heads_kv": heads_kv, "head_dim": dim, "bytes": size}
+    rows = []
+    for name, times in timed(runs).items():
+        of_call = [1e3 * t / len(turns) for t in (times.ms, times.p10, times.p90)]
+        spread_of = dict(zip(("us", "us_p10", "us_p90"), of_call, strict=True))
+        rows.append({**row, "name": name, **spread_of, "way": times.way})
+    shown = ", ".join(f"{r['name']} {r['us']:.1f}" for r in rows)
+    print(f"{batch} x {queries} queries, {keys} used keys, d{dim}: {shown} us", flush=True)
+    return rows
+
+
 def windows(wanted: Wanted, window: int = 1024, block: int = 128) -> list[Row]:
     """Windows, as parts of the time without one, beside the part of the blocks that they touch."""
     rows = []
@@ -560,6 +628,7 @@ SECTIONS: dict[str, Callable[[Wanted], list[Row]]] = {
     "gqa": gqa,
     "many_short": many_short,
     "few_queries": few_queries,
+    "caches": caches,
     "windows": windows,
     "packed": packed,
     "sparse": sparse,

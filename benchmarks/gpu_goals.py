@@ -37,6 +37,8 @@ FEATURES_OFF = 1.15  # of the plain kernels
 OF_A_READ = 0.9  # of the rate of a read of K and V, from so many bytes on:
 FROM_BYTES = 64e6
 DECODE_US = 7.5  # of one query of 1024 keys
+PAGES = 1.03  # of the time of the same cache in one piece
+CHUNK = 0.95  # of the rate of the same keys alone, of a chunk of a prompt on pages
 
 
 def table(record: Record) -> str:
@@ -284,6 +286,29 @@ def few_queries(record: Record) -> list[list[str]]:
     return rows
 
 
+def caches(record: Record) -> list[list[str]]:
+    shape = ("batch", "queries", "keys", "heads", "heads_kv", "head_dim", "bytes")
+    if "caches" not in record:  # of an older bench
+        return []
+    read, pages, chunk = [], [], []
+    for cell, of in by_name(record["caches"], shape, "us").items():
+        batch, queries, keys, heads, heads_kv, dim, size = cell
+        where = f"{batch} × {queries} × {length(keys)}, {heads}:{heads_kv} × {dim}"
+        paged = {name: us for name, us in of.items() if name.startswith("pages")}
+        if queries > 16:
+            chunk += [(of["alone"] / us, f"{where}, {name}") for name, us in paged.items()]
+            continue
+        if size >= FROM_BYTES:
+            read += [(of[READ] / of[name], f"{where}, {name}") for name in ("used", "unequal")]
+        pages += [(us / of["used"], f"{where}, {name}") for name, us in paged.items()]
+    return [
+        line("used lengths: rate, of a read's", str(OF_A_READ), read, lambda x: x >= OF_A_READ),
+        line("pages, of the time in one piece", f"at most {PAGES}", pages, lambda x: x <= PAGES),
+        line("a chunk of a prompt on pages: rate, of the same keys alone", str(CHUNK), chunk,
+             lambda x: x >= CHUNK),
+    ]  # fmt: skip
+
+
 def deterministic(record: Record) -> list[list[str]]:
     cells = [
         (r["of_default"], place("bwd", r["head_dim"], r["causal"], r["seqlen"]))
@@ -314,6 +339,7 @@ GOALS: tuple[Callable[[Record], list[list[str]]], ...] = (
     packed,
     gpt2,
     few_queries,
+    caches,
     deterministic,
     features_off,
 )

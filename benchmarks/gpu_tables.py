@@ -266,6 +266,28 @@ def few_queries_table(rows: list[Record]) -> str:
     return f"{text}\n\n{markdown_table(header, table, 5)}"
 
 
+def caches_table(rows: list[Record]) -> str:
+    names = [name for name in dict.fromkeys(r["name"] for r in rows) if name != READ]
+    shape = ("batch", "queries", "keys", "heads", "heads_kv", "head_dim", "bytes")
+    table = []
+    for (batch, queries, keys, heads, heads_kv, dim, size), of in by_name(
+        rows, shape, "us"
+    ).items():
+        line = [str(batch), str(queries), length(keys), f"{heads} / {heads_kv}", str(dim)]
+        line += [f"{of[name]:.1f}" for name in names]
+        line += [f"{size / of['used'] / 1e6:.2f}", f"{of[READ] / of['used']:.2f}"]
+        table.append(line)
+    header = ["batch", "queries", "keys", "heads / of keys", "head_dim", *names]
+    header += ["TB/s, used", "of a read"]
+    text = (
+        "Forward, bf16, µs a call as above. Each sequence uses so many keys of a cache of twice as "
+        "many. alone: the same keys without a cache. unequal: sequences of 1/16 to 31/16 of them. "
+        "Pages lie in any order. Of a read: the rate beside that of PyTorch's sum over the bytes."
+    )
+    header, table = with_spread(header, table, grouped(rows, shape).values(), "us")
+    return f"{text}\n\n{markdown_table(header, table, 5)}"
+
+
 def many_short_table(rows: list[Record]) -> str:
     ours = sorted({r["name"] for r in rows} - set(PEERS))
     columns = [*PEERS, *ours]
@@ -404,6 +426,7 @@ def features_table(rows: list[Record]) -> str:
 TABLES: dict[str, tuple[str, Callable[[list[Record]], str]]] = {
     "many_short": ("Many short sequences", many_short_table),
     "few_queries": ("Few queries, many keys", few_queries_table),
+    "caches": ("Caches of keys", caches_table),
     "windows": ("Sliding windows", windows_table),
     "packed": ("Packed sequences of long-tailed lengths", packed_table),
     "sparse": ("Block-sparse, blocks of 128 × 128", sparse_table),

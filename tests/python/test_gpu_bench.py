@@ -199,6 +199,8 @@ def test_every_section_runs_and_renders(modules, put, monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "backends", lambda: ["cpu"])
     monkeypatch.setattr(bench, "MANY_SHORT", ((30, 1), (5, 17)))
     monkeypatch.setattr(bench, "FEW", ((1, 1, 1024, 4, 2, 64), (1, 8, 64, 2, 2, 64)))
+    shapes = ((1, 1, 128, 4, 2, 64), (3, 1, 128, 4, 2, 64), (1, 20, 256, 2, 2, 64))
+    monkeypatch.setattr(bench, "CACHES", shapes)
     monkeypatch.setattr(bench, "GPT2_MEDIUM", (1, 32, 2, 64))
     monkeypatch.setattr(bench, "BEYOND_CACHES", 1 << 16)
     sections = {name: f for name, f in bench.SECTIONS.items() if name != "features_off"}
@@ -219,7 +221,8 @@ def test_every_section_runs_and_renders(modules, put, monkeypatch, tmp_path):
     assert all(r["ms_p10"] <= r["ms"] <= r["ms_p90"] for r in rows["dense"])
     assert all(r["extra_bytes"] == 3 << 20 for r in rows["many_short"])
     assert {r["kind"] for r in rows["many_short"]} == {"batched", "packed"}
-    assert "read" in {r["name"] for r in rows["few_queries"]}
+    for section in ("few_queries", "caches"):
+        assert "read" in {r["name"] for r in rows[section]}
 
     page = modules.tables.bench_section("x", record, modules.goals.text(record))
     assert "captured in CUDA graphs" in page and "Not in this record: features_off." in page

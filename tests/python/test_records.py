@@ -410,6 +410,12 @@ def test_goals_are_counted(monkeypatch):
     )
     assert one[2:] == ["0 of 1", "8.000 (1 × 1K, 32:8 × 128)"]
     assert read[2:] == ["0 of 1", "0.875 (1 × 1K, 32:8 × 128)"]
+    times = {"alone": 9.0, "used": 10.0, "unequal": 12.0, "read": 9.5, "pages of 16": 10.2}
+    rows = [{**decode, "bytes": 1e8, "name": name, "us": us} for name, us in times.items()]
+    rows += [{**r, "queries": 512} for r in rows]
+    read, pages, chunk = goals.caches({"caches": rows})
+    assert [line[2] for line in (read, pages, chunk)] == ["1 of 2", "1 of 1", "0 of 1"]
+    assert chunk[3] == "0.882 (1 × 512 × 1K, 32:8 × 128, pages of 16)"
     gpt2 = {"name": "sm90", "dropout": 0.0, "fwd_ms": 0.4, "bwd_ms": 1.2}
     for device, rows in (("NVIDIA H200", 2), ("NVIDIA H100 80GB HBM3", 0)):  # ms are an H200's
         assert len(goals.gpt2({"device": device, "gpt2_medium": [gpt2]})) == rows
