@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _bindings, _frameworks
+from . import _bindings, _contents, _frameworks
 from ._errors import InvalidArgument
 
 
@@ -50,6 +50,8 @@ def kv_append(
         if cache is None:
             raise InvalidArgument(f"{name}: None; an array")
         _frameworks.own(name, cache)
+    if _contents.ON:
+        _contents.check_append(k_cache, k, seqused_k, block_table, rotary_cos, q, q_advances)
     turned = None
     if q is not None:
         framework = _frameworks.of(q)
