@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Integral
 from typing import Any, TypeAlias
 
 from . import _bindings
@@ -23,10 +24,8 @@ ON = os.environ.get("FLASHSDK_CHECK", "") not in ("", "0")
 Finding: TypeAlias = tuple[Any, Callable[[int, int, int], str]]
 
 
-def check_call(
-    q: Any, k: Any, packed: _bindings.Packed, options: _bindings.Options, *, paged: bool
-) -> None:
-    """Raises ``Error`` for lengths or pages of a forward, or of a backward without ``paged``."""
+def check_call(q: Any, k: Any, packed: _bindings.Packed, options: _bindings.Options) -> None:
+    """Raises ``Error`` for lengths or pages of a forward or a backward."""
     if not _can_check(q, k):
         return
     if packed:
@@ -37,7 +36,7 @@ def check_call(
         ]
     else:
         seqused_q, seqused_k, _, block_table, _ = options[11:]
-        findings = list(_batched(q, k, seqused_q, seqused_k, block_table if paged else None))
+        findings = list(_batched(q, k, seqused_q, seqused_k, block_table))
     _raise_first(findings)
 
 
@@ -48,7 +47,9 @@ def check_append(
     """The same of ``kv_append``, for its arguments."""
     if not _can_check(k_cache, k) or not k.dim() == k_cache.dim() == 4:
         return
-    queries = 0 if q is None or q.dim() != 4 else q.shape[1] if q_advances else 1
+    queries = 0
+    if _is_tensor(q, 4):
+        queries = q.shape[1] if q_advances else 1
     _raise_first(_append(k_cache, k, seqused_k, block_table, rotary_cos, queries))
 
 
@@ -105,10 +106,11 @@ def _packed(side: str, q: Any, x: Any, cu_seqlens: Any, max_seqlen: Any) -> Iter
     yield from _first(after < before, before, ascending, after)
     allowed = f"at most total_{side} {total}"
     yield from _first(last > total, last, lambda _, n, __: f"{name}: ends with {n}; {allowed}")
-    if before.numel():
+    if before.numel() and isinstance(max_seqlen, Integral):
+        most = min(max(int(max_seqlen), -1), total)  # none is longer than all together
         given = f"max_seqlen_{side}: {max_seqlen}; at least the longest sequence"
         longest = (after - before).max()[None]
-        yield from _first(longest > max_seqlen, longest, lambda _, n, __: f"{given}, {n}")
+        yield from _first(longest > most, longest, lambda _, n, __: f"{given}, {n}")
 
 
 def _append(
@@ -128,7 +130,7 @@ def _append(
         seqused_k,
         lambda b, n, _: f"seqused_k: {n} of sequence {b}; {allowed}",
     )
-    if rotary_cos is not None:
+    if _is_tensor(rotary_cos, 2):
         positions, end = rotary_cos.shape[0], seqused_k + max(added, queries)
         given = f"rotary_cos: {positions} positions"
         yield from _first(
@@ -166,13 +168,17 @@ def _pages(
     )
 
 
+def _is_tensor(x: Any, rank: int) -> bool:
+    return isinstance(x, sys.modules["torch"].Tensor) and x.dim() == rank
+
+
 def _fits(x: Any, like: Any, *shape: int | None) -> bool:
     """Whether ``x`` is int32, where ``like`` is and of this shape, in which None is any number."""
-    torch = sys.modules["torch"]
-    if not isinstance(x, torch.Tensor) or x.dtype != torch.int32 or x.device != like.device:
+    if not _is_tensor(x, len(shape)):
         return False
-    wanted = zip(x.shape, shape, strict=False)
-    return x.dim() == len(shape) and all(n is None or m == n for m, n in wanted)
+    if x.dtype != sys.modules["torch"].int32 or x.device != like.device:
+        return False
+    return all(n is None or m == n for m, n in zip(x.shape, shape, strict=True))
 
 
 def _first(

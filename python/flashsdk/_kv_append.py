@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _bindings, _contents, _frameworks
-from ._errors import InvalidArgument
+from ._errors import InvalidArgument, has, shown
 
 
 def kv_append(
@@ -54,6 +54,8 @@ def kv_append(
         _contents.check_append(k_cache, k, seqused_k, block_table, rotary_cos, q, q_advances)
     turned = None
     if q is not None:
+        if not has(q, "shape"):
+            raise InvalidArgument(f"q: {shown(q)}; an array with a shape")
         framework = _frameworks.of(q)
         turned = framework.empty_like(q, q)
     tensors = (k_cache, v_cache, k, v, seqused_k, block_table, q, turned, rotary_cos, rotary_sin)

@@ -377,7 +377,7 @@ def _forward(
     if _log.ON:
         _log.call("mha_varlen_fwd" if packed else "mha_fwd", False, (q, k, v), packed, options)
     if _contents.ON:
-        _contents.check_call(q, k, packed, options, paged=True)
+        _contents.check_call(q, k, packed, options)
     framework = _frameworks.of(q)
     new_out, new_lse = out is None, lse is None
     try:
@@ -417,7 +417,7 @@ def _backward(
     if _log.ON:
         _log.call("mha_varlen_bwd" if packed else "mha_bwd", True, (q, k, v), packed, options)
     if _contents.ON:
-        _contents.check_call(q, k, packed, options, paged=False)
+        _contents.check_call(q, k, packed, options)
     framework = _frameworks.of(q)
     sink: Any = options[_SINK]
     dsink = given[3]

@@ -133,6 +133,8 @@ def test_what_is_right_runs(case, only_the_check, monkeypatch):
         lambda: append(int32(9, 9)[None]),
         lambda: append(int32(2, 2), TABLE.float() + 9),
         lambda: packed(CU[0].long(), CU[1][None]),
+        lambda: packed(*CU, "2", 2**70),
+        lambda: append(int32(6, 6), q=Q[0], rotary_cos=[0.0], rotary_sin=3),
     ],
 )
 def test_shapes_and_dtypes_are_the_librarys(call, only_the_check):
