@@ -25,6 +25,11 @@ LENGTHS = (OFFSETS, OFFSETS, 40, 40)
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0])
 BIAS = torch.linspace(-2, 2, 4 * 70 * 70).view(1, 4, 70, 70)
 SEEN = torch.arange(140).view(2, 1, 1, 70) % 3 > 0
+SINK = torch.linspace(-1, 1, 4)
+USED = {
+    "seqused_q": torch.tensor([70, 9], dtype=torch.int32),
+    "seqused_k": torch.tensor([33, 70], dtype=torch.int32),
+}
 
 
 def heads_first(tensors):
@@ -358,31 +363,40 @@ def test_compiled_autograd(call, inputs):
 
 # ---- operators
 
-SCHEMA = torch.ops.flashsdk.mha_fwd.default._schema
+OPERATORS = [
+    f"{name}_{way}" for name in ("mha", "mha_varlen", "attention") for way in ("fwd", "bwd")
+]
 
 
-def operands(**changes):
-    """Arguments of mha_fwd, by their names."""
+def operands(operator="mha_fwd", **changes):
+    """Arguments of an operator, by their names."""
     q, k, v = qkv(seqlen_q=48)
-    given = dict.fromkeys((argument.name for argument in SCHEMA.arguments), None)
+    schema = getattr(torch.ops.flashsdk, operator).default._schema
+    given = dict.fromkeys((argument.name for argument in schema.arguments), None)
     given |= {"q": q, "k": k, "v": v, "mask": [], "softcap": 0.0, "dropout_p": 0.0}
+    if operator.startswith("attention"):
+        given |= dict.fromkeys(("num_splits", "max_seqlen_q", "max_seqlen_k"), 0)
+    if operator.endswith("bwd"):
+        given |= {"dout": q, "out": q, "lse": torch.zeros(2, 4, 48)}
     return given | {"deterministic": False, "backend": ""} | changes
 
 
 @needs_native
 def test_operators_have_kernels_in_cpp():
-    for name in ("mha_fwd", "mha_bwd", "mha_varlen_fwd", "mha_varlen_bwd"):
+    for name in OPERATORS:
         for key in ("CPU", "CUDA"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"flashsdk::{name}", key)
 
 
 def test_options_are_in_the_order_of_the_schema():
+    from flashsdk._torch_more import More
     from flashsdk._torch_ops import Options
 
-    for name in ("mha_fwd", "mha_bwd", "mha_varlen_fwd", "mha_varlen_bwd"):
+    for name in OPERATORS:
         schema = getattr(torch.ops.flashsdk, name).default._schema
         names = tuple(argument.name for argument in schema.arguments)
-        assert names[-len(Options._fields) :] == Options._fields
+        last = (*More._fields, *Options._fields) if "attention" in name else Options._fields
+        assert names[-len(last) :] == last
 
 
 MIXED = torch.zeros(2, 4, 48, 48, dtype=torch.float64)
@@ -405,17 +419,36 @@ REFUSED = {
     "blocks: not given; the lists of the layout that mask is": {"mask": [1] * 23},
     "blocks: given; none, as mask is no layout": {"mask": [0, 0, 0], "blocks": OFFSETS},
 }
+TABLE = torch.zeros(2, 3, dtype=torch.int32)
+REFUSED_MORE = {
+    "sink: dtype float64; float32": {"sink": SINK.double()},
+    "sink: shape (3,); (num_heads 4)": {"sink": SINK[:3]},
+    "seqused_q: dtype int64; int32": {"seqused_q": torch.tensor([1, 2])},
+    "seqused_k: 71 of sequence 0; 0 to seqlen_k, which is 48": {"seqused_k": OFFSETS[1:3] + 41},
+    "block_table: given; none without seqused_k, the lengths": {"block_table": TABLE},
+    "num_splits: -1; an integer from 1 to 1073741824, or None": {"num_splits": -1},
+    "num_splits: 1073741825; an integer from 1 to 1073741824, or None": {"num_splits": 2**30 + 1},
+    "block_table: given; none, as pages have no backward": {
+        "operator": "attention_bwd", "block_table": TABLE, "seqused_k": USED["seqused_k"]
+    },
+    "sink: shape (2,); (num_heads 4)": {"operator": "attention_bwd", "sink": SINK[:2]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("native", ["0", pytest.param("", marks=needs_native)])
 def test_operators_refuse_in_the_same_words(native, tmp_path):
     """In a process of its own: an operator keeps the kernels that it was given."""
-    torch.save([(line, operands(**changes)) for line, changes in REFUSED.items()], tmp_path / "x")
+    refused = REFUSED | {k: {"operator": "attention_fwd"} | x for k, x in REFUSED_MORE.items()}
+    calls = [
+        (changes.get("operator", "mha_fwd"), line, operands(**changes))
+        for line, changes in refused.items()
+    ]
+    torch.save(calls, tmp_path / "x")
     code = """
 import sys, torch, flashsdk as fs, flashsdk.torch
-for line, given in torch.load(sys.argv[1]):
+for operator, line, given in torch.load(sys.argv[1]):
     try:
-        torch.ops.flashsdk.mha_fwd(**given)
+        getattr(torch.ops.flashsdk, operator)(**given)
     except fs.Error as error:
         print(str(error) == line or (str(error), line))
 """
@@ -423,7 +456,7 @@ for line, given in torch.load(sys.argv[1]):
         [sys.executable, "-c", code, tmp_path / "x"],
         capture_output=True, text=True, env={**os.environ, "FLASHSDK_TORCH_NATIVE": native},
     )  # fmt: skip
-    assert done.stdout.split() == ["True"] * len(REFUSED), done.stdout + done.stderr
+    assert done.stdout.split() == ["True"] * len(refused), done.stdout + done.stderr
 
 
 @needs_native
