@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops
+from . import _torch_flops, ops
 from ._errors import Unsupported, integer
 from ._kv_append import kv_append
 from ._torch_checks import no_tangent, tensor
@@ -151,6 +151,7 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 
 _gradients = _operator("attention_bwd", _backward, _fake_backward, _save_nothing, _refuse)
 _attention = _operator("attention_fwd", _forward, _fake_forward, _save, _gradient)
+_torch_flops.register("attention")
 
 
 # ---- a cache

@@ -238,7 +238,7 @@ def _define(
 
     gradients = _operator(f"{name}_bwd", backward, fake_backward, _save_nothing, _refuse)
     differentiable = _operator(f"{name}_fwd", forward, fake_forward, _save, gradient)
-    _torch_flops.register(name, packed)
+    _torch_flops.register(name)
     return Operation(differentiable, gradients, run_forward, run_backward, _encoded, _beside)
 
 
