@@ -55,6 +55,8 @@ struct Role {
 constexpr Role kBias{"bias", "float32, float16, bfloat16 or bool"}, kAlibiSlopes{"alibi_slopes", "float32"};
 constexpr Role kLse{"lse", "float32"}, kDlse{"dlse", "float32"}, kBlocks{"blocks", "int32"};
 constexpr Role kCuSeqlensQ{"cu_seqlens_q", "int32"}, kCuSeqlensK{"cu_seqlens_k", "int32"};
+constexpr Role kSink{"sink", "float32"}, kDsink{"dsink", "float32"}, kBlockTable{"block_table", "int32"};
+constexpr Role kSequsedQ{"seqused_q", "int32"}, kSequsedK{"seqused_k", "int32"};
 
 std::string name_of(ScalarType dtype) {
   switch (dtype) {
@@ -216,7 +218,7 @@ Mask mask_of(const std::vector<std::int64_t>& code, const MaybeTensor& blocks) {
 
 // ---- calls
 
-// What all four take behind their tensors, in the order of the schemas.
+// What all take behind their tensors, in the order of the schemas.
 struct Options {
   const MaybeTensor &bias, &alibi_slopes, &seed, &blocks;
   const std::vector<std::int64_t>& mask;
@@ -249,17 +251,40 @@ void fill(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o, A
   args.backend = o.backend;
 }
 
+// Of packed sequences: there are some where cu_seqlens_q is.
 struct Lengths {
-  const Tensor &cu_seqlens_q, &cu_seqlens_k;
-  std::int64_t max_seqlen_q, max_seqlen_k;
+  MaybeTensor cu_seqlens_q, cu_seqlens_k;
+  std::int64_t max_seqlen_q = 0, max_seqlen_k = 0;
+
+  bool packed() const { return cu_seqlens_q.has_value(); }
 };
 
-void fill(const Lengths* lengths, AttentionArgs& args) {
-  if (lengths == nullptr) return;
-  args.cu_seqlens_q = view_of(kCuSeqlensQ, lengths->cu_seqlens_q);
-  args.cu_seqlens_k = view_of(kCuSeqlensK, lengths->cu_seqlens_k);
-  args.max_seqlen_q = lengths->max_seqlen_q;
-  args.max_seqlen_k = lengths->max_seqlen_k;
+void fill(const Lengths& lengths, AttentionArgs& args) {
+  args.cu_seqlens_q = view_if_given(kCuSeqlensQ, lengths.cu_seqlens_q);
+  args.cu_seqlens_k = view_if_given(kCuSeqlensK, lengths.cu_seqlens_k);
+  args.max_seqlen_q = lengths.max_seqlen_q;
+  args.max_seqlen_k = lengths.max_seqlen_k;
+}
+
+// What attention_fwd and attention_bwd take besides, in the order of the schemas.
+struct More {
+  MaybeTensor sink, seqused_q, seqused_k, block_table;
+  std::int64_t num_splits = 0;  // 0: as many as pays
+};
+
+void fill(const More& more, AttentionArgs& args) {
+  args.sink = view_if_given(kSink, more.sink);
+  args.seqused_q = view_if_given(kSequsedQ, more.seqused_q);
+  args.seqused_k = view_if_given(kSequsedK, more.seqused_k);
+  args.block_table = view_if_given(kBlockTable, more.block_table);
+}
+
+int splits_of(const More& more) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 30;
+  if (more.num_splits < 0 || more.num_splits > kMost)
+    fail("num_splits: " + std::to_string(more.num_splits) + "; an integer from 1 to " + std::to_string(kMost) +
+         ", or None");
+  return static_cast<int>(more.num_splits);
 }
 
 template <class Args>
@@ -288,12 +313,16 @@ void run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const
 
 using ForwardResult = std::tuple<Tensor, Tensor>;
 using BackwardResult = std::tuple<Tensor, Tensor, Tensor>;
+using AttentionBackwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const Lengths* lengths, const Options& o) {
+ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const Lengths& lengths, const Options& o,
+                      const More& more = {}) {
   ForwardArgs args;
   fill(q, k, v, o, args);
   fill(lengths, args);
-  const int rank = lengths != nullptr ? 3 : 4;
+  fill(more, args);
+  args.num_splits = splits_of(more);
+  const int rank = lengths.packed() ? 3 : 4;
   Tensor out, lse;
   // With other ranks there are no shapes for them: the core says so before it asks for outputs.
   if (args.q.rank == rank && args.v.rank == rank) {
@@ -308,15 +337,18 @@ ForwardResult forward(const Tensor& q, const Tensor& k, const Tensor& v, const L
     args.out = view_of({"out"}, out);
     args.lse = view_of(kLse, lse);
   }
-  run(g_host.core->forward, args, lengths != nullptr, q);
+  run(g_host.core->forward, args, lengths.packed(), q);
   return {std::move(out), std::move(lse)};
 }
 
-BackwardResult backward(const Tensor& dout, const MaybeTensor& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const Tensor& out, const Tensor& lse, const Lengths* lengths, const Options& o) {
+// dsink has no element where there is no sink.
+AttentionBackwardResult backward(const Tensor& dout, const MaybeTensor& dlse, const Tensor& q, const Tensor& k,
+                                 const Tensor& v, const Tensor& out, const Tensor& lse, const Lengths& lengths,
+                                 const Options& o, const More& more = {}) {
   BackwardArgs args;
   fill(q, k, v, o, args);
   fill(lengths, args);
+  fill(more, args);
   // Autograd's gradients are often expanded or transposed: that of out.sum() has strides 0.
   const Tensor rows = with_last_contiguous(dout);
   const MaybeTensor row_sums = dlse ? MaybeTensor(with_last_contiguous(*dlse)) : std::nullopt;
@@ -328,16 +360,23 @@ BackwardResult backward(const Tensor& dout, const MaybeTensor& dlse, const Tenso
   args.dq = view_of({"dq"}, dq);
   args.dk = view_of({"dk"}, dk);
   args.dv = view_of({"dv"}, dv);
-  run(g_host.core->backward, args, lengths != nullptr, q);
+  Tensor dsink = more.sink ? row_major_like(*more.sink) : empty(lse, {0}, ScalarType::Float);
+  if (more.sink) args.dsink = view_of(kDsink, dsink);
+  run(g_host.core->backward, args, lengths.packed(), q);
+  return {std::move(dq), std::move(dk), std::move(dv), std::move(dsink)};
+}
+
+BackwardResult without_dsink(AttentionBackwardResult gradients) {
+  auto& [dq, dk, dv, dsink] = gradients;
   return {std::move(dq), std::move(dk), std::move(dv)};
 }
 
-// ---- the four operators; boxing takes their arguments apart by type and checks the number of them
+// ---- the operators; boxing takes their arguments apart by type and checks the number of them
 
 ForwardResult mha_fwd(Tensor q, Tensor k, Tensor v, MaybeTensor bias, MaybeTensor alibi_slopes, MaybeTensor seed,
                       MaybeTensor blocks, std::vector<std::int64_t> mask, std::optional<double> softmax_scale,
                       double softcap, double dropout_p, bool deterministic, std::string backend) {
-  return forward(q, k, v, nullptr,
+  return forward(q, k, v, {},
                  {bias, alibi_slopes, seed, blocks, mask, softmax_scale, softcap, dropout_p, deterministic, backend});
 }
 
@@ -345,8 +384,9 @@ BackwardResult mha_bwd(Tensor dout, MaybeTensor dlse, Tensor q, Tensor k, Tensor
                        MaybeTensor bias, MaybeTensor alibi_slopes, MaybeTensor seed, MaybeTensor blocks,
                        std::vector<std::int64_t> mask, std::optional<double> softmax_scale, double softcap,
                        double dropout_p, bool deterministic, std::string backend) {
-  return backward(dout, dlse, q, k, v, out, lse, nullptr,
-                  {bias, alibi_slopes, seed, blocks, mask, softmax_scale, softcap, dropout_p, deterministic, backend});
+  return without_dsink(
+      backward(dout, dlse, q, k, v, out, lse, {},
+               {bias, alibi_slopes, seed, blocks, mask, softmax_scale, softcap, dropout_p, deterministic, backend}));
 }
 
 ForwardResult mha_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
@@ -355,7 +395,7 @@ ForwardResult mha_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, 
                              std::vector<std::int64_t> mask, std::optional<double> softmax_scale, double softcap,
                              double dropout_p, bool deterministic, std::string backend) {
   const Lengths lengths{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
-  return forward(q, k, v, &lengths,
+  return forward(q, k, v, lengths,
                  {bias, alibi_slopes, seed, blocks, mask, softmax_scale, softcap, dropout_p, deterministic, backend});
 }
 
@@ -365,8 +405,32 @@ BackwardResult mha_varlen_bwd(Tensor dout, MaybeTensor dlse, Tensor q, Tensor k,
                               MaybeTensor blocks, std::vector<std::int64_t> mask, std::optional<double> softmax_scale,
                               double softcap, double dropout_p, bool deterministic, std::string backend) {
   const Lengths lengths{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
-  return backward(dout, dlse, q, k, v, out, lse, &lengths,
-                  {bias, alibi_slopes, seed, blocks, mask, softmax_scale, softcap, dropout_p, deterministic, backend});
+  return without_dsink(
+      backward(dout, dlse, q, k, v, out, lse, lengths,
+               {bias, alibi_slopes, seed, blocks, mask, softmax_scale, softcap, dropout_p, deterministic, backend}));
+}
+
+ForwardResult attention_fwd(Tensor q, Tensor k, Tensor v, MaybeTensor sink, MaybeTensor seqused_q,
+                            MaybeTensor seqused_k, MaybeTensor block_table, std::int64_t num_splits,
+                            MaybeTensor cu_seqlens_q, MaybeTensor cu_seqlens_k, std::int64_t max_seqlen_q,
+                            std::int64_t max_seqlen_k, MaybeTensor bias, MaybeTensor alibi_slopes, MaybeTensor seed,
+                            MaybeTensor blocks, std::vector<std::int64_t> mask, std::optional<double> softmax_scale,
+                            double softcap, double dropout_p, bool deterministic, std::string backend) {
+  return forward(q, k, v, {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
+                 {bias, alibi_slopes, seed, blocks, mask, softmax_scale, softcap, dropout_p, deterministic, backend},
+                 {sink, seqused_q, seqused_k, block_table, num_splits});
+}
+
+AttentionBackwardResult attention_bwd(Tensor dout, MaybeTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out,
+                                      Tensor lse, MaybeTensor sink, MaybeTensor seqused_q, MaybeTensor seqused_k,
+                                      MaybeTensor block_table, std::int64_t num_splits, MaybeTensor cu_seqlens_q,
+                                      MaybeTensor cu_seqlens_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
+                                      MaybeTensor bias, MaybeTensor alibi_slopes, MaybeTensor seed, MaybeTensor blocks,
+                                      std::vector<std::int64_t> mask, std::optional<double> softmax_scale,
+                                      double softcap, double dropout_p, bool deterministic, std::string backend) {
+  return backward(dout, dlse, q, k, v, out, lse, {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
+                  {bias, alibi_slopes, seed, blocks, mask, softmax_scale, softcap, dropout_p, deterministic, backend},
+                  {sink, seqused_q, seqused_k, block_table, num_splits});
 }
 
 // False where somebody has. A fragment, as a namespace has one library that defines it all, which is Python's to make.
@@ -396,6 +460,8 @@ void register_operators(const Host& host, bool define) {
     library->impl("mha_bwd", TORCH_BOX(&mha_bwd));
     library->impl("mha_varlen_fwd", TORCH_BOX(&mha_varlen_fwd));
     library->impl("mha_varlen_bwd", TORCH_BOX(&mha_varlen_bwd));
+    library->impl("attention_fwd", TORCH_BOX(&attention_fwd));
+    library->impl("attention_bwd", TORCH_BOX(&attention_bwd));
   }
 }
 

@@ -96,6 +96,16 @@ bool read_lengths(PyObject* const* given, Problem& p) {
          read_integer(given[2], p.max_seqlen_q) && read_integer(given[3], p.max_seqlen_k);
 }
 
+bool read_more(PyObject* const* given, Problem& p) {
+  if (given[0] != Py_None && !read_tensor(given[0], p.sink)) return false;
+  if (!read_constant(given[1], p.seqused_q) || !read_constant(given[2], p.seqused_k) ||
+      !read_constant(given[3], p.block_table))
+    return false;
+  if (given[4] == Py_None) return true;
+  constexpr std::int64_t kMostSplits = std::int64_t{1} << 30;
+  return read_integer(given[4], p.num_splits) && p.num_splits >= 1 && p.num_splits <= kMostSplits;
+}
+
 bool read_qkv(PyObject* const* given, int rank, std::array<at::Tensor, 3>& qkv) {
   for (int i = 0; i < 3; ++i)
     if (!read_tensor(given[i], qkv[i]) || qkv[i].dim() != rank) return false;

@@ -18,6 +18,7 @@ bool read_flag(PyObject* given, bool& x);
 
 bool read_qkv(PyObject* const* given, int rank, std::array<at::Tensor, 3>& qkv);
 bool read_lengths(PyObject* const* given, Problem& p);  // cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+bool read_more(PyObject* const* given, Problem& p);     // sink, seqused_q, seqused_k, block_table, num_splits
 bool read_mask(PyObject* given, Problem& p);            // None, Dense or Band
 bool read_scale(PyObject* given, Problem& p);
 bool read_seed(PyObject* given, Problem& p);                    // after dropout_p: without dropout none is held

@@ -12,6 +12,7 @@
 
 #include "gil.h"
 #include "module.h"
+#include "operator_call.h"
 #include "torch_threads.h"
 
 namespace flashsdk::torch_eager {
@@ -66,7 +67,9 @@ bool fill(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::
   const bool h = p.heads_first;
   if (!view_of(q, h, args.q) || !view_of(k, h, args.k) || !view_of(v, h, args.v) ||
       !view_if_given(p.cu_seqlens_q, args.cu_seqlens_q) || !view_if_given(p.cu_seqlens_k, args.cu_seqlens_k) ||
-      !view_if_given(p.bias, args.bias) || !view_if_given(p.alibi_slopes, args.alibi_slopes))
+      !view_if_given(p.bias, args.bias) || !view_if_given(p.alibi_slopes, args.alibi_slopes) ||
+      !view_if_given(p.sink, args.sink) || !view_if_given(p.seqused_q, args.seqused_q) ||
+      !view_if_given(p.seqused_k, args.seqused_k))
     return false;
   args.max_seqlen_q = p.max_seqlen_q;
   args.max_seqlen_k = p.max_seqlen_k;
@@ -158,10 +161,12 @@ at::Tensor with_last_contiguous(const at::Tensor& x) { return x.stride(-1) == 1 
 
 bool forward(Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out,
              at::Tensor& lse) {
-  RECORD_FUNCTION(p.packed ? "flashsdk::mha_varlen_fwd" : "flashsdk::mha_fwd", std::vector<c10::IValue>({q, k, v}));
+  RECORD_FUNCTION(forward_operator(p), std::vector<c10::IValue>({q, k, v}));
   ForwardArgs args;
   void* stream = nullptr;
-  if (!fill(p, q, k, v, args) || !stream_of(q, &stream)) return false;
+  if (!fill(p, q, k, v, args) || !view_if_given(p.block_table, args.block_table) || !stream_of(q, &stream))
+    return false;
+  args.num_splits = static_cast<int>(p.num_splits);
   const at::AutoDispatchBelowADInplaceOrView below;
   const auto size = q.sizes();
   const auto lse_options = q.options().dtype(at::kFloat);
@@ -186,8 +191,8 @@ bool forward(Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Ten
 
 bool backward(const Problem& p, const at::Tensor& dout, const at::Tensor& dlse, const Saved& x,
               std::vector<at::Tensor>& gradients) {
-  const auto& [q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes, seed] = x;
-  RECORD_FUNCTION(p.packed ? "flashsdk::mha_varlen_bwd" : "flashsdk::mha_bwd", std::vector<c10::IValue>({dout, q}));
+  const at::Tensor &q = x[0], &k = x[1], &v = x[2], &out = x[kOut], &lse = x[kLse];
+  RECORD_FUNCTION(backward_operator(p), std::vector<c10::IValue>({dout, q}));
   BackwardArgs args;
   void* stream = nullptr;
   if (!fill(p, q, k, v, args) || !fill_seed(p, args) || !stream_of(q, &stream)) return false;
@@ -197,9 +202,10 @@ bool backward(const Problem& p, const at::Tensor& dout, const at::Tensor& dlse, 
   const at::Tensor rows = with_last_contiguous(dout);
   const at::Tensor row_sums = dlse.defined() ? with_last_contiguous(dlse) : dlse;
   gradients = {gradient_of(q, h), gradient_of(k, h), gradient_of(v, h)};
+  if (p.sink.defined()) gradients.push_back(gradient_of(p.sink, false));
   if (!view_of(rows, h, args.dout) || !view_of(out, h, args.out) || !view_of(lse, false, args.lse) ||
       !view_if_given(row_sums, args.dlse) || !view_of(gradients[0], h, args.dq) || !view_of(gradients[1], h, args.dk) ||
-      !view_of(gradients[2], h, args.dv))
+      !view_of(gradients[2], h, args.dv) || (p.sink.defined() && !view_of(gradients[3], false, args.dsink)))
     return false;
   return run(g_core->backward, args, p.packed, q, stream);
 }

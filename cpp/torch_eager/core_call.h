@@ -20,7 +20,7 @@ at::Tensor with_last_contiguous(const at::Tensor& x);
 bool forward(Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out,
              at::Tensor& lse);
 
-// Makes the gradients of q, k and v; dlse may be undefined.
+// Makes the gradients of q, k, v and a sink that there is; dlse may be undefined.
 bool backward(const Problem& p, const at::Tensor& dout, const at::Tensor& dlse, const Saved& x,
               std::vector<at::Tensor>& gradients);
 

@@ -41,8 +41,10 @@ PyObject* attend(Problem& p, std::array<at::Tensor, 3>& qkv, Return wanted) {
   autocast(qkv);
   const auto& [q, k, v] = qkv;
   at::Tensor out, lse;
+  const bool trained = recorded(q, k, v, p.sink);
+  if (trained && p.block_table.defined()) return nullptr;  // pages have no backward
   if (!forward(p, q, k, v, out, lse)) return nullptr;
-  if (recorded(q, k, v)) record(p, q, k, v, out, lse, wanted != Return::kOut);
+  if (trained) record(p, q, k, v, out, lse, wanted != Return::kOut);
   if (wanted == Return::kOut) return wrapped(std::move(out)).release().ptr();
   const int count = wanted == Return::kWithProbs ? 3 : 2;
   auto result = pybind11::reinterpret_steal<pybind11::object>(PyTuple_New(count));
@@ -61,15 +63,15 @@ PyObject* attend(Problem& p, std::array<at::Tensor, 3>& qkv, Return wanted) {
 }  // namespace
 
 PyObject* attention(PyObject* const* given, Py_ssize_t count) {
-  if (count != 13 && count != 17) fail_count("attention", "13 or 17", count);
+  if (count != 18 && count != 22) fail_count("attention", "18 or 22", count);
   Problem p;
   std::array<at::Tensor, 3> qkv;
   bool return_lse;
-  if ((count == 17 && !read_lengths(given + 13, p)) || !read_qkv(given, p.packed ? 3 : 4, qkv) ||
-      !read_mask(given[3], p) || !read_constant(given[4], p.bias) || !read_constant(given[5], p.alibi_slopes) ||
-      !read_scale(given[6], p) || !read_number(given[7], p.softcap) || !read_number(given[8], p.dropout_p) ||
-      !read_flag(given[10], return_lse) || !read_deterministic(given[11], p.deterministic) ||
-      !read_backend(given[12], p.backend) || !read_seed(given[9], p))
+  if ((count == 22 && !read_lengths(given + 18, p)) || !read_more(given + 13, p) ||
+      !read_qkv(given, p.packed ? 3 : 4, qkv) || !read_mask(given[3], p) || !read_constant(given[4], p.bias) ||
+      !read_constant(given[5], p.alibi_slopes) || !read_scale(given[6], p) || !read_number(given[7], p.softcap) ||
+      !read_number(given[8], p.dropout_p) || !read_flag(given[10], return_lse) ||
+      !read_deterministic(given[11], p.deterministic) || !read_backend(given[12], p.backend) || !read_seed(given[9], p))
     return nullptr;
   return attend(p, qkv, return_lse ? Return::kOutAndLse : Return::kOut);
 }

@@ -46,9 +46,9 @@ class AttentionBackward final : public Node {
   void save(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
             const at::Tensor& lse, bool lse_is_output) {
     problem_ = p;
-    auto& held = problem_;
-    held.cu_seqlens_q = held.cu_seqlens_k = held.bias = held.alibi_slopes = held.seed = at::Tensor();
-    Saved x{q, k, v, out, lse, p.cu_seqlens_q, p.cu_seqlens_k, p.bias, p.alibi_slopes, p.seed};
+    Problem::visit_tensors(problem_, [](at::Tensor& t) { t.reset(); });
+    Saved x{q, k, v, out, lse};
+    Problem::visit_tensors(p, [&x, i = kLse](const at::Tensor& t) mutable { x[++i] = t; });
     transposed_ = p.heads_first && at::SavedTensorDefaultHooks::get_hooks().has_value();
     lse_is_output_ = lse_is_output;
     if (transposed_) x[kOut] = out.detach();  // a view of the output itself would hold this node
@@ -113,18 +113,14 @@ class AttentionBackward final : public Node {
   }
 
   static variable_list gradients(const Problem& numbers, const Saved& x, const variable_list& grads) {
-    const auto& [q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes, seed] = x;
     Problem p = numbers;
-    p.cu_seqlens_q = cu_seqlens_q;
-    p.cu_seqlens_k = cu_seqlens_k;
-    p.bias = bias;
-    p.alibi_slopes = alibi_slopes;
-    p.seed = p.dropout_p != 0. ? where_it_is_read(seed, q) : seed;
-    at::Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(out);  // zeros: only lse is used
+    Problem::visit_tensors(p, [&x, i = kLse](at::Tensor& t) mutable { t = x[++i]; });
+    if (p.dropout_p != 0.) p.seed = where_it_is_read(p.seed, x[0]);
+    at::Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(x[kOut]);  // zeros: only lse is used
     const at::Tensor dlse = grads.size() > 1 ? grads[1] : at::Tensor();
-    bool ordinary = unwatched() && plain(dout) && plain_or_none(dlse) && !recorded(dout, dlse, q, k, v, out, lse);
-    for (const at::Tensor& t : x) ordinary = ordinary && plain_or_none(t);
-    variable_list results(3);
+    bool ordinary = unwatched() && plain(dout) && plain_or_none(dlse) && !recorded(dout, dlse);
+    for (const at::Tensor& t : x) ordinary = ordinary && plain_or_none(t) && !recorded(t);
+    variable_list results;
     if (ordinary && backward(p, dout, dlse, x, results)) return results;
     return call_operator(p, dout, dlse, x);
   }
@@ -147,7 +143,8 @@ class AttentionBackward final : public Node {
 void record(const Problem& p, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out,
             at::Tensor& lse, bool lse_is_output) {
   const auto node = make_node<AttentionBackward>();
-  node->set_next_edges(torch::autograd::collect_next_edges(q, k, v));
+  using torch::autograd::collect_next_edges;
+  node->set_next_edges(p.sink.defined() ? collect_next_edges(q, k, v, p.sink) : collect_next_edges(q, k, v));
   torch::autograd::set_history(out, node);
   if (lse_is_output) torch::autograd::set_history(lse, node);
   node->save(p, q, k, v, out, lse, lse_is_output);

@@ -12,10 +12,19 @@ std::vector<std::int64_t> encoded(const Problem& p) {
 
 }  // namespace
 
+const char* forward_operator(const Problem& p) {
+  if (p.more()) return "flashsdk::attention_fwd";
+  return p.packed ? "flashsdk::mha_varlen_fwd" : "flashsdk::mha_fwd";
+}
+
+const char* backward_operator(const Problem& p) {
+  if (p.more()) return "flashsdk::attention_bwd";
+  return p.packed ? "flashsdk::mha_varlen_bwd" : "flashsdk::mha_bwd";
+}
+
 std::vector<at::Tensor> call_operator(const Problem& p, const at::Tensor& dout, const at::Tensor& dlse,
                                       const Saved& x) {
-  const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow(p.packed ? "flashsdk::mha_varlen_bwd" : "flashsdk::mha_bwd", "");
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(backward_operator(p), "");
   const auto rows_first = [&p](const at::Tensor& t) { return p.heads_first ? t.transpose(1, 2) : t; };
   const auto optional = [](const at::Tensor& t) { return t.defined() ? c10::IValue(t) : c10::IValue(); };
   torch::jit::Stack stack;
@@ -35,10 +44,20 @@ std::vector<at::Tensor> call_operator(const Problem& p, const at::Tensor& dout, 
       stack.emplace_back(rows_first(x[3]));
     else if (name == "lse")
       stack.emplace_back(x[4]);
+    else if (name == "sink")
+      stack.push_back(optional(p.sink));
+    else if (name == "seqused_q")
+      stack.push_back(optional(p.seqused_q));
+    else if (name == "seqused_k")
+      stack.push_back(optional(p.seqused_k));
+    else if (name == "block_table")
+      stack.push_back(optional(p.block_table));
+    else if (name == "num_splits")
+      stack.emplace_back(p.num_splits);
     else if (name == "cu_seqlens_q")
-      stack.emplace_back(p.cu_seqlens_q);
+      stack.push_back(optional(p.cu_seqlens_q));
     else if (name == "cu_seqlens_k")
-      stack.emplace_back(p.cu_seqlens_k);
+      stack.push_back(optional(p.cu_seqlens_k));
     else if (name == "max_seqlen_q")
       stack.emplace_back(p.max_seqlen_q);
     else if (name == "max_seqlen_k")
@@ -69,6 +88,7 @@ std::vector<at::Tensor> call_operator(const Problem& p, const at::Tensor& dout, 
   op.callBoxed(&stack);
   std::vector<at::Tensor> gradients;
   for (const c10::IValue& gradient : stack) gradients.push_back(rows_first(gradient.toTensor()));
+  if (!p.sink.defined()) gradients.resize(3);  // attention_bwd has an empty one
   return gradients;
 }
 

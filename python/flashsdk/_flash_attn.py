@@ -552,6 +552,14 @@ def flash_attn_with_kvcache(
     if causal:
         mask = Causal() if left is None else Band(left, 0)
     splits = None if type(num_splits) is int and num_splits == 0 else num_splits
+    softcap = max(number("softcap", softcap), 0.0)
+    if not is_dynamo_compiling():
+        done = native.attention(
+            *(q, k_cache, v_cache, mask, None, alibi_slopes, softmax_scale, softcap, 0.0, None),
+            *(with_lse, None, None, None, None, used, where, splits),
+        )
+        if done is not None:
+            return done  # type: ignore[no-any-return]
     names = _KV_CACHE | ({"block_table": "cache_batch_idx"} if block_table is None else {})
     try:
         out, lse = attend(
@@ -559,7 +567,7 @@ def flash_attn_with_kvcache(
             mask=mask,
             alibi_slopes=alibi_slopes,
             softmax_scale=softmax_scale,
-            softcap=max(number("softcap", softcap), 0.0),
+            softcap=softcap,
             more=more_of(seqused_k=used, block_table=where, num_splits=splits),
         )
     except Error as e:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _bindings, _frameworks
-from ._errors import InvalidArgument
+from . import _bindings, _contents, _frameworks
+from ._errors import InvalidArgument, has, shown
 
 
 def kv_append(
@@ -52,8 +52,12 @@ def kv_append(
         if cache is None:
             raise InvalidArgument(f"{name}: None; an array")
         _frameworks.own(name, cache)
+    if _contents.ON:
+        _contents.check_append(k_cache, k, seqused_k, block_table, rotary_cos, q, q_advances)
     turned = None
     if q is not None:
+        if not has(q, "shape"):
+            raise InvalidArgument(f"q: {shown(q)}; an array with a shape")
         framework = _frameworks.of(q)
         turned = framework.empty_like(q, q)
     tensors = (k_cache, v_cache, k, v, seqused_k, block_table, q, turned, rotary_cos, rotary_sin)

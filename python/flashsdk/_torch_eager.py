@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _log, _torch_sharding, ops
+from . import _contents, _log, _torch_sharding, ops
 from ._torch_private import is_watched
 from ._torch_seed import draw_seed
 
@@ -47,7 +47,8 @@ def _native() -> Any:
 
 
 built = _native()
-native = InPython if _log.ON else built  # which prints no line
+# Which prints no line, and checks no values of a GPU.
+native = InPython if _log.ON or _contents.ON else built
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _BATCHED = ("q", "k", "v", "bias", "alibi_slopes", "seed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,39 +11,58 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 
-def register(name: str, packed: int) -> None:
+def register(name: str) -> None:
     """Tells the counter of torch.ops.flashsdk.<name>_fwd and <name>_bwd.
 
     As for PyTorch's own attention: the products of matrices, those that a causal mask or a window
-    hides as well. Of a layout it is the share of the blocks that are visited.
+    hides and those of unused rows as well. Of a layout it is the share of the blocks that are
+    visited.
     """
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
-        return round(2 * _scores(q, k, rest, packed) * (q.shape[-1] + v.shape[-1]))
+    def forward(given: Mapping[str, Any]) -> int:
+        head_dim, head_dim_v = _dims(given)
+        return round(2 * _scores(given) * (head_dim + head_dim_v))
 
-    def backward(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any
-    ) -> int:
-        scores = _scores(q, k, rest[2:], packed)  # behind out and lse
-        return round(2 * scores * (3 * q.shape[-1] + 2 * v.shape[-1]))
+    def backward(given: Mapping[str, Any]) -> int:
+        head_dim, head_dim_v = _dims(given)
+        return round(2 * _scores(given) * (3 * head_dim + 2 * head_dim_v))
 
     for suffix, formula in (("fwd", forward), ("bwd", backward)):
         operator = getattr(torch.ops.flashsdk, f"{name}_{suffix}")
-        register_flop_formula(operator, get_raw=True)(formula)
+        register_flop_formula(operator, get_raw=True)(_named(operator.default, formula))
 
 
-def _scores(q: Tensor, k: Tensor, rest: Sequence[Any], packed: int) -> float:
-    """Pairs of a query and a key in all heads; ``rest`` is lengths and ``Options`` of a call."""
-    if packed:
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = rest[:packed]
+def _named(operator: Any, formula: Callable[[Mapping[str, Any]], int]) -> Callable[..., int]:
+    """``formula`` of an operator's arguments by their names."""
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def count(*args: Any, **keywords: Any) -> int:
+        return formula(dict(zip(names, args, strict=False)) | keywords)
+
+    return count
+
+
+def _dims(given: Mapping[str, Any]) -> tuple[int, int]:
+    return given["q"].shape[-1], given["v"].shape[-1]
+
+
+def _scores(given: Mapping[str, Any]) -> float:
+    """Pairs of a query and a key in all heads."""
+    q: Tensor = given["q"]
+    k: Tensor = given["k"]
+    cu_seqlens_q, cu_seqlens_k = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
         try:
             lengths = zip(*(x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k)), strict=True)
             pairs = sum(math.prod(of) for of in lengths)
         except RuntimeError:  # on meta, or fake: no values
-            pairs = (cu_seqlens_q.shape[0] - 1) * max_seqlen_q * max_seqlen_k
+            longest = given["max_seqlen_q"] * given["max_seqlen_k"]
+            pairs = (cu_seqlens_q.shape[0] - 1) * longest
     else:
-        pairs = q.shape[0] * q.shape[1] * k.shape[1]
-    return float(pairs * q.shape[-2]) * _density(rest[packed + 4])
+        table = given.get("block_table")
+        keys = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+        pairs = q.shape[0] * q.shape[1] * keys
+    return float(pairs * q.shape[-2]) * _density(given["mask"])
 
 
 def _density(mask: Sequence[int]) -> float:

@@ -1,7 +1,7 @@
 """torch.ops.flashsdk.attention_fwd and _bwd: calls with a sink, used lengths, pages or splits.
 
-They are ``_torch_ops`` for what few calls have. An operator of C++ they have not, and no short way
-but for calls that autograd does not record: those of decoding.
+They are ``_torch_ops`` for what few calls have. Without ``_torch_native`` calls that autograd does
+not record, those of decoding, have a short way here; others go through the operators.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops
+from . import _torch_flops, ops
 from ._errors import Unsupported, integer
 from ._kv_append import kv_append
 from ._torch_checks import no_tangent, tensor
@@ -28,18 +28,6 @@ from ._torch_ops import (
     _saved,
 )
 from ._torch_threads import on_torch_threads
-
-_ARGUMENTS = (
-    "Tensor? sink, Tensor? seqused_q, Tensor? seqused_k, Tensor? block_table, int num_splits, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "Tensor? bias, Tensor? alibi_slopes, Tensor? seed, Tensor? blocks, SymInt[] mask, "
-    "float? softmax_scale, float softcap, float dropout_p, bool deterministic, str backend"
-)
-_FORWARD = f"attention_fwd(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor out, Tensor lse)"
-_BACKWARD = (
-    "attention_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    f"Tensor lse, {_ARGUMENTS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"
-)
 
 
 class More(NamedTuple):
@@ -161,10 +149,9 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     return dq, dk, dv, None if rest[0] is None else dsink, *([None] * (len(rest) - 1))
 
 
-_gradients = _operator(
-    "attention_bwd", _backward, _fake_backward, _save_nothing, _refuse, schema=_BACKWARD
-)
-_attention = _operator("attention_fwd", _forward, _fake_forward, _save, _gradient, schema=_FORWARD)
+_gradients = _operator("attention_bwd", _backward, _fake_backward, _save_nothing, _refuse)
+_attention = _operator("attention_fwd", _forward, _fake_forward, _save, _gradient)
+_torch_flops.register("attention")
 
 
 # ---- a cache

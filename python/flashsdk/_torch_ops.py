@@ -238,7 +238,7 @@ def _define(
 
     gradients = _operator(f"{name}_bwd", backward, fake_backward, _save_nothing, _refuse)
     differentiable = _operator(f"{name}_fwd", forward, fake_forward, _save, gradient)
-    _torch_flops.register(name, packed)
+    _torch_flops.register(name)
     return Operation(differentiable, gradients, run_forward, run_backward, _encoded, _beside)
 
 
@@ -281,13 +281,12 @@ def _operator(
     fake: Operator,
     save: Operator,
     gradient: Operator,
-    schema: str = "",  # of one that C++ has not
 ) -> Operator:
     """Defines an operator with a gradient and a batching rule; returns it."""
-    if schema or not _in_cpp:
-        _library.define(schema or _SCHEMAS[name])
+    if not _in_cpp:
+        _library.define(_SCHEMAS[name])
     operator = getattr(torch.ops.flashsdk, name).default
-    if not has_schema(operator, f"flashsdk::{schema or _SCHEMAS[name]}"):
+    if not has_schema(operator, f"flashsdk::{_SCHEMAS[name]}"):
         raise ImportError(f"libflashsdk_torch: another version; {_bindings.__version__}, as here")
     names = [argument.name for argument in operator._schema.arguments]
     constants = [names.index(name) for name in ("bias", "alibi_slopes")]

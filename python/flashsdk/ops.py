@@ -60,7 +60,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
-from . import _bindings, _frameworks, _log
+from . import _bindings, _contents, _frameworks, _log
 from ._bands import no_mask
 from ._errors import InvalidArgument, has, shown
 from .masks import Band, BlockMask, Dense, Mask
@@ -376,6 +376,8 @@ def _forward(
 ) -> tuple[Any, Any]:
     if _log.ON:
         _log.call("mha_varlen_fwd" if packed else "mha_fwd", False, (q, k, v), packed, options)
+    if _contents.ON:
+        _contents.check_call(q, k, packed, options)
     framework = _frameworks.of(q)
     new_out, new_lse = out is None, lse is None
     try:
@@ -414,6 +416,8 @@ def _backward(
     """``given`` are dq, dk, dv and dsink, or None for those that are to be made."""
     if _log.ON:
         _log.call("mha_varlen_bwd" if packed else "mha_bwd", True, (q, k, v), packed, options)
+    if _contents.ON:
+        _contents.check_call(q, k, packed, options)
     framework = _frameworks.of(q)
     sink: Any = options[_SINK]
     dsink = given[3]

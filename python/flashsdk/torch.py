@@ -198,11 +198,11 @@ def attention(
     seqlen_q) if asked for. A row that sees no key has out 0, lse -inf and no gradient.
     """
     more = (sink, seqused_q, seqused_k, block_table, num_splits)
-    plain = all(x is None for x in more)
-    if plain and not is_dynamo_compiling():
+    if not is_dynamo_compiling():
         done = native.attention(
             *(q, k, v, mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed),
             *(return_lse, deterministic, backend),
+            *more,
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
@@ -324,10 +324,10 @@ def varlen_attention(
     The rest as in ``attention``. Returns out (total_q, num_heads, head_dim_v), and lse float32
     (num_heads, total_q) if asked for.
     """
-    if sink is None and num_splits is None and not is_dynamo_compiling():
+    if not is_dynamo_compiling():
         done = native.attention(
             *(q, k, v, mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed),
-            *(return_lse, deterministic, backend),
+            *(return_lse, deterministic, backend, sink, None, None, None, num_splits),
             *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         )
         if done is not None:

@@ -73,6 +73,7 @@ def main() -> None:
     rest = *NOTHING, CAUSAL, None, 0.0, 0.0, False, ""
     packed, _ = torch.ops.flashsdk.mha_varlen_fwd(*flat, *lengths, *rest)
     assert torch.equal(packed, out.flatten(0, 1))
+    with_a_cache(q, k, v)
     try:
         forward(q, k[:, :, :3], v[:, :, :3], [])
         raise AssertionError("3 heads of keys for 4 of queries were taken")
@@ -88,6 +89,23 @@ def main() -> None:
         torch.testing.assert_close(compiled(q, k, v), 2 * standard(q, k, v, True))
     beside_the_package(q, k, v, compiled(q, k, v))
     print("ok")
+
+
+def with_a_cache(q, k, v):
+    """Used keys and a sink of no weight: attention to the first keys alone, and their gradients."""
+    used, sink = torch.tensor([7, 40], dtype=torch.int32), torch.full((4,), -torch.inf)
+    more = sink, None, used, None, 0, None, None, 0, 0
+    rest = *more, *NOTHING, [], None, 0.0, 0.0, False, ""
+    out, lse = torch.ops.flashsdk.attention_fwd(q, k, v, *rest)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    sequences = zip(*(x.split(1) for x in inputs), used, strict=True)
+    want = torch.cat([standard(q, k[:, :n], v[:, :n], False) for q, k, v, n in sequences])
+    torch.testing.assert_close(out, want)
+    dout = torch.randn_like(out)
+    *gradients, dsink = torch.ops.flashsdk.attention_bwd(dout, None, q, k, v, out, lse, *rest)
+    for a, b in zip(gradients, torch.autograd.grad(want, inputs, dout), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert torch.equal(dsink, torch.zeros(4))
 
 
 def beside_the_package(q, k, v, want):

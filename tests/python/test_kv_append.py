@@ -133,6 +133,7 @@ ERRORS = {
         {"q": np.zeros((3, 5, 4, 16), np.float32)},
         "q: shape (3, 5, 4, 16); (batch 3, seqlen_q, num_heads, head_dim 20)",
     ),
+    "no array": ({"q": "q"}, "q: 'q'; an array with a shape"),
     "no pages": (
         {"block_table": np.zeros((3, 0), np.int32)},
         "k: seqlen_new 5; 0 to 0, the cache's keys",

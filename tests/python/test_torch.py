@@ -267,6 +267,24 @@ def test_flops_are_counted():
     assert theirs == forward
 
 
+def test_flops_of_a_cache_are_counted():
+    """Those of unused keys as well, as those that a mask hides."""
+    q, k, v = with_gradients(qkv(2, 48, 80, 4, 2, 32, 16))
+    used, sink = torch.tensor([80, 3], dtype=torch.int32), torch.zeros(4)
+    want = flops(attention, q, k, v)
+    assert flops(lambda *x: attention(*x, sink=sink, seqused_k=used), q, k, v) == want
+    pages, table = (x.detach().reshape(10, 16, 2, -1) for x in (k, v)), torch.zeros(2, 5).int()
+    with flop_counter.FlopCounterMode(display=False) as counted:
+        attention(q.detach(), *pages, seqused_k=used, block_table=table)
+    assert counted.get_total_flops() == want[0]
+    with flop_counter.FlopCounterMode(display=False) as by_name:
+        schema = torch.ops.flashsdk.mha_fwd.default._schema
+        given = dict.fromkeys((argument.name for argument in schema.arguments), None)
+        numbers = {"mask": [], "softcap": 0.0, "dropout_p": 0.0, "deterministic": False}
+        torch.ops.flashsdk.mha_fwd(**given | {"q": q, "k": k, "v": v, "backend": ""} | numbers)
+    assert by_name.get_total_flops() == want[0]
+
+
 def test_flops_of_packed_sequences_are_counted():
     x = torch.randn(30, 4, 32, requires_grad=True)
     offsets = torch.tensor([0, 10, 10, 27], dtype=torch.int32)

@@ -129,6 +129,21 @@ def test_vmap():
     assert torch.equal(mapped, torch.stack(each))
 
 
+def test_transforms_of_a_sink():
+    q, k, v = qkv()
+    weights, sinks = torch.linspace(-1, 1, 32), torch.stack([sink_of().detach(), torch.ones(4)])
+
+    def loss(sink):
+        return (adapter.attention(q, k, v, sink=sink, **USED) * weights).sum()
+
+    got = torch.vmap(torch.func.grad(loss))(sinks)
+    for sink, gradient in zip(sinks, got, strict=True):
+        leaf = sink.clone().requires_grad_()
+        (want,) = torch.autograd.grad(loss(leaf), leaf)
+        assert want.any()
+        assert torch.equal(gradient, want)
+
+
 def test_explain():
     q, k, v = qkv(seqlen_q=1, seqlen_k=9, heads_kv=2)
     why = adapter.explain(adapter.attention, q, k, v, seqused_k=torch.zeros(2, dtype=torch.int32))

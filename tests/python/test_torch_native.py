@@ -25,6 +25,11 @@ LENGTHS = (OFFSETS, OFFSETS, 40, 40)
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0])
 BIAS = torch.linspace(-2, 2, 4 * 70 * 70).view(1, 4, 70, 70)
 SEEN = torch.arange(140).view(2, 1, 1, 70) % 3 > 0
+SINK = torch.linspace(-1, 1, 4)
+USED = {
+    "seqused_q": torch.tensor([70, 9], dtype=torch.int32),
+    "seqused_k": torch.tensor([33, 70], dtype=torch.int32),
+}
 
 
 def heads_first(tensors):
@@ -37,6 +42,10 @@ def sdpa(**options):
 
 def attention(**options):
     return lambda *x: adapter.attention(*x, **options)
+
+
+def with_sink(**options):
+    return lambda q, k, v, sink: adapter.attention(q, k, v, sink=sink, **options)
 
 
 def flash(**options):
@@ -67,6 +76,10 @@ BATCHES = {
     "dropout of nearly all": attention(dropout_p=1 - 1e-12),
     "dropout of a seed": attention(dropout_p=0.3, seed=2**64 - 1, return_lse=True),
     "deterministic, on a backend": attention(deterministic=True, backend="cpu"),
+    "used lengths": attention(**USED),
+    "used keys": attention(mask=CAUSAL, return_lse=True, seqused_k=USED["seqused_k"]),
+    "a constant sink": attention(sink=SINK),
+    "splits": attention(num_splits=1, bias=BIAS),
     "flash_attn": flash(),
     "flash_attn, causal": flash(causal=True, softcap=-1.0),
     "flash_attn, window": flash(window_size=(7, 2), alibi_slopes=SLOPES),
@@ -83,6 +96,7 @@ PACKED = {
         *x, *LENGTHS, return_lse=True, alibi_slopes=SLOPES, dropout_p=0.2
     ),
     "flash_attn_varlen": lambda *x: adapter.flash_attn_varlen_func(*x, *LENGTHS, causal=True),
+    "varlen, splits": lambda *x: adapter.varlen_attention(*x, *LENGTHS, num_splits=3),
     "varlen_qkvpacked": fused(adapter.flash_attn_varlen_qkvpacked_func, OFFSETS, 40),
     "varlen_kvpacked": fused(adapter.flash_attn_varlen_kvpacked_func, *LENGTHS),
 }
@@ -107,6 +121,13 @@ TAKEN["flash_attn, columns"] = flash(), [x.mT.contiguous().mT for x in qkv()]
 TAKEN["grouped"] = attention(mask=CAUSAL), qkv(heads_kv=2, seqlen_k=90, dim_v=24)
 TAKEN["bfloat16"] = attention(), qkv(dtype=torch.bfloat16)
 TAKEN["float16"] = sdpa(is_causal=True), heads_first(qkv(dtype=torch.float16))
+TAKEN["sink"] = with_sink(mask=CAUSAL, return_lse=True), [*qkv(heads_kv=2), SINK]
+TAKEN["sink and lengths"] = with_sink(num_splits=2, softcap=3.0, **USED), [*qkv(), SINK]
+TAKEN["sink and dropout"] = with_sink(dropout_p=0.3, **USED), [*qkv(), SINK]
+TAKEN["varlen, sink"] = (
+    lambda q, k, v, sink: adapter.varlen_attention(q, k, v, *LENGTHS, sink=sink, return_lse=True),
+    [*(x[0] for x in qkv()), SINK],
+)
 TAKEN["no query"] = attention(), [x[:, :n] for x, n in zip(qkv(), (0, 70, 70), strict=True)]
 
 
@@ -195,6 +216,14 @@ NOT_TAKEN = {
     "a layout of blocks": lambda *x: adapter.attention(*x, mask=fs.layouts.causal(70, 70, 16)),
     "a subclass": lambda q, k, v: adapter.attention(q.as_subclass(Wrapper), k, v),
     "a negated view": lambda q, k, v: adapter.attention(q._neg_view(), k, v),
+    "a sink of a subclass": lambda *x: adapter.attention(
+        *x, sink=torch.zeros(70).as_subclass(Wrapper)
+    ),
+    "a sink of torch.func": lambda *x: torch.func.grad(
+        lambda sink: adapter.attention(*x, sink=sink).sum()
+    )(torch.zeros(70)),
+    "negated lengths": lambda *x: adapter.attention(*x, seqused_k=(-USED["seqused_k"])._neg_view()),
+    "splits in a tensor": lambda *x: adapter.attention(*x, num_splits=OFFSETS[1]),
     "vmap": lambda *x: torch.func.vmap(adapter.attention)(*(y[None] for y in x)),
     "meta": lambda *x: adapter.attention(*(y.to("meta") for y in x)),
     "a scale of NumPy's": lambda *x: adapter.attention(*x, softmax_scale=OFFSETS.numpy()[1]),
@@ -225,18 +254,19 @@ def test_an_error_is_no_call_for_python():
     q, k, v = qkv()
     with pytest.raises(AttributeError, match="left"):
         _torch_eager.native.attention(
-            *(q, k, v, band, None, None, None, 0.0, 0.0, None, False, None, None)
+            *(q, k, v, band, None, None, None, 0.0, 0.0, None, False, None, None),
+            *(None, None, None, None, None),
         )
 
 
 @needs_native
 @pytest.mark.parametrize(
     "name, counts",
-    [("attention", (13, 17)), ("flash_attn", (12,)), ("scaled_dot_product_attention", (8,))],
+    [("attention", (18, 22)), ("flash_attn", (12,)), ("scaled_dot_product_attention", (8,))],
 )
 def test_entries_count_their_arguments(name, counts):
     entry = getattr(_torch_eager.native, name)
-    for n in range(20):
+    for n in range(25):
         if n in counts:
             assert entry(*[None] * n) is None
         else:
@@ -269,14 +299,20 @@ def test_a_graph_ends_with_its_outputs():
         assert leaf() is None
 
 
+CHECKPOINTED = {
+    "heads first, dropout": (sdpa(dropout_p=0.3), heads_first(qkv())),
+    "heads first, bias": (sdpa(attn_mask=BIAS), heads_first(qkv())),
+    "sink and dropout": TAKEN["sink and dropout"],
+    "sink and lengths": TAKEN["sink and lengths"],
+}
+
+
 @pytest.mark.parametrize("watch", [contextlib.nullcontext, Watching, torch.profiler.profile])
-@pytest.mark.parametrize(
-    "options", [{"dropout_p": 0.3}, {"attn_mask": BIAS}], ids=["dropout", "bias"]
-)
+@pytest.mark.parametrize("call, inputs", CHECKPOINTED.values(), ids=CHECKPOINTED)
 @pytest.mark.usefixtures("torch_way")
-def test_checkpointing_of_heads_first(options, watch):
+def test_checkpointing(call, inputs, watch):
     """Also where somebody looks on at the first forward alone."""
-    call, inputs = sdpa(**options), with_gradients(heads_first(qkv()))
+    inputs = with_gradients(inputs)
     torch.manual_seed(5)
     want = torch.autograd.grad(call(*inputs).square().sum(), inputs)
     torch.manual_seed(5)
@@ -294,6 +330,61 @@ def test_hooks_leave_no_second_derivative():
     with pytest.raises(fs.Error, match="create_graph: True"):
         (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
         gradient.sum().backward()
+
+
+@pytest.mark.usefixtures("torch_way")
+def test_a_sink_alone_is_trained():
+    inputs, weights = [*qkv(), SINK], torch.linspace(-1, 1, 70 * 32).view(70, 1, 32)
+    everything = with_gradients(inputs)
+    want = torch.autograd.grad((with_sink()(*everything) * weights).sum(), everything)[3]
+    sink = torch.nn.Parameter(SINK.clone())
+    loss = (with_sink()(*inputs[:3], sink) * weights).sum()
+    (gradient,) = torch.autograd.grad(loss, sink, retain_graph=True)
+    assert torch.equal(gradient, want)
+    with pytest.raises(fs.Error, match="create_graph: True"):
+        (gradient,) = torch.autograd.grad(loss, sink, create_graph=True)
+        gradient.sum().backward()
+
+
+@pytest.mark.usefixtures("torch_way")
+def test_lengths_that_changed_have_no_gradient():
+    inputs, used = with_gradients(qkv()), USED["seqused_k"].clone()
+    out = adapter.attention(*inputs, seqused_k=used)
+    used += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@needs_native
+def test_takes_a_cache(monkeypatch):
+    """Pages as well, which have no backward, so that a call that autograd records is refused."""
+    q, k, v = qkv(seqlen_q=1, seqlen_k=32, batch=4, heads_kv=2)
+    used = USED["seqused_k"]  # in pages of 32 keys two and three
+    table = torch.tensor([[3, 0, -1], [2, 1, 0]], dtype=torch.int32)
+    pages, rows = {"seqused_k": used, "block_table": table}, torch.tensor([3, 1], dtype=torch.int32)
+
+    def calls():
+        yield adapter.attention(q[:2], k, v, mask=CAUSAL, num_splits=1, **pages)
+        cache = {"cache_seqlens": rows, "causal": True, "return_softmax_lse": True}
+        yield adapter.flash_attn_with_kvcache(q, k, v, cache_seqlens=5, softcap=-1)
+        yield from adapter.flash_attn_with_kvcache(q[:2], k, v, cache_batch_idx=rows, **cache)
+        yield adapter.flash_attn_with_kvcache(
+            *(q[:2], k, v), cache_seqlens=used, block_table=table, window_size=(4, 0), num_splits=2
+        )
+
+    with monkeypatch.context() as m:
+        no_way_in_python(m)
+        native = list(calls())
+    with monkeypatch.context() as m:
+        in_python(m)
+        assert all(map(torch.equal, native, calls()))
+    for trained in ({"q": q[:2].clone().requires_grad_()}, {"sink": SINK.clone().requires_grad_()}):
+        call = {"q": q[:2], "k": k, "v": v, **pages, **trained}
+        with pytest.raises(fs.Unsupported, match=r"^block_table: given; none, as pages"):
+            adapter.attention(**call).sum().backward()
+        with torch.no_grad():
+            no_gradient = adapter.attention(**call)
+        assert not no_gradient.requires_grad
 
 
 def seeds_are(change):
@@ -345,9 +436,21 @@ COMPILED = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("call, inputs", COMPILED.values(), ids=COMPILED)
 def test_compiled_autograd(call, inputs):
+    assert_compiled_autograd_agrees(call, inputs)
+
+
+@needs_native
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["sink", "sink and lengths", "varlen, sink", "used keys"])
+def test_compiled_autograd_with_more_arguments(name):
+    assert_compiled_autograd_agrees(*TAKEN[name])
+
+
+def assert_compiled_autograd_agrees(call, inputs):
     torch._dynamo.reset()
     inputs = with_gradients(inputs)
-    loss = call(*inputs).square().sum()
+    outs = call(*inputs)
+    loss = (outs if isinstance(outs, torch.Tensor) else outs[0]).square().sum()
     want = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
     compiler = torch.compile(backend="aot_eager")
     with torch._dynamo.compiled_autograd._enable(compiler):
@@ -358,31 +461,40 @@ def test_compiled_autograd(call, inputs):
 
 # ---- operators
 
-SCHEMA = torch.ops.flashsdk.mha_fwd.default._schema
+OPERATORS = [
+    f"{name}_{way}" for name in ("mha", "mha_varlen", "attention") for way in ("fwd", "bwd")
+]
 
 
-def operands(**changes):
-    """Arguments of mha_fwd, by their names."""
+def operands(operator="mha_fwd", **changes):
+    """Arguments of an operator, by their names."""
     q, k, v = qkv(seqlen_q=48)
-    given = dict.fromkeys((argument.name for argument in SCHEMA.arguments), None)
+    schema = getattr(torch.ops.flashsdk, operator).default._schema
+    given = dict.fromkeys((argument.name for argument in schema.arguments), None)
     given |= {"q": q, "k": k, "v": v, "mask": [], "softcap": 0.0, "dropout_p": 0.0}
+    if operator.startswith("attention"):
+        given |= dict.fromkeys(("num_splits", "max_seqlen_q", "max_seqlen_k"), 0)
+    if operator.endswith("bwd"):
+        given |= {"dout": q, "out": q, "lse": torch.zeros(2, 4, 48)}
     return given | {"deterministic": False, "backend": ""} | changes
 
 
 @needs_native
 def test_operators_have_kernels_in_cpp():
-    for name in ("mha_fwd", "mha_bwd", "mha_varlen_fwd", "mha_varlen_bwd"):
+    for name in OPERATORS:
         for key in ("CPU", "CUDA"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"flashsdk::{name}", key)
 
 
 def test_options_are_in_the_order_of_the_schema():
+    from flashsdk._torch_more import More
     from flashsdk._torch_ops import Options
 
-    for name in ("mha_fwd", "mha_bwd", "mha_varlen_fwd", "mha_varlen_bwd"):
+    for name in OPERATORS:
         schema = getattr(torch.ops.flashsdk, name).default._schema
         names = tuple(argument.name for argument in schema.arguments)
-        assert names[-len(Options._fields) :] == Options._fields
+        last = (*More._fields, *Options._fields) if "attention" in name else Options._fields
+        assert names[-len(last) :] == last
 
 
 MIXED = torch.zeros(2, 4, 48, 48, dtype=torch.float64)
@@ -405,17 +517,36 @@ REFUSED = {
     "blocks: not given; the lists of the layout that mask is": {"mask": [1] * 23},
     "blocks: given; none, as mask is no layout": {"mask": [0, 0, 0], "blocks": OFFSETS},
 }
+TABLE = torch.zeros(2, 3, dtype=torch.int32)
+REFUSED_MORE = {
+    "sink: dtype float64; float32": {"sink": SINK.double()},
+    "sink: shape (3,); (num_heads 4)": {"sink": SINK[:3]},
+    "seqused_q: dtype int64; int32": {"seqused_q": torch.tensor([1, 2])},
+    "seqused_k: 71 of sequence 0; 0 to seqlen_k, which is 48": {"seqused_k": OFFSETS[1:3] + 41},
+    "block_table: given; none without seqused_k, the lengths": {"block_table": TABLE},
+    "num_splits: -1; an integer from 1 to 1073741824, or None": {"num_splits": -1},
+    "num_splits: 1073741825; an integer from 1 to 1073741824, or None": {"num_splits": 2**30 + 1},
+    "block_table: given; none, as pages have no backward": {
+        "operator": "attention_bwd", "block_table": TABLE, "seqused_k": USED["seqused_k"]
+    },
+    "sink: shape (2,); (num_heads 4)": {"operator": "attention_bwd", "sink": SINK[:2]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("native", ["0", pytest.param("", marks=needs_native)])
 def test_operators_refuse_in_the_same_words(native, tmp_path):
     """In a process of its own: an operator keeps the kernels that it was given."""
-    torch.save([(line, operands(**changes)) for line, changes in REFUSED.items()], tmp_path / "x")
+    refused = REFUSED | {k: {"operator": "attention_fwd"} | x for k, x in REFUSED_MORE.items()}
+    calls = [
+        (changes.get("operator", "mha_fwd"), line, operands(**changes))
+        for line, changes in refused.items()
+    ]
+    torch.save(calls, tmp_path / "x")
     code = """
 import sys, torch, flashsdk as fs, flashsdk.torch
-for line, given in torch.load(sys.argv[1]):
+for operator, line, given in torch.load(sys.argv[1]):
     try:
-        torch.ops.flashsdk.mha_fwd(**given)
+        getattr(torch.ops.flashsdk, operator)(**given)
     except fs.Error as error:
         print(str(error) == line or (str(error), line))
 """
@@ -423,7 +554,7 @@ for line, given in torch.load(sys.argv[1]):
         [sys.executable, "-c", code, tmp_path / "x"],
         capture_output=True, text=True, env={**os.environ, "FLASHSDK_TORCH_NATIVE": native},
     )  # fmt: skip
-    assert done.stdout.split() == ["True"] * len(REFUSED), done.stdout + done.stderr
+    assert done.stdout.split() == ["True"] * len(refused), done.stdout + done.stderr
 
 
 @needs_native

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import masking_utils
+from transformers.generation import continuous_batching as batching
 from transformers.modeling_utils import AttentionInterface
 
 from .._errors import Error, InvalidArgument, Unsupported, has, renamed, shown
@@ -37,7 +39,7 @@ try:  # where transformers keeps what a model is to return beside its result
 except ImportError:
     _collector = None
 
-__all__ = ["NAME", "register"]
+__all__ = ["NAME", "continuous_batching", "register"]
 
 NAME = "fsdk"
 OLDEST = "5.6"  # release of transformers
@@ -90,6 +92,46 @@ def register(name: str = NAME) -> str:
     functions.register(name, attend)
     masks.register(name, make_mask)
     return name
+
+
+# To names with "flash" transformers' continuous batching gives packed sequences, and makes no mask.
+_PACKED_NAME = f"{NAME}_flash"
+
+
+@contextmanager
+def continuous_batching(model: Any) -> Iterator[None]:
+    """Within it ``model.generate_batch`` and the model's manager attend by flashsdk.
+
+        with door.continuous_batching(model):
+            outputs = model.generate_batch(prompts, max_new_tokens=100)
+
+    The model keeps its own attention afterwards. transformers is 5.20 or newer, else an ``Error``:
+    older ones hand over keys in another way.
+    """
+    if not hasattr(batching.ContinuousBatchingManager, "switch_to_cb_friendly_attn"):
+        version = importlib.metadata.version("transformers")
+        raise Unsupported(f"transformers: {version}; 5.20 or newer for continuous batching")
+    AttentionInterface().register(_PACKED_NAME, _attend_packed)
+    configs = [model.config, *(getattr(model.config, name) for name in model.config.sub_configs)]
+    before = [None if config is None else config._attn_implementation for config in configs]
+    # Not by set_attn_implementation, which imports a package of this name.
+    model.config._attn_implementation = _PACKED_NAME
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            if config is not None:
+                config._attn_implementation = name
+
+
+def _attend_packed(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any
+) -> tuple[Tensor, None]:
+    """``attend`` to the keys of a ``PagedAttentionCache``, and not to the new ones alone."""
+    cache = options.pop("cache", None)
+    if cache is not None:  # models of transformers 5.24 and newer have filled and read it before
+        key, value = cache.update(key, value, module.layer_idx, options)
+    return attend(module, query, key, value, mask, **options)
 
 
 # ---- the mask of a forward
@@ -462,7 +504,7 @@ def attend(
             out = _rows(q, k, v, None, _joined(tensor, position_bias), options)
         else:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            options["mask"] = _implied(bool(causal), sliding_window, q.shape[1])
+            options["mask"] = _implied(bool(causal), sliding_window, q.shape[1], lengths)
             out = _rows(q, k, v, lengths, position_bias, options)
     except Error as e:
         raise renamed(e, _NAMES) from None
@@ -495,11 +537,18 @@ def _given_lengths(others: dict[str, Any]) -> Packed | None:
     return Packed(cu_seqlens_q, cu_seqlens_k, int(longest_q), int(longest_k))
 
 
-def _implied(causal: bool, sliding_window: int | None, q_length: int) -> Band | None:
-    """What no mask means: as for PyTorch's function, and a window as for flash-attn's."""
+def _implied(
+    causal: bool, sliding_window: int | None, q_length: int, lengths: Packed | None
+) -> Band | None:
+    """What no mask means: as for PyTorch's function, and a window as for flash-attn's.
+
+    Of packed sequences the last query stands at the last key, as for flash-attn's too.
+    """
     left = None if sliding_window is None else sliding_window - 1
     if not causal:
         return None if left is None else Band(left, left, "top_left")
+    if lengths is not None:
+        return Band(left, 0)
     if q_length == 1:  # the last of all
         return None if left is None else Band(left, 0)
     return Band(left, 0, "top_left")
