@@ -131,8 +131,13 @@ float loop_portable(std::int64_t steps, float factor, float term) {
   return sums[0][0];
 }
 
-// Older Clangs have no intrinsic for it where the file's target lacks the instruction.
-float loop_neon_bf16(std::int64_t steps, float factor, float term) {
+#if defined(__clang__)
+#define FLASHSDK_WITH_BF16 __attribute__((target("bf16")))
+#else
+#define FLASHSDK_WITH_BF16 __attribute__((target("+bf16")))
+#endif
+// In text, since Clang 15 has no intrinsic where the file's target lacks the instruction.
+FLASHSDK_WITH_BF16 float loop_neon_bf16(std::int64_t steps, float factor, float term) {
   const auto bf16 = [](float x) {
     std::uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -143,8 +148,7 @@ float loop_neon_bf16(std::int64_t steps, float factor, float term) {
   for (auto& s : sums) s = vdupq_n_f32(factor);
   for (std::int64_t i = 0; i < steps; ++i) {
 #pragma GCC unroll 20
-    for (int j = 0; j < kSumsPortable; ++j)
-      asm(".arch_extension bf16\n\tbfmmla %0.4s, %1.8h, %2.8h" : "+w"(sums[j]) : "w"(b), "w"(c));
+    for (int j = 0; j < kSumsPortable; ++j) asm("bfmmla %0.4s, %1.8h, %2.8h" : "+w"(sums[j]) : "w"(b), "w"(c));
   }
   for (int j = 1; j < kSumsPortable; ++j) sums[0] += sums[j];
   return sums[0][0];

@@ -101,7 +101,8 @@ FLASHSDK_HD void sum_blocks(const typename Dot::Word* a, const typename Dot::Wor
 #pragma GCC unroll 16
     for (int l = 0; l < kLanePairs; ++l) block[r][l] = zero();
 
-#pragma GCC unroll 2
+// Of two steps at once Clang 19 would load operands so early that accumulators end on the stack.
+#pragma GCC unroll 1
   for (int s = 0; s < steps; ++s) {
     bfloat16x8_t rows[kRowPairs];
 #pragma GCC unroll 16

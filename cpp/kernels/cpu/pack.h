@@ -64,7 +64,8 @@ FLASHSDK_HD void zero_rows(int rows, typename Dot::Word* dst) {
   std::memset(dst, 0, sizeof(*dst) * rows * kPitch);
 }
 
-// kStep neighbouring rows side by side, the operand of a product that sums over rows: (ceil(rows / kStep), kPitch) words.
+// kStep neighbouring rows side by side, the operand of a product that sums over rows: (ceil(rows / kStep), kPitch)
+// words.
 template <class Dot, int kPitch, class T>
 void pack_row_words(const T* src, std::int64_t stride, int rows, int d, int d_padded, typename Dot::Word* dst) {
   if constexpr (Dot::kStep == 1) {
