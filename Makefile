@@ -34,8 +34,10 @@ PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations=25 --durati
 # The tests start PyTorch some two hundred times: compiled once, that takes half as long.
 unexport PYTHONDONTWRITEBYTECODE
 
+isa_of_x86_64 := avx2
+isa_of_aarch64 := neon
 # Builds that watch compile the kernels of one head dimension, the one that takes every smaller one too.
-VECTOR_ISA := $(if $(filter x86_64,$(shell uname -m)),avx2,portable)
+VECTOR_ISA := $(or $(isa_of_$(shell uname -m)),portable)
 WATCHED = $(CONFIGURE) -DFLASHSDK_BUILD_TESTS=ON -DFLASHSDK_CUDA=OFF -DFLASHSDK_CPU_HEAD_DIMS=256
 SANITIZED = $(WATCHED) -DCMAKE_BUILD_TYPE=RelWithDebInfo
 

@@ -10,6 +10,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 namespace flashsdk {
 
@@ -78,8 +81,26 @@ const Processor& processor() {
 }  // namespace
 #endif
 
+#if defined(__aarch64__)
+namespace {
+
+// Where Linux tells of them, the bf16 instructions (FEAT_BF16), and what compilers use of Armv8.2 beside them.
+bool has_neon_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16, which glibc 2.28 does not name
+  constexpr unsigned long kArmv8 = HWCAP_ASIMD | HWCAP_CRC32 | HWCAP_ATOMICS | HWCAP_ASIMDRDM;
+  return (getauxval(AT_HWCAP2) & kBf16) != 0 && (getauxval(AT_HWCAP) & kArmv8) == kArmv8;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+#endif
+
 const std::vector<std::string>& known_cpu_isas() {
-  static const std::vector<std::string> isas{"portable", "avx2", "avx512", "avx512_bf16", "avx512_amx"};
+  static const std::vector<std::string> isas{"portable", "neon",        "neon_bf16", "avx2",
+                                             "avx512",   "avx512_bf16", "avx512_amx"};
   return isas;
 }
 
@@ -90,6 +111,9 @@ bool cpu_supports(const std::string& isa) {
   if (isa == "avx512") return processor().v4;
   if (isa == "avx512_bf16") return processor().bf16;
   if (isa == "avx512_amx") return processor().amx;
+#elif defined(__aarch64__)
+  if (isa == "neon") return true;
+  if (isa == "neon_bf16") return has_neon_bf16();
 #endif
   return false;
 }

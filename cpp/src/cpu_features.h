@@ -6,7 +6,8 @@
 
 namespace flashsdk {
 
-// Every instruction set that a kernel may be compiled for, slowest first, whether or not this build has it.
+// Every instruction set that a kernel may be compiled for, slowest first on its architecture, whether or not this build
+// has it.
 const std::vector<std::string>& known_cpu_isas();
 
 // Whether the processor and the operating system run code for it. False for an unknown name.

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 
 #include "thread_pool.h"
 
@@ -130,6 +131,29 @@ float loop_portable(std::int64_t steps, float factor, float term) {
   return sums[0][0];
 }
 
+#if defined(__clang__)
+#define FLASHSDK_WITH_BF16 __attribute__((target("bf16")))
+#else
+#define FLASHSDK_WITH_BF16 __attribute__((target("+bf16")))
+#endif
+// In text, since Clang 15 has no intrinsic where the file's target lacks the instruction.
+FLASHSDK_WITH_BF16 float loop_neon_bf16(std::int64_t steps, float factor, float term) {
+  const auto bf16 = [](float x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits >> 16;
+  };
+  const uint32x4_t b = vdupq_n_u32(bf16(factor) | bf16(-factor) << 16), c = vdupq_n_u32(bf16(term) | bf16(term) << 16);
+  float32x4_t sums[kSumsPortable];
+  for (auto& s : sums) s = vdupq_n_f32(factor);
+  for (std::int64_t i = 0; i < steps; ++i) {
+#pragma GCC unroll 20
+    for (int j = 0; j < kSumsPortable; ++j) asm("bfmmla %0.4s, %1.8h, %2.8h" : "+w"(sums[j]) : "w"(b), "w"(c));
+  }
+  for (int j = 1; j < kSumsPortable; ++j) sums[0] += sums[j];
+  return sums[0][0];
+}
+
 #else
 
 constexpr int kSumsPortable = 8;
@@ -155,6 +179,8 @@ Loop loop_of(PeakKind kind, const std::string& isa) {
   if (isa == "avx512_bf16" && kind == PeakKind::kBf16Dot) return {kSumsAvx512 * 32 * 2., loop_avx512_bf16};
   if (isa == "avx512_amx" || isa == "avx512_bf16" || isa == "avx512") return {kSumsAvx512 * 16 * 2., loop_avx512};
   if (isa == "avx2") return {kSumsAvx2 * 8 * 2., loop_avx2};
+#elif defined(__aarch64__)
+  if (isa == "neon_bf16" && kind == PeakKind::kBf16Dot) return {kSumsPortable * 16 * 2., loop_neon_bf16};
 #endif
   (void)kind, (void)isa;
   return {kSumsPortable * 4 * 2., loop_portable};

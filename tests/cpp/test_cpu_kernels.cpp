@@ -62,6 +62,17 @@ std::vector<const CpuProbe*> probes_with_tiles() {
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CpuTiles);
 INSTANTIATE_TEST_SUITE_P(, CpuTiles, ::testing::ValuesIn(probes_with_tiles()), isa_of);
 
+// … and of those with instructions for bf16.
+class CpuBf16 : public CpuKernels {};
+std::vector<const CpuProbe*> probes_with_bf16() {
+  std::vector<const CpuProbe*> probes;
+  for (const CpuProbe* probe : kProbes)
+    if (probe->bf16_product[0] != nullptr) probes.push_back(probe);
+  return probes;
+}
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CpuBf16);
+INSTANTIATE_TEST_SUITE_P(, CpuBf16, ::testing::ValuesIn(probes_with_bf16()), isa_of);
+
 // Every exponent and 64 fractions, both signs, and what lies at the edges.
 std::vector<float> floats_of_every_size() {
   std::vector<float> values{0.f, -0.f};
@@ -249,6 +260,42 @@ TEST_P(CpuKernels, ProductOfEveryNumberOfRows) {
           }
           ASSERT_EQ(maximum[lane], with_maximum ? highest : maximum0[lane])
               << rows << " rows, " << vectors << " vectors";
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CpuBf16, ProductOfEveryNumberOfRows) {
+  const int panel = probe().panel;
+  std::mt19937 rng(4);
+  auto integers = [&](int n) {  // exact in bf16, and so are their sums in fp32
+    std::vector<float> values(n);
+    for (float& x : values) x = static_cast<float>(static_cast<int>(rng() % 17) - 8);
+    return values;
+  };
+  auto encoded = [](const std::vector<float>& values) {
+    std::vector<std::uint16_t> bits(values.size());
+    for (std::size_t n = 0; n < bits.size(); ++n) bits[n] = kBf16.encode(values[n]);
+    return bits;
+  };
+  for (int rows = 1; rows <= CpuProbe::kMaxRows; ++rows) {
+    for (int steps : {1, 2, 3, 7, 33, 62, CpuProbe::kMaxSteps}) {
+      for (int variant = 0; variant < 8; ++variant) {
+        const bool summed = variant % 2 != 0;
+        const int vectors = std::min(variant / 2 + 1, panel / probe().lanes), lanes = vectors * probe().lanes;
+        const std::vector<float> a = integers(rows * steps), b = integers(lanes * steps);
+        std::vector<float> c(panel * (rows + 4), -1000.f);
+        probe().bf16_product[vectors - 1](encoded(a).data(), summed, encoded(b).data(), steps, c.data(), rows);
+        for (int lane = 0; lane < panel; ++lane) {
+          for (int r = 0; r < rows; ++r) {
+            float expected = lane < lanes ? 0.f : -1000.f;
+            for (int s = 0; s < steps && lane < lanes; ++s)
+              expected += summed ? a[s * rows + r] * b[s * lanes + lane] : a[r * steps + s] * b[lane * steps + s];
+            ASSERT_EQ(c[r * panel + lane], expected)
+                << rows << " rows, " << steps << " steps, row " << r << ", lane " << lane << ", variant " << variant;
+          }
+          ASSERT_EQ(c[(rows + 3) * panel + lane], -1000.f) << rows << " rows";
         }
       }
     }

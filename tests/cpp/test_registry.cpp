@@ -6,12 +6,14 @@
 #include <cstdlib>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu_features.h"
 #include "flashsdk/flashsdk.h"
 #include "kernel_registry.h"
 #include "problem.h"
+#include "table/cpu.h"
 #include "validate.h"
 
 namespace flashsdk::testing {
@@ -341,6 +343,23 @@ constexpr const char* kBuiltIsas[] = {FLASHSDK_TEST_ISAS};  // slowest first
     code = 1;
   }
   std::_Exit(code);
+}
+
+// ctest says which it must be where an emulator plays a processor.
+TEST(Registry, EachDTypeTakesTheFastestInstructionSetOfThisProcessor) {
+  const std::pair<DType, std::string> dtypes[] = {
+      {DType::kFloat32, "fp32"}, {DType::kBFloat16, "bf16"}, {DType::kFloat16, "fp16"}};
+  for (const auto& [dtype, name] : dtypes) {
+    std::string fastest;
+    for (const char* isa : kBuiltIsas)
+      if (cpu_prefers(isa) && table::cpu_has(isa, dtype)) fastest = isa;
+    const Problem p({.seqlen_q = 4, .seqlen_k = 4}, dtype);
+    const std::string kernel = explain(p.forward_args()).kernel;
+    EXPECT_EQ(kernel.find("cpu_" + fastest + "_" + name + "_d"), 0u) << kernel << " on " << fastest;
+  }
+  if (const char* expected = std::getenv("FLASHSDK_TEST_EXPECTED_ISA")) {
+    EXPECT_EQ(build_info().cpu_isa, expected);
+  }
 }
 
 TEST(RegistryDeathTest, TheEnvironmentForcesAnInstructionSet) {

@@ -8,7 +8,8 @@ import flashsdk as fs
 import pytest
 from runner import Runner, Target, isas
 
-KNOWN = ("portable", "avx2", "avx512", "avx512_bf16", "avx512_amx")  # slowest first
+# Slowest first, on each architecture.
+KNOWN = ("portable", "neon", "neon_bf16", "avx2", "avx512", "avx512_bf16", "avx512_amx")
 CALL = "x = np.ones((1, 3, 1, 8), np.float32); fs.mha_fwd(x, x, x)"
 THREADS = "print(fs.get_num_threads(), len(os.sched_getaffinity(0)))"
 

@@ -19,19 +19,20 @@ class BackwardTile {
   // Of the lanes of a tile so many are computed as hold its queries.
   static constexpr int kLaneStep = Dot::kTiles ? kPanel : kLanes;
   using SummedKeys = typename Tr::template SummedKeys<kKeys>;
-  // Row pitch of S^T and dP^T (keys, queries), and of P^T and dS^T as operands in pairs of queries, which take their
-  // place; the words of the second part of these lie behind the first's.
+  // Row pitch of S^T and dP^T (keys, queries), and of P^T and dS^T as operands in words of kStep queries, which take
+  // their place; the words of the second part of these lie behind the first's.
   static constexpr int kScorePitch = kQueries + Tr::kPadding;
-  static constexpr int kPairPart = kQueries / kStep;
-  static_assert(kParts * kPairPart <= kScorePitch);
+  static constexpr int kOperandPitch = kScorePitch * sizeof(float) / sizeof(Word);
+  static constexpr int kOperandPart = kQueries / kStep;
+  static_assert(kParts * kOperandPart <= kOperandPitch);
   static_assert(kParts == 1 || kQueries == kPanel, "a second part would overwrite scores of the next panel");
 
   // A tile of queries of q or dout in the three layouts its products read.
   struct QueryOperand {
     alignas(64) Word rows[kQueries * kRowPitch];                                    // (queries, d)
     alignas(64) Word transposed[kQueries / kPanel * kParts * Tr::kTransposedPart];  // per panel (d, lanes)
-    alignas(64) Word row_pairs[kStep == 1 ? 1 : kQueries / kStep * kParts * kWidePitch];
-    const Word* pairs() const { return kStep == 1 ? rows : row_pairs; }
+    alignas(64) Word row_words[kStep == 1 ? 1 : kQueries / kStep * kParts * kWidePitch];
+    const Word* words() const { return kStep == 1 ? rows : row_words; }
   };
   struct Scratch {
     alignas(64) Word k[kPaddedKeys * kRowPitch], v[kPaddedKeys * kRowPitch];  // (keys, d)
@@ -40,7 +41,7 @@ class BackwardTile {
     QueryOperand q, dout;
     alignas(64) float s[kPaddedKeys * kScorePitch];   // S^T (keys, lanes), then P^T
     alignas(64) float dp[kPaddedKeys * kScorePitch];  // dP^T, then dS^T
-    alignas(64) Word ds_pairs[kStep == 1 ? 1 : (kKeys + 1) / kStep * kParts * kScorePitch];
+    alignas(64) Word ds_words[kStep == 1 ? 1 : ceil_div(kKeys, kStep) * kParts * kScorePitch];
     alignas(64) float dq[(Dot::kTiles ? kHeadDim : kQueries) * kPanel];    // this tile's share, of a panel
     alignas(64) float top[kQueries], log2_sum[kQueries], delta[kQueries];  // RowValues
     alignas(64) float row_max[kQueries], row_sum[kQueries];                // of the rows whose sum is taken anew
@@ -48,7 +49,7 @@ class BackwardTile {
     alignas(64) float score_slope[kFeatures ? kKeys * kScorePitch : 1];
     alignas(64) std::uint8_t random[kFeatures ? kKeys * kScorePitch : 1];
     const Word* summed_k() const { return kStep == 1 ? k : k_summed; }
-    const Word* ds_by_pairs() const { return kStep == 1 ? reinterpret_cast<const Word*>(dp) : ds_pairs; }
+    const Word* ds_by_words() const { return kStep == 1 ? reinterpret_cast<const Word*>(dp) : ds_words; }
   };
 
   BackwardTile(const BackwardParams& p, const BackwardBuffers& buffers, int batch, int head_kv, Scratch& scratch)
@@ -201,24 +202,24 @@ class BackwardTile {
           store(w_.dp + r * kScorePitch + l, ds);
         }
     } else {
-      differentiate_in_pairs(at);
+      differentiate_in_words(at);
     }
   }
 
   // dV += P^T·dO and dK += dS^T·Q.
   void add_to_dk_dv() {
-    using Pairs = Strides<kScorePitch, 1, kParts * kWidePitch, kWidePitch, kPairPart, kWidePitch>;
+    using S = Strides<kOperandPitch, 1, kParts * kWidePitch, kWidePitch, kOperandPart, kWidePitch>;
     const int rows = end_ - begin_, query_steps = Dot::kTiles ? lane_end_ / kStep : ceil_div(lanes_, kStep);
-    const auto* p = reinterpret_cast<const Word*>(w_.s) + begin_ * kScorePitch;
-    const auto* ds = reinterpret_cast<const Word*>(w_.dp) + begin_ * kScorePitch;
+    const auto* p = reinterpret_cast<const Word*>(w_.s) + begin_ * kOperandPitch;
+    const auto* ds = reinterpret_cast<const Word*>(w_.dp) + begin_ * kOperandPitch;
     auto add = [&](const Word* weights, const Word* queries, float* dst, int d) __attribute__((always_inline)) {
       for (int c = 0; c < d; c += kPanel)
         with_vectors_of<Dot>(d - c, [&]<int kUsed>() __attribute__((always_inline)) {
-          product<Dot, Pairs, kUsed>(weights, queries + c, query_steps, dst + begin_ * kWidePitch + c, rows, FromC{});
+          product<Dot, S, kUsed>(weights, queries + c, query_steps, dst + begin_ * kWidePitch + c, rows, FromC{});
         });
     };
-    add(p, w_.dout.pairs(), w_.dv, p_.head_dim_v);
-    add(ds, w_.q.pairs(), w_.dk, p_.head_dim);
+    add(p, w_.dout.words(), w_.dv, p_.head_dim_v);
+    add(ds, w_.q.words(), w_.dk, p_.head_dim);
   }
 
   // dQ += dS·K, once it is its turn. Rows are queries and lanes head dimensions, so that it costs what the queries cost
@@ -228,7 +229,7 @@ class BackwardTile {
     const std::int64_t pitch = buffers_.dq_pitch();
     float* dq = buffers_.dq(p_, seqlen_, batch_, head) + i0_ * pitch;
     const Word* keys = w_.summed_k() + begin_ / kStep * SummedKeys::kStep;
-    const Word* ds = w_.ds_by_pairs() + begin_ / kStep * kParts * kScorePitch;
+    const Word* ds = w_.ds_by_words() + begin_ / kStep * kParts * kScorePitch;
     const int steps = ceil_div(end_ - begin_, kStep);
     if constexpr (Dot::kTiles) {
       using S =
@@ -314,14 +315,14 @@ class BackwardTile {
         transpose_rows<Dot, kRowPitch, kPanel>(rows + l * kRowPitch, min_of(kPanel, lane_end_ - l), d_padded,
                                                operand.transposed + (l / kPanel * kParts + part) * Tr::kTransposedPart);
       if constexpr (kStep > 1)
-        pack_row_pairs<Dot, kParts * kWidePitch>(reinterpret_cast<const Bf16*>(rows), kRowPitch * kStep, lane_end_,
-                                                 d_padded, d_padded, operand.row_pairs + part * kWidePitch);
+        pack_row_words<Dot, kParts * kWidePitch>(reinterpret_cast<const Bf16*>(rows), kRowPitch * kStep, lane_end_,
+                                                 d_padded, d_padded, operand.row_words + part * kWidePitch);
     }
   }
 
-  // P^T and dS^T as bf16 rows (keys, queries), paired along queries in memory, and dS^T once more paired along keys.
+  // P^T and dS^T as bf16 rows (keys, queries), whose words are of queries, and dS^T once more in words of keys.
   template <class At>
-  FLASHSDK_HD void differentiate_in_pairs(At& at) {
+  FLASHSDK_HD void differentiate_in_words(At& at) {
 #if defined(__AVX512BF16__)
     auto *p_rows = reinterpret_cast<std::uint32_t*>(w_.s), *ds_rows = reinterpret_cast<std::uint32_t*>(w_.dp);
     for (int l = 0; l < lane_end_; l += kPanel)
@@ -329,8 +330,24 @@ class BackwardTile {
         differentiate_in_pairs<kUsed>(at, l, p_rows, ds_rows);
       });
     const int done = begin_ + round_up(end_ - begin_, 2), steps = ceil_div(end_ - begin_, 2);
-    std::memset(w_.ds_pairs + done / 2 * kParts * kScorePitch, 0,
+    std::memset(w_.ds_words + done / 2 * kParts * kScorePitch, 0,
                 sizeof(Word) * (round_up(steps, Dot::kDepth) - steps) * kParts * kScorePitch);
+#elif defined(FLASHSDK_NEON_BF16)
+    auto *p_rows = reinterpret_cast<Word*>(w_.s), *ds_rows = reinterpret_cast<Word*>(w_.dp);
+    for (int r = begin_; r < end_; r += 4)
+      for (int l = 0; l < lane_end_; l += kLanes) {
+        uint16x4_t ds_words[4];
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; ++n) {
+          Vec p = zero(), ds = zero();
+          if (r + n < end_) at(r + n, l, p, ds);
+          ds_words[n] = to_bf16(ds);
+          const int word = (r + n) * kOperandPitch + l / kLanes;
+          store_word(p_rows + word, to_bf16(p));
+          store_word(ds_rows + word, ds_words[n]);
+        }
+        store_words(w_.ds_words + r / 4 * kScorePitch + l, ds_words);
+      }
 #else
     (void)at;
 #endif
@@ -356,7 +373,7 @@ class BackwardTile {
       for (int v = 0; v < kUsed; ++v) {
         const Bf16Parts<kParts> pairs(ds[0][v], ds[1][v]);
         for (int part = 0; part < kParts; ++part)
-          store_pairs(w_.ds_pairs + (r / 2 * kParts + part) * kScorePitch + l + v * kLanes,
+          store_pairs(w_.ds_words + (r / 2 * kParts + part) * kScorePitch + l + v * kLanes,
                       interleave_halves(pairs.part[part]));
       }
 #pragma GCC unroll 2
@@ -365,7 +382,7 @@ class BackwardTile {
         for (int v = 0; v < kPaired; v += 2) {
           const Bf16Parts<kParts> p_pair(p[h][v], p[h][v + 1]), ds_pair(ds[h][v], ds[h][v + 1]);
           for (int part = 0; part < kParts; ++part) {
-            const int word = (r + h) * kScorePitch + part * kPairPart + (l + v * kLanes) / 2;
+            const int word = (r + h) * kOperandPitch + part * kOperandPart + (l + v * kLanes) / 2;
             store_pairs(p_rows + word, p_pair.part[part]);
             store_pairs(ds_rows + word, ds_pair.part[part]);
           }

@@ -33,6 +33,9 @@ FLASHSDK_HD To bit_cast(From from) {
 
 FLASHSDK_HD float to_float(float x) { return x; }
 FLASHSDK_HD float to_float(Bf16 x) { return bit_cast<float>(std::uint32_t{x.bits} << 16); }
+#if defined(__aarch64__)  // every processor has the instruction
+FLASHSDK_HD float to_float(Fp16 x) { return bit_cast<__fp16>(x.bits); }
+#else
 FLASHSDK_HD float to_float(Fp16 x) {
   std::uint32_t sign = std::uint32_t{x.bits & 0x8000u} << 16, magnitude = x.bits & 0x7FFFu;
   if (magnitude >= 0x7C00u) return bit_cast<float>(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);  // inf, NaN
@@ -40,6 +43,7 @@ FLASHSDK_HD float to_float(Fp16 x) {
   float scaled = bit_cast<float>(magnitude << 13) * bit_cast<float>(0x77800000u);  // 2^112
   return bit_cast<float>(sign | bit_cast<std::uint32_t>(scaled));
 }
+#endif
 
 // Round to nearest, ties to even; NaN stays NaN.
 template <class T>
@@ -54,6 +58,12 @@ FLASHSDK_HD Bf16 from_float<Bf16>(float x) {
   if ((u & 0x7FFFFFFFu) > 0x7F800000u) return {static_cast<std::uint16_t>((u >> 16) | 0x40u)};
   return {static_cast<std::uint16_t>((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16)};
 }
+#if defined(__aarch64__)
+template <>
+FLASHSDK_HD Fp16 from_float<Fp16>(float x) {
+  return {bit_cast<std::uint16_t>(static_cast<__fp16>(x))};
+}
+#else
 template <>
 FLASHSDK_HD Fp16 from_float<Fp16>(float x) {
   std::uint32_t u = bit_cast<std::uint32_t>(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7FFFFFFFu;
@@ -66,5 +76,6 @@ FLASHSDK_HD Fp16 from_float<Fp16>(float x) {
   std::uint32_t rounded = magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u);
   return {static_cast<std::uint16_t>(sign | (rounded >> 13))};
 }
+#endif
 
 }  // namespace flashsdk::cpu

@@ -333,6 +333,18 @@ class ForwardTile {
         }
       const int steps = ceil_div(end - begin, 2);
       std::memset(pairs, 0, sizeof(Word) * (round_up(steps, Dot::kDepth) - steps) * kParts * kPanel);
+#elif defined(FLASHSDK_NEON_BF16)
+      Word* words = reinterpret_cast<Word*>(w_.s + begin * kPanel);
+      for (int r = begin; r < end; r += 4, words += kPanel) {
+        // The words of a vector lie where scores of two vectors have: all are made before the first is stored.
+        uint16x4_t p[kUsed][4];
+#pragma GCC unroll 4
+        for (int v = 0; v < kUsed; ++v)
+#pragma GCC unroll 4
+          for (int n = 0; n < 4; ++n) p[v][n] = to_bf16(r + n < end ? probability(r + n, v) : zero());
+#pragma GCC unroll 4
+        for (int v = 0; v < kUsed; ++v) store_words(words + v * kLanes, p[v]);
+      }
 #endif
     }
     for (int v = 0; v < kUsed; ++v) panel.sum[v] = add(panel.sum[v], sum[v]);

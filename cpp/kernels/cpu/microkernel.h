@@ -27,7 +27,7 @@ FLASHSDK_HD constexpr int padded_rows(int rows) {
 // are consumed kDepth at a time. A value is the sum of kParts words, and Exact is the product that leaves out none of
 // theirs. Tile registers (cpu/tiles.h) read A by rows only.
 struct DotOnVectors {
-  static constexpr bool kTiles = false;
+  static constexpr bool kTiles = false, kBlocks = false;
   static constexpr int kParts = 1, kDepth = 1, kMaxRowPadding = 3;
   static FLASHSDK_HD constexpr int padded_rows(int rows) { return FLASHSDK_ISA_NS::padded_rows(rows); }
 };
@@ -50,6 +50,13 @@ struct DotBf16 : DotOnVectors {
   static FLASHSDK_HD Operand load_operand(const Word* p) { return load_pairs(p); }
   static FLASHSDK_HD Operand broadcast(Word x) { return set1_pairs(x); }
   static FLASHSDK_HD Vec accumulate(Vec acc, Operand a, Operand b) { return dot_pairs(acc, b, a); }
+};
+#elif defined(FLASHSDK_NEON_BF16)
+struct DotBf16 : DotOnVectors {
+  using Exact = DotBf16;
+  using Word = std::uint64_t;
+  static constexpr bool kBlocks = true;  // an instruction takes two rows and two lanes
+  static constexpr int kStep = 4;
 };
 #endif
 
@@ -81,6 +88,48 @@ struct FromScaledC {  // the online softmax's rescale, folded into the load
   }
 };
 
+#if defined(FLASHSDK_NEON_BF16)
+// acc = the sum of the steps, by blocks of two rows and two lanes. Operands B come one after the other: beside 24
+// accumulators and three operands A all of them would not fit 32 registers.
+template <class Dot, class S, int kRows, int kUsed>
+FLASHSDK_HD void sum_blocks(const typename Dot::Word* a, const typename Dot::Word* b, int steps,
+                            Vec (&acc)[kRows][kUsed]) {
+  constexpr int kRowPairs = kRows / 2, kLanePairs = 2 * kUsed;
+  Vec block[kRowPairs][kLanePairs];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRowPairs; ++r)
+#pragma GCC unroll 16
+    for (int l = 0; l < kLanePairs; ++l) block[r][l] = zero();
+
+// Of two steps at once Clang 19 would load operands so early that accumulators end on the stack.
+#pragma GCC unroll 1
+  for (int s = 0; s < steps; ++s) {
+    bfloat16x8_t rows[kRowPairs];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRowPairs; ++r) {
+      const std::uint64_t* at = a + 2 * r * S::kARow;
+      rows[r] = S::kARow == 1 ? load_words(at) : load_words(at, at + S::kARow);
+    }
+#pragma GCC unroll 16
+    for (int l = 0; l < kLanePairs; ++l) {
+      const bfloat16x8_t lanes = load_words(b + 2 * l);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRowPairs; ++r) block[r][l] = multiply_blocks(block[r][l], rows[r], lanes);
+    }
+    a += S::kAStep;
+    b += S::kBStep;
+  }
+
+#pragma GCC unroll 16
+  for (int r = 0; r < kRowPairs; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < kUsed; ++v) {
+      acc[2 * r][v] = row_of_blocks<0>(block[r][2 * v], block[r][2 * v + 1]);
+      acc[2 * r + 1][v] = row_of_blocks<1>(block[r][2 * v], block[r][2 * v + 1]);
+    }
+}
+#endif
+
 // The sum of the steps is taken first, and C added to it: what reaches a long running sum is rounded once a product and
 // not once a step, which keeps fp32 four times as exact at 4096 rows. maximum, when not null, takes the running maximum
 // of every lane of C.
@@ -88,28 +137,32 @@ template <class Dot, int kRows, class S, int kUsed, class Start>
 __attribute__((noinline)) void micro_kernel(const typename Dot::Word* a, const typename Dot::Word* b, int steps,
                                             float* c, Start start, Vec* maximum) {
   Vec acc[kRows][kUsed];
+  if constexpr (Dot::kBlocks) {
+    sum_blocks<Dot, S>(a, b, steps, acc);
+  } else {
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < kUsed; ++v) acc[r][v] = zero();
+      for (int v = 0; v < kUsed; ++v) acc[r][v] = zero();
 
-// Fewer counters and branches between the products: 8 to 10 % on an AVX2 core whose sibling thread is busy.
+    // Fewer counters and branches between the products: 8 to 10 % on an AVX2 core whose sibling thread is busy.
 #pragma GCC unroll 4
-  for (int s = 0; s < steps; ++s) {
-    typename Dot::Operand lane[kUsed];
+    for (int s = 0; s < steps; ++s) {
+      typename Dot::Operand lane[kUsed];
 #pragma GCC unroll 16
-    for (int v = 0; v < kUsed; ++v) {
-      lane[v] = Dot::load_operand(b + v * kLanes);
-      keep_in_register(lane[v]);
+      for (int v = 0; v < kUsed; ++v) {
+        lane[v] = Dot::load_operand(b + v * kLanes);
+        keep_in_register(lane[v]);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        typename Dot::Operand x = Dot::broadcast(a[r * S::kARow]);
+#pragma GCC unroll 16
+        for (int v = 0; v < kUsed; ++v) acc[r][v] = Dot::accumulate(acc[r][v], x, lane[v]);
+      }
+      a += S::kAStep;
+      b += S::kBStep;
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      typename Dot::Operand x = Dot::broadcast(a[r * S::kARow]);
-#pragma GCC unroll 16
-      for (int v = 0; v < kUsed; ++v) acc[r][v] = Dot::accumulate(acc[r][v], x, lane[v]);
-    }
-    a += S::kAStep;
-    b += S::kBStep;
   }
 
 #pragma GCC unroll 16

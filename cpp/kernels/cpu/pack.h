@@ -49,7 +49,7 @@ void pack_rows(const T* src, std::int64_t stride, int rows, int d, int d_padded,
   for (int r = 0; r < rows; ++r) {
     if constexpr (Dot::kStep == 1) {
       load_row(src + r * stride, d, d_padded, dst + r * kPitch);
-    } else if constexpr (Dot::kParts == 1) {  // already pairs in memory
+    } else if constexpr (Dot::kParts == 1) {  // already words in memory
       auto* row = reinterpret_cast<std::uint16_t*>(dst + r * kPitch);
       std::memcpy(row, src + r * stride, d * sizeof(T));
       std::memset(row + d, 0, (d_padded - d) * sizeof(T));
@@ -64,9 +64,10 @@ FLASHSDK_HD void zero_rows(int rows, typename Dot::Word* dst) {
   std::memset(dst, 0, sizeof(*dst) * rows * kPitch);
 }
 
-// Neighbouring rows side by side, the operand of a product that sums over rows: (ceil(rows / kStep), kPitch) words.
+// kStep neighbouring rows side by side, the operand of a product that sums over rows: (ceil(rows / kStep), kPitch)
+// words.
 template <class Dot, int kPitch, class T>
-void pack_row_pairs(const T* src, std::int64_t stride, int rows, int d, int d_padded, typename Dot::Word* dst) {
+void pack_row_words(const T* src, std::int64_t stride, int rows, int d, int d_padded, typename Dot::Word* dst) {
   if constexpr (Dot::kStep == 1) {
     pack_rows<Dot, kPitch, 0>(src, stride, rows, d, d_padded, dst);
   } else {
@@ -81,16 +82,31 @@ void pack_row_pairs(const T* src, std::int64_t stride, int rows, int d, int d_pa
       for (; c < d; ++c) dst[c] = a[c] | (pair ? std::uint32_t{b[c]} << 16 : 0u);
       for (; c < d_padded; ++c) dst[c] = 0;
     }
+#elif defined(FLASHSDK_NEON_BF16)
+    for (int r = 0; r < rows; r += 4, dst += kPitch) {
+      const int count = min_of(4, rows - r);
+      const std::uint16_t* row[4];
+      for (int n = 0; n < 4; ++n)
+        row[n] = reinterpret_cast<const std::uint16_t*>(src + (r + min_of(n, count - 1)) * stride);
+      int c = 0;
+      if (count == 4)
+        for (; c + kLanes <= d; c += kLanes) interleave_rows(row, c, dst + c);
+      for (; c < d; ++c) {
+        dst[c] = 0;
+        for (int n = 0; n < count; ++n) dst[c] |= std::uint64_t{row[n][c]} << 16 * n;
+      }
+      for (; c < d_padded; ++c) dst[c] = 0;
+    }
 #endif
   }
 }
 
-// Rows as operand A of a product that sums over them, in pairs: by columns (pack_row_pairs), kStepPitch words from one
-// pair to the next; or with kRowPitch words from one column to the next, transposed.
+// Rows as operand A of a product that sums over them, in words: by columns (pack_row_words), kStepPitch words from one
+// step to the next; or with kRowPitch words from one column to the next, transposed.
 template <class Dot, int kRowPitch, int kStepPitch, class T>
 void pack_summed_rows(const T* src, std::int64_t stride, int rows, int d, int d_padded, typename Dot::Word* dst) {
   if constexpr (!Dot::kTiles) {
-    pack_row_pairs<Dot, kStepPitch>(src, stride, rows, d, d_padded, dst);
+    pack_row_words<Dot, kStepPitch>(src, stride, rows, d, d_padded, dst);
   } else {
 #if defined(__AMX_BF16__)
     static_assert(kStepPitch == 1);
@@ -129,6 +145,10 @@ FLASHSDK_HD float scaled(float x, float factor) { return x * factor; }
 FLASHSDK_HD std::uint32_t scaled(std::uint32_t bf16_pair, float factor) {
   const float low = bit_cast<float>(bf16_pair << 16), high = bit_cast<float>(bf16_pair & 0xFFFF0000u);
   return bit_cast<std::uint32_t>(low * factor) >> 16 | (bit_cast<std::uint32_t>(high * factor) & 0xFFFF0000u);
+}
+FLASHSDK_HD std::uint64_t scaled(std::uint64_t bf16_quad, float factor) {
+  const std::uint64_t high = scaled(static_cast<std::uint32_t>(bf16_quad >> 32), factor);
+  return high << 32 | scaled(static_cast<std::uint32_t>(bf16_quad), factor);
 }
 template <class Word>
 void scale_operand(Word* operand, float factor, int words) {

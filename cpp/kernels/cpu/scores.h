@@ -127,7 +127,7 @@ class ScoreFeatures {
   }
   // The same of the keys [j0, j0 + count) and query i, keys in lanes; lanes behind the last one become anything.
   void apply_row(float* s, int i, int j0, int count, float scale) const {
-    alignas(64) float bias[kLanes], key[kLanes];
+    alignas(64) float bias[kLanes] = {}, key[kLanes];
     const float query = static_cast<float>(i + shift_);
     for (int r = 0; r < count; r += kLanes) {
       if (bias_.ptr != nullptr)

@@ -25,6 +25,11 @@
 #include "cpu/simd_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "cpu/simd_avx2.h"
+#elif defined(__aarch64__) && !defined(FLASHSDK_PORTABLE_SIMD)  // where every processor has NEON
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define FLASHSDK_NEON_BF16
+#endif
+#include "cpu/simd_neon.h"
 #else
 #include "cpu/simd_portable.h"
 #endif

@@ -11,7 +11,7 @@ namespace flashsdk::cpu::FLASHSDK_ISA_NS {
 template <class T>
 using DotFor = std::conditional_t<std::is_same_v<T, Bf16>, DotAmx,
                                   std::conditional_t<std::is_same_v<T, Fp16>, DotAmxSplit, DotF32>>;
-#elif defined(__AVX512BF16__)
+#elif defined(__AVX512BF16__) || defined(FLASHSDK_NEON_BF16)
 template <class T>
 using DotFor = std::conditional_t<std::is_same_v<T, Bf16>, DotBf16, DotF32>;
 #else
@@ -33,10 +33,10 @@ struct Traits {
   static_assert(kHeadDim % 64 == 0, "packed rows hold whole panels of every instruction set");
 
   // Row pitches of packed tiles in words: of rows of head_dim values, kStep to a word and one part behind the other,
-  // and of one part of rows of head_dim words. All are an odd number of cache lines: a power of two would put a column
-  // of rows into a few sets of L1.
+  // and of one part of rows of head_dim words. All are an odd number of cache lines, of 64-bit words one is twice that:
+  // a power of two would put a column of rows into a few sets of L1.
   static constexpr int kPadding = 16, kParts = Dot::kParts;
-  static constexpr int kRowPart = kHeadDim / Dot::kStep, kRowPitch = kParts * kRowPart + kPadding;
+  static constexpr int kRowPart = kHeadDim / Dot::kStep, kRowPitch = kParts * kRowPart + 4 * kPadding / sizeof(Word);
   static constexpr int kWidePitch = kHeadDim + kPadding;
   // Words of one part of a panel of queries, transposed.
   static constexpr int kTransposedPart = kRowPart * kPanel;
@@ -69,8 +69,8 @@ struct Traits {
     static constexpr int kRow = Dot::kTiles ? kParts * kPart : 1, kStep = Dot::kTiles ? 1 : kWidePitch;
     static constexpr int kWords = Dot::kTiles ? kHeadDim * kRow : (kRows + 1) / Dot::kStep * kWidePitch;
   };
-  // Visible keys of a tile begin at a multiple of this: whole pairs, and whole steps of tile registers.
-  static constexpr int kCut = Dot::kTiles ? 2 * Dot::kDepth : 2;
+  // Visible keys of a tile begin at a multiple of this: whole words, and whole steps of tile registers.
+  static constexpr int kCut = Dot::kTiles ? 2 * Dot::kDepth : max_of(2, Dot::kStep);
 
   // P is rounded to the element type or stays fp32: enough digits for it (cpu/simd.h, exp2).
   static constexpr int kExpDegree = sizeof(T) == 4 ? 5 : (std::is_same_v<T, Bf16> ? 3 : 4);

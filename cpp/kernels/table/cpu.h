@@ -15,7 +15,7 @@ constexpr Features kCpuFeatures[] = {kNone, kAll};
 
 // Whether an instruction set adds something for a dtype: where not, the next slower one has its kernels.
 constexpr bool cpu_has(std::string_view isa, DType dtype) {
-  if (isa == "avx512_bf16") return dtype == DType::kBFloat16;
+  if (isa == "avx512_bf16" || isa == "neon_bf16") return dtype == DType::kBFloat16;
   if (isa == "avx512_amx") return dtype != DType::kFloat32;
   return true;
 }

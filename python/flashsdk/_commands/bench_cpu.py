@@ -24,7 +24,11 @@ OPS = ("fwd", "bwd")
 BLOCK = 128
 PEAK_SECONDS = 0.1
 # What is measured against the bf16 dot product. fp16 takes three or four of them.
-DOT_PRODUCTS = {"avx512_bf16": ("bf16",), "avx512_amx": ("bf16", "fp16")}
+DOT_PRODUCTS = {
+    "avx512_bf16": ("bf16",),
+    "avx512_amx": ("bf16", "fp16"),
+    "neon_bf16": ("bf16",),
+}
 
 
 @dataclass(frozen=True)

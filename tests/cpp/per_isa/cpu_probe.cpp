@@ -80,6 +80,34 @@ int probe_product(const float* a, bool a_transposed, const float* b, int steps, 
   return padded_rows(rows);
 }
 
+#if defined(__AVX512BF16__) || defined(FLASHSDK_NEON_BF16)
+template <int kUsed>
+void probe_bf16_product(const std::uint16_t* a_bits, bool summed, const std::uint16_t* b_bits, int steps, float* c,
+                        int rows) {
+  using P = flashsdk::testing::CpuProbe;
+  constexpr int kPart = P::kMaxSteps / DotBf16::kStep, kPitch = kPart + 8, kColumns = P::kMaxRows + 8;
+  const auto *a = reinterpret_cast<const Bf16*>(a_bits), *b = reinterpret_cast<const Bf16*>(b_bits);
+  alignas(64) DotBf16::Word a_words[max_of(kColumns * kPitch, kPart * kColumns)];
+  alignas(64) DotBf16::Word b_words[kPart * kPanelLanes], b_rows[kPanelLanes * kPitch];
+  const int words = ceil_div(steps, DotBf16::kStep), lanes = kUsed * kLanes;
+  if (summed) {
+    pack_row_words<DotBf16, kColumns>(a, rows, steps, rows, kColumns, a_words);
+    pack_row_words<DotBf16, kPanelLanes>(b, lanes, steps, lanes, kPanelLanes, b_words);
+    product<DotBf16, Strides<1, kColumns, kPanelLanes, kPanelLanes>, kUsed>(a_words, b_words, words, c, rows,
+                                                                            FromZero{});
+  } else {
+    pack_rows<DotBf16, kPitch, kPart>(a, steps, rows, steps, P::kMaxSteps, a_words);
+    zero_rows<DotBf16, kPitch>(DotBf16::kMaxRowPadding, a_words + rows * kPitch);
+    pack_rows<DotBf16, kPitch, kPart>(b, steps, lanes, steps, P::kMaxSteps, b_rows);
+    transpose_rows<DotBf16, kPitch, kPanelLanes>(b_rows, lanes, P::kMaxSteps, b_words);
+    product<DotBf16, Strides<kPitch, 1, kPanelLanes, kPanelLanes>, kUsed>(a_words, b_words, words, c, rows, FromZero{});
+  }
+}
+#else
+template <int>
+constexpr flashsdk::testing::CpuProbe::Bf16Product* probe_bf16_product = nullptr;
+#endif
+
 #if defined(__AMX_BF16__)
 template <class Dot>
 int probe_tile_product(const std::uint32_t* a, const std::uint32_t* b, int words, float* c, int rows,
@@ -158,6 +186,7 @@ constinit const CpuProbe FLASHSDK_JOIN(cpu_probe_, FLASHSDK_ISA_NS) = {
     probe_finite_or_zero,
     probe_transpose,
     {probe_product<1>, probe_product<2>, probe_product<min_of(3, kVecs)>, probe_product<kVecs>},
+    {probe_bf16_product<1>, probe_bf16_product<2>, probe_bf16_product<min_of(3, kVecs)>, probe_bf16_product<kVecs>},
     {probe_tile_product<DotAmx>, probe_tile_product<DotAmxSplit>, probe_tile_product<DotAmxExact>},
     probe_split_fp16,
     probe_tiles_released,

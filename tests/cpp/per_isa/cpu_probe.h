@@ -37,6 +37,13 @@ struct CpuProbe {
                       const float* rescale, float* maximum);
   Product* product[4];  // [n] of the first n + 1 vectors of lanes alone, up to the last of a panel
 
+  // C (rows, and up to three more; panel) = A·B of bf16, packed as the kernels pack them: A (rows, steps) and B (lanes,
+  // steps), or, to be summed over their rows, A (steps, rows) and B (steps, lanes). At most kMaxRows and kMaxSteps. [n]
+  // as above; null where bf16 is computed as fp32.
+  static constexpr int kMaxRows = 40, kMaxSteps = 64;
+  using Bf16Product = void(const std::uint16_t* a, bool summed, const std::uint16_t* b, int steps, float* c, int rows);
+  Bf16Product* bf16_product[4];
+
   // The same on tile registers, null where there are none: words hold pairs of bf16, `words` of them (a multiple of 16)
   // are summed over. [1] and [2] take values in two parts, of whose products [1] leaves out the last; the second part
   // is kAPart words behind the first in A and kBPartRows rows behind it in B.
