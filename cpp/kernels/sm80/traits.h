@@ -119,13 +119,19 @@ struct BackwardTraits {
 };
 
 // Row::kRow is a row of the table. The parameters are in the kernels' names, with which these were measured.
+template <class Row, class Traits>
+struct OfRow {
+  static_assert(Traits::kSmemBytes == table::smem_bytes(Row::kRow), "table::smem_bytes() says something else");
+  using type = Traits;
+};
 template <class Row, class Element>
-using ForwardTraitsOf =
-    ForwardTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n, Row::kRow.warps, Row::kRow.stages,
-                  Row::kRow.q_in_registers, Row::kRow.blocks, Row::kRow.any_alignment>;
+using ForwardTraitsOf = typename OfRow<
+    Row, ForwardTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n, Row::kRow.warps,
+                       Row::kRow.stages, Row::kRow.q_in_registers, Row::kRow.blocks, Row::kRow.any_alignment>>::type;
 template <class Row, class Element>
-using BackwardTraitsOf = BackwardTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n,
-                                        Row::kRow.warps, Row::kRow.warps_s, Row::kRow.warps_dk, Row::kRow.warps_dq,
-                                        Row::kRow.blocks, Row::kRow.staggered, Row::kRow.any_alignment>;
+using BackwardTraitsOf =
+    typename OfRow<Row, BackwardTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n,
+                                       Row::kRow.warps, Row::kRow.warps_s, Row::kRow.warps_dk, Row::kRow.warps_dq,
+                                       Row::kRow.blocks, Row::kRow.staggered, Row::kRow.any_alignment>>::type;
 
 }  // namespace flashsdk::sm80

@@ -35,9 +35,6 @@ constexpr bool of_every_mask(const Kernels& kernels) {
 }
 
 // K, V and Q tiles of 16 bits.
-constexpr int smem_bytes(const Sm80Forward& row) {
-  return 2 * row.head_dim.qk * (row.tile.m + 2 * row.stages * row.tile.n);
-}
 constexpr int smem_bytes(const Sm90Forward& row) {
   return 2 * (row.tile.m * row.stages_q * row.head_dim.qk + row.tile.n * row.stages_k * row.head_dim.qk +
               row.tile.n * row.stages_v * row.head_dim.v);
@@ -51,8 +48,6 @@ struct CheckedSm80Forward {
   static_assert(kRow.stages == 1 || kRow.stages == 2, "stages: not 1 or 2");
   static_assert(only(kRow.kernels, kSm80Sets), "kernels: a set of features that sm80 has no code for");
   static_assert(has_kernels(kRow.kernels), "kernels: none");
-  static_assert(!kRow.any_alignment || smem_bytes(kRow) <= kSmallSharedBytes,
-                "any_alignment: more shared memory than every GPU has");
 };
 
 template <Sm80Backward kRow>
@@ -142,6 +137,21 @@ constexpr bool serves_everything(const Row (&rows)[kRows], int head_dim) {
 }
 static_assert(serves_everything(kSm80Forward, 256) && serves_everything(kSm80Backward, 256),
               "sm80: no kernel for calls that no other takes");
+// The same of those that every GPU has the shared memory for, and of every head_dim: kernels that take any alignment
+// keep no tile of a bias, and need nothing beside smem_bytes().
+template <class Row, std::size_t kRows>
+constexpr bool serves_small_gpus(const Row (&rows)[kRows]) {
+  for (const int head_dim : kGpuHeadDims) {
+    unsigned masks = kNoMask;
+    for (const Row& row : rows)
+      if (row.head_dim.qk >= head_dim && row.any_alignment && smem_bytes(row) <= kSmallSharedBytes)
+        masks |= row.kernels.of(kAll);
+    if (masks != kEveryMask) return false;
+  }
+  return true;
+}
+static_assert(serves_small_gpus(kSm80Forward) && serves_small_gpus(kSm80Backward),
+              "sm80: no kernel for some calls on GPUs with the least shared memory");
 
 // One check a row.
 constexpr auto each(auto check) {

@@ -20,6 +20,11 @@ struct Sm80Forward {
   Kernels kernels;
 };
 
+// Q, K and V tiles of 16 bits.
+constexpr int smem_bytes(const Sm80Forward& row) {
+  return 2 * row.head_dim.qk * (row.tile.m + 2 * row.stages * row.tile.n);
+}
+
 // CTAs of four warps, two a multiprocessor, leave 255 registers a thread, as one of eight in the backward. Some plain
 // kernels need a few more (gpu_kernels.csv, bytes of stack): forward 24 at head_dim 64, 48 at 32 with a band, 32 at 128
 // with a layout; backward 16 at 192 with a band, and at 256 40 with a band, 16 with a layout, 8 without a mask; in the
@@ -86,7 +91,17 @@ struct Sm80Backward {
   bool staggered = false;  // see cuda::QueryStream
   bool any_alignment = false;
   Kernels kernels;
+
+  // Whether P and dS are operands from registers, so that P needs no place.
+  constexpr bool register_operands() const { return warps_s == warps && warps_dk == warps; }
 };
+
+// K and V, two stages of Q and dO with lse and delta, and dS, P too unless it stays in registers.
+constexpr int smem_bytes(const Sm80Backward& row) {
+  const int keys = row.tile.n * row.head_dim.qk, queries = row.tile.m * row.head_dim.qk;
+  const int scores = row.tile.m * row.tile.n * (row.register_operands() ? 1 : 2);
+  return 2 * (2 * keys + 4 * queries + scores) + 2 * (8 * row.tile.m + 16);
+}
 
 // clang-format off
 constexpr Sm80Backward kSm80Backward[] = {
