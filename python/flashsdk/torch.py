@@ -44,15 +44,15 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import has_torch_function
 
 from ._errors import Error, InvalidArgument, has, renamed
-from ._flash_attn import (
+from ._flash_attn_func import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
 )
+from ._flash_attn_kvcache import flash_attn_with_kvcache
 from ._torch_checks import (
     check_constant,
     constant_when_compiled,
