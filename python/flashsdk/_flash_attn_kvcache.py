@@ -12,7 +12,8 @@ from ._errors import Error, InvalidArgument, Unsupported, integer, renamed
 from ._flash_attn_func import mask_of
 from ._torch_checks import number, overridable, shape_of, switch, tensor
 from ._torch_eager import native
-from ._torch_more import append, more_of
+from ._torch_kv_append import kv_append
+from ._torch_more import more_of
 from ._torch_ops import attend
 
 # What attend calls the arguments, where that is not their name.
@@ -91,13 +92,19 @@ def flash_attn_with_kvcache(
     used = _used(cache_seqlens, seqlen_cache, batch, q)
     mask = mask_of(window_size, causal)
     if k is not None and v is not None:
-        rotary = (rotary_cos, rotary_sin, interleaved, mask is not None)
-        given = q if rotary_cos is not None else None
         try:
-            turned = append(k_cache, v_cache, k, v, used, where, given, *rotary)
+            turned = kv_append(
+                *(k_cache, v_cache, k, v, used),
+                block_table=where,
+                q=q if rotary_cos is not None else None,
+                rotary_cos=rotary_cos,
+                rotary_sin=rotary_sin,
+                rotary_interleaved=interleaved,
+                q_advances=mask is not None,
+            )
         except Error as e:
             raise renamed(e, {"seqused_k": "cache_seqlens"}) from None
-        q = q if given is None else turned
+        q = q if turned is None else turned
         used = used + k.shape[1]
     if cache_leftpad is not None:
         pad = (cache_leftpad, cache_batch_idx, batch)

@@ -44,7 +44,8 @@ def kv_append(
         Pairs are neighbours, (0, 1), (2, 3), ... (GPT-J); False: (0, rotary_dim / 2), ...
         (GPT-NeoX, Llama).
 
-    On a CPU alone so far. Raises ``Error``, one line, before anything is written.
+    On a CPU alone so far. ``flashsdk.torch.kv_append`` is the same on PyTorch's threads, and known
+    to torch.compile. Raises ``Error``, one line, before anything is written.
     """
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache is None:

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from . import _torch_flops, _torch_sharding, ops
 from ._errors import Unsupported, integer
-from ._kv_append import kv_append
 from ._torch_checks import no_tangent, tensor
 from ._torch_eager import constant, detached, last_contiguous, recorded, unwatched
 from ._torch_ops import (
     Options,
     _check_devices,
     _encoded,
-    _library,
     _operator,
     _refuse,
     _save,
@@ -165,54 +163,6 @@ _gradients = _operator("attention_bwd", _backward, _fake_backward, _save_nothing
 _attention = _operator("attention_fwd", _forward, _fake_forward, _save, _gradient)
 _torch_flops.register("attention")
 _torch_sharding.register()  # of all operators, of which these are the last
-
-
-# ---- a cache
-
-_library.define(
-    "kv_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor seqused_k, "
-    "Tensor? block_table, Tensor? q, Tensor? rotary_cos, Tensor? rotary_sin, "
-    "bool rotary_interleaved, bool q_advances) -> Tensor"
-)
-
-
-@on_torch_threads
-def _append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor,
-    block_table: Tensor | None, q: Tensor | None, rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None, rotary_interleaved: bool, q_advances: bool,
-) -> Tensor:  # fmt: skip
-    turned: Tensor | None = kv_append(
-        *(k_cache, v_cache, detached(k), detached(v), seqused_k),
-        block_table=block_table,
-        q=None if q is None else detached(q),
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved,
-        q_advances=q_advances,
-    )
-    return k.new_empty(0) if turned is None else turned
-
-
-def _fake_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, *rest: Any) -> Tensor:
-    q = rest[3]
-    return k.new_empty(0 if q is None else q.shape)
-
-
-_library.impl("kv_append", _append, "CompositeExplicitAutograd")
-torch.library.register_fake(torch.ops.flashsdk.kv_append.default, _fake_append, lib=_library)
-
-
-def append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor,
-    block_table: Tensor | None, q: Tensor | None, rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None, rotary_interleaved: bool, q_advances: bool,
-) -> Tensor:  # fmt: skip
-    """``flashsdk.kv_append``, seen by torch.compile; without q nothing is returned, of no size."""
-    given = (k_cache, v_cache, k, v, seqused_k, block_table, q, rotary_cos, rotary_sin)
-    run = _append if unwatched(given) else torch.ops.flashsdk.kv_append.default
-    turned: Tensor = run(*given, rotary_interleaved, q_advances)
-    return turned
 
 
 def more_of(

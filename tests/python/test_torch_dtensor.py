@@ -217,6 +217,8 @@ def check_sinks_and_lengths(mesh):
         with pytest.raises(fs.Error) as caught:
             ft.attention(*x, **options)
         assert str(caught.value) == line
+    with pytest.raises(fs.Unsupported, match=r"^k_cache: a DTensor; the part of this process, its"):
+        ft.kv_append(x[1], x[2], x[1], x[2], n)
 
 
 def work(rank, port):
