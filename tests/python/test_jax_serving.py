@@ -12,10 +12,8 @@ from pathlib import Path
 import flashsdk as fs
 import numpy as np
 import pytest
-from cases import CPU_DTYPES, assert_same_bits, normal, qkv
+from cases import CPU_DTYPES, assert_same_bits, into_pages, normal, qkv
 from flashsdk._testing import reference
-from test_block_table import into_pages
-from test_kv_append import BATCH, USED, arrays
 
 if importlib.util.find_spec("jax") is None:
     pytest.skip("no JAX", allow_module_level=True)
@@ -28,6 +26,7 @@ from flashsdk.jax import attention, kv_append, varlen_attention
 
 CAUSAL = fs.Causal()
 LENGTHS = np.array([50, 0, 17], np.int32)
+USED = np.array([0, 7, 19], np.int32)  # of caches with room for 24 keys
 
 
 def poisoned(lengths=LENGTHS, **changes):
@@ -37,6 +36,13 @@ def poisoned(lengths=LENGTHS, **changes):
         for rows, used in zip(x, lengths, strict=True):
             rows[used:] = np.nan
     return q, k, v, dout
+
+
+def appending(dtype="float32"):
+    """Two caches, what is written to them, queries, and the cosines and sines of positions."""
+    shapes = ((3, 24, 2, 20), (3, 24, 2, 12), (3, 5, 2, 20), (3, 5, 2, 12), (3, 5, 4, 20))
+    angles = np.arange(30)[:, None] / 3.0 ** np.arange(6)
+    return *normal(*shapes, dtype=dtype), *(f(angles).astype(np.float32) for f in (np.cos, np.sin))
 
 
 def same(got, want):
@@ -202,7 +208,7 @@ def test_vmap_of_pages():
 @pytest.mark.parametrize("options", [{}, {"rotary_interleaved": True, "q_advances": False}],
                          ids=["halves", "neighbours"])  # fmt: skip
 def test_append_is_the_core(options, dtype):
-    k_cache, v_cache, k, v, q, cos, sin = arrays(dtype)
+    k_cache, v_cache, k, v, q, cos, sin = appending(dtype)
     append = jax.jit(functools.partial(kv_append, **options))
     got = append(k_cache, v_cache, k, v, USED, q=q, rotary_cos=cos, rotary_sin=sin)
     turned = fs.kv_append(k_cache, v_cache, k, v, USED, q=q, rotary_cos=cos, rotary_sin=sin,
@@ -211,9 +217,9 @@ def test_append_is_the_core(options, dtype):
 
 
 def test_append_to_pages():
-    _, _, k, v, *_ = arrays()
-    table = np.random.default_rng(0).permutation(BATCH * 3).astype(np.int32).reshape(BATCH, 3)
-    pages = [np.full((BATCH * 3, 8, *x.shape[2:]), np.nan, x.dtype) for x in (k, v)]
+    _, _, k, v, *_ = appending()
+    table = np.random.default_rng(0).permutation(9).astype(np.int32).reshape(3, 3)
+    pages = [np.full((9, 8, *x.shape[2:]), np.nan, x.dtype) for x in (k, v)]
     got = jax.jit(kv_append)(*pages, k, v, USED, block_table=table)
     fs.kv_append(*pages, k, v, USED, block_table=table)
     same(got, pages)
@@ -221,7 +227,7 @@ def test_append_to_pages():
 
 def test_what_is_donated_is_written_in_place():
     """And what is not stays as it was."""
-    k_cache, v_cache, k, v, *_ = arrays()
+    k_cache, v_cache, k, v, *_ = appending()
     kept = jnp.asarray(k_cache)
     new_k, _ = kv_append(kept, v_cache, k, v, USED)
     same(kept, k_cache)
@@ -268,7 +274,7 @@ def test_a_scan_carries_the_cache():
                                   (0, 0, None, None, 0, 0)], ids=str)  # fmt: skip
 @pytest.mark.parametrize("paged", [False, True])
 def test_vmap_of_append(paged, axes):
-    k_cache, v_cache, k, v, q, cos, sin = arrays()
+    k_cache, v_cache, k, v, q, cos, sin = appending()
     table = np.array([[0, 1, 2], [5, 4, 3], [6, 8, 7]], np.int32)
     if paged:
         k_cache, v_cache = (x.reshape(9, 8, *x.shape[2:]) for x in (k_cache, v_cache))
@@ -306,7 +312,7 @@ def test_pages_have_no_gradient():
 
 
 def test_appending_has_no_gradient():
-    k_cache, v_cache, k, v, *_ = arrays()
+    k_cache, v_cache, k, v, *_ = appending()
     with pytest.raises(fs.Unsupported, match=r"^kv_append: differentiated; jax.lax.stop_gradient"):
         jax.jit(jax.grad(lambda k: kv_append(k_cache, v_cache, k, v, USED)[0].sum()))(k)
     jax.grad(lambda x: kv_append(k_cache, v_cache, jax.lax.stop_gradient(x), v, USED)[0].sum())(k)
@@ -367,7 +373,7 @@ APPENDED = {
 
 @pytest.mark.parametrize("line", APPENDED)
 def test_what_cannot_be_appended_is_one_line_while_traced(line):
-    k_cache, v_cache, k, v, *_ = arrays()
+    k_cache, v_cache, k, v, *_ = appending()
     given = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "seqused_k": USED}
     with pytest.raises(fs.InvalidArgument) as caught:
         jax.eval_shape(lambda: kv_append(**given | APPENDED[line]))
@@ -375,13 +381,13 @@ def test_what_cannot_be_appended_is_one_line_while_traced(line):
 
 
 def test_no_room_is_a_line_of_the_device():
-    k_cache, v_cache, k, v, *_ = arrays()
+    k_cache, v_cache, k, v, *_ = appending()
     with pytest.raises(Exception, match="seqused_k: 20 of sequence 2; 0 to 19, as the cache has"):
         jax.block_until_ready(kv_append(k_cache, v_cache, k, v, USED + np.int32(1)))
 
 
 def test_arrays_of_jax_are_not_written():
-    k_cache, v_cache, k, v, *_ = arrays()
+    k_cache, v_cache, k, v, *_ = appending()
     line = r"^k_cache: an immutable array of JAX; flashsdk.jax.kv_append, which returns new ones$"
     with pytest.raises(fs.InvalidArgument, match=line):
         fs.kv_append(jnp.asarray(k_cache), v_cache, k, v, USED)
