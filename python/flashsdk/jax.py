@@ -143,8 +143,9 @@ def attention(
     Source: FlashAttention, arXiv 2205.14135.
     """
     options = _Options(
-        mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, dropout_key, deterministic,
-        backend, sink, num_splits, seqused_q, seqused_k, block_table,
+        mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, dropout_key,
+        False if deterministic is None else deterministic, backend, sink, num_splits, seqused_q,
+        seqused_k, block_table,
     )  # fmt: skip
     out, lse = _attend((q, k, v), (), options)
     return (out, lse) if truth("return_lse", return_lse) else out
@@ -229,8 +230,8 @@ def varlen_attention(
     (num_heads, total_q) if asked for.
     """
     options = _Options(
-        mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, dropout_key, deterministic,
-        backend, sink, num_splits,
+        mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, dropout_key,
+        False if deterministic is None else deterministic, backend, sink, num_splits,
     )  # fmt: skip
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = _attend((q, k, v), packed, options)
@@ -335,7 +336,7 @@ class _Options(NamedTuple):
     softcap: float
     dropout_p: float
     dropout_key: Any
-    deterministic: bool | None
+    deterministic: bool
     backend: ops.Backend | None
     sink: Any
     num_splits: int | None
@@ -360,12 +361,7 @@ def _attend(
             return _attend((q, k, v), packed, options._replace(mask=None, bias=boolean))
         except Error as e:
             raise renamed(e, {"bias": "mask"}) from None
-    arrays = {name: getattr(options, name) for name in _ARRAYS}
-    o = options._replace(
-        deterministic=False if options.deterministic is None else options.deterministic,
-        **{name: None if x is None else _array(name, x) for name, x in arrays.items()},
-    )
-    mask = o.mask
+    o, mask = _with_arrays(options), options.mask
     for name in _NUMBERS:
         if isinstance(getattr(o, name), jax.core.Tracer):
             raise InvalidArgument(
@@ -444,6 +440,13 @@ def _attend(
 
     out, lse = xla.by_types("fwd", run, call, q, k, v, *rest)
     return out, lse
+
+
+def _with_arrays(options: _Options) -> _Options:
+    """With arrays of JAX, or what traces them."""
+    given = {name: getattr(options, name) for name in _ARRAYS}
+    arrays: dict[str, Any] = {n: _array(n, x) for n, x in given.items() if x is not None}
+    return options._replace(**arrays)
 
 
 def _array(name: str, x: Any) -> Any:
@@ -544,7 +547,7 @@ def _check_append(arrays: dict[str, Any], interleaved: bool, advances: bool) -> 
     like = {name: _like(x) for name, x in arrays.items()}
     like["seqused_k"] = np.full(arrays["seqused_k"].shape, -1).astype(arrays["seqused_k"].dtype)
     for name, of in (("k_cache", "k_cache"), ("v_cache", "v_cache"), ("q_out", "q")):
-        if of in arrays:  # memory that nobody touches
+        if of in arrays:  # memory of its own, which nobody touches
             like[name] = np.empty(arrays[of].shape, arrays[of].dtype)
     names = (
         "k_cache", "v_cache", "k", "v", "seqused_k", "block_table", "q", "q_out", "rotary_cos",

@@ -266,11 +266,9 @@ def paged(q: Any, k: Any, v: Any, used: Any, table: Any) -> Any:
 
 
 def pages() -> list[jax.Array]:
-    """q, k and v in pages, lengths and a table."""
+    """q, k and v in as many pages as sequences, lengths and a table."""
     q, k, v, _ = qkvd()
-    k, v = (x.reshape(16, 12, 2, 16) for x in (k, v))
-    table = np.random.default_rng(0).permutation(16).reshape(4, 4)
-    return [q, k, v, USED, jnp.asarray(table, jnp.int32)]
+    return [q, k, v, USED, jnp.array([[2], [0], [3], [1]], jnp.int32)]
 
 
 @check
@@ -282,8 +280,10 @@ def pages_of_a_sharded_batch() -> None:
     close([jax.jit(paged)(*over)], [paged(*arrays)], 1e-9)
 
 
-def appended(arrays: list[jax.Array], specs: tuple[P, ...], table: Any = None) -> None:
-    """What one device would write, where it is, and nothing moves."""
+def appended(
+    arrays: list[jax.Array], specs: tuple[P, ...], table: Any = None, moves: str = ""
+) -> None:
+    """What one device would write, where it is, and nothing else moves."""
 
     def append(k_cache: Any, v_cache: Any, k: Any, v: Any, used: Any, q: Any) -> Any:
         return kv_append(
@@ -292,7 +292,7 @@ def appended(arrays: list[jax.Array], specs: tuple[P, ...], table: Any = None) -
 
     want = append(*arrays)
     over = [jax.device_put(x, NamedSharding(TWO, s)) for x, s in zip(arrays, specs, strict=True)]
-    assert moved(append, *over) == []
+    assert {*moved(append, *over)} == {*moves.split()}
     before = {x.data.unsafe_buffer_pointer() for x in over[0].addressable_shards}
     got = jax.jit(append, donate_argnums=(0, 1))(*over)
     close(got, want, 1e-9)
@@ -316,9 +316,33 @@ def append_to_a_sharded_cache() -> None:
 def append_to_pages_of_sharded_heads() -> None:
     q, k, v, used, table = pages()
     new_k, new_v, *_ = (x[:, :5] for x in qkvd()[1:])
-    spec = P(None, None, "y")
-    used = jnp.minimum(used, 43)
-    appended([k, v, new_k, new_v, used, q[:, :5]], (spec,) * 4 + (P(), spec), table)
+    arrays = [k, v, new_k, new_v, jnp.minimum(used, 43), q[:, :5]]
+    spec, batch = P(None, None, "y"), P("x", None, "y")
+    appended(arrays, (spec,) * 4 + (P(), spec), table)
+    # Each device writes the keys of all sequences, as it has all pages.
+    appended(arrays, (spec, spec, batch, batch, P("x"), batch), table, "all-gather")
+
+
+@check
+def pages_of_each_device_under_shard_map() -> None:
+    """A pool of each device, whose table counts from its own first page."""
+
+    def step(k_pages: Any, v_pages: Any, k: Any, v: Any, q: Any, used: Any, table: Any) -> Any:
+        k_pages, v_pages = kv_append(k_pages, v_pages, k, v, used, block_table=table)
+        return k_pages, v_pages, paged(q, k_pages, v_pages, used + k.shape[1], table)
+
+    q, k, v, _ = qkvd()
+    used, spec = jnp.array([0, 43, 20, 1], jnp.int32), P("x", None, "y")
+    new = [-k[:, :5], -v[:, :5], q[:, :5], used]
+    over = jax.shard_map(
+        step,
+        mesh=TWO,
+        in_specs=(*(spec,) * 5, P("x"), P("x")),
+        out_specs=(spec,) * 3,
+    )
+    own = jnp.array([[1], [0], [1], [0]], jnp.int32)
+    everywhere = jnp.array([[1], [0], [3], [2]], jnp.int32)
+    close(jax.jit(over)(k, v, *new, own), step(k, v, *new, everywhere), 1e-9)
 
 
 def explicit(
