@@ -169,14 +169,17 @@ def test_vmap_of_lengths_and_sinks(axes, batch):
 
 def test_vmap_over_each_sequence_is_one_call():
     """What is joined with the batch again: the bits of the batch, lengths and all."""
-    q, k, v, _ = poisoned()
-    sink = np.zeros(4, np.float32)
+    q, k, v, dout = poisoned()
+    sink = np.linspace(-1, 1, 4, dtype=np.float32)
 
-    def of_one(q, k, v, used):
+    def of_one(q, k, v, used, sink=sink):
         return attention(q[None], k[None], v[None], seqused_k=used[None], sink=sink)[0]
 
-    want, _ = fs.mha_fwd(q, k, v, seqused_k=LENGTHS, sink=sink)
-    same(jax.vmap(of_one)(q, k, v, LENGTHS), want)
+    want, lse = fs.mha_fwd(q, k, v, seqused_k=LENGTHS, sink=sink)
+    got, pull = jax.vjp(lambda s: jax.vmap(of_one, (0, 0, 0, 0, None))(q, k, v, LENGTHS, s), sink)
+    same(got, want)
+    *_, dsink = fs.mha_bwd(dout, q, k, v, want, lse, seqused_k=LENGTHS, sink=sink)
+    np.testing.assert_allclose(pull(jnp.asarray(dout))[0], dsink, rtol=1e-5)
     twice = jax.vmap(jax.vmap(of_one), (None, None, None, 0))
     many = np.stack([LENGTHS, LENGTHS // 2])
     other, _ = fs.mha_fwd(q, k, v, seqused_k=many[1], sink=sink)
