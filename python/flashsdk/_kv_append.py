@@ -50,6 +50,10 @@ def kv_append(
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache is None:
             raise InvalidArgument(f"{name}: None; an array")
+        if _frameworks.name((cache,)) == "jax":
+            raise InvalidArgument(
+                f"{name}: an immutable array of JAX; flashsdk.jax.kv_append, which returns new ones"
+            )
         _frameworks.own(name, cache)
     if _contents.ON:
         _contents.check_append(k_cache, k, seqused_k, block_table, rotary_cos, q, q_advances)
