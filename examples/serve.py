@@ -7,8 +7,8 @@
 Requests arrive over time. A step of the server computes one token of each sequence that is being
 written and, with what is left of its budget, parts of new prompts. What that takes, in order:
 
-- ``attend`` is the attention of each layer: ``kv_append`` of ``flashsdk.torch`` writes new keys into
-  pages, ``attention`` reads them by a table of each sequence's pages.
+- ``attend`` is the attention of each layer: ``flashsdk.torch.kv_append`` writes new keys into
+  pages, ``flashsdk.torch.attention`` reads them by a table of each sequence's pages.
 - ``PagedModel`` has the pages, and runs the model for the tokens of a step. A step of one token
   each is a ``Decoder``, on a GPU a CUDA graph.
 - ``Pages`` knows which pages are free, and which hold beginnings of prompts that others share.
