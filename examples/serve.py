@@ -7,8 +7,8 @@
 Requests arrive over time. A step of the server computes one token of each sequence that is being
 written and, with what is left of its budget, parts of new prompts. What that takes, in order:
 
-- ``attend`` is the attention of each layer: ``flashsdk.kv_append`` writes new keys into pages,
-  ``flashsdk.torch.attention`` reads them by a table of each sequence's pages.
+- ``attend`` is the attention of each layer: ``flashsdk.torch.kv_append`` writes new keys into
+  pages, ``flashsdk.torch.attention`` reads them by a table of each sequence's pages.
 - ``PagedModel`` has the pages, and runs the model for the tokens of a step. A step of one token
   each is a ``Decoder``, on a GPU a CUDA graph.
 - ``Pages`` knows which pages are free, and which hold beginnings of prompts that others share.
@@ -36,7 +36,7 @@ import flashsdk as fs
 import torch
 import torch.nn.functional as F
 import transformers
-from flashsdk.torch import attention
+from flashsdk.torch import attention, kv_append
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
@@ -79,7 +79,7 @@ def attend(
             x[0, :, part.rows].transpose(0, 1).unflatten(0, (len(part.used), -1))
             for x in (query, key, value)
         )
-        fs.kv_append(k_pages, v_pages, k, v, part.used, block_table=part.table)
+        kv_append(k_pages, v_pages, k, v, part.used, block_table=part.table)
         attended = attention(
             q,
             k_pages,

@@ -61,7 +61,7 @@ TESTS = {
         *("torch", "torch_compile", "torch_eager", "torch_errors", "torch_flash_attn"),
         *("torch_native", "torch_seeds", "from_flex"),
     ),
-    "jax": ("jax",),
+    "jax": ("jax", "jax_serving"),
 }
 LIBRARIES = {"torch": "_torch_native", "jax": "libflashsdk_jax"}
 

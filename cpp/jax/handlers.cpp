@@ -1,5 +1,6 @@
-// libflashsdk_jax: attention as calls of XLA, through its FFI. flashsdk._jax_call loads it, gives it the core and tells
-// JAX of its four handlers; it knows neither Python nor JAX, and needs XLA's headers alone.
+// libflashsdk_jax: attention, its gradients and appending to a cache as calls of XLA, through its FFI.
+// flashsdk._jax_call loads it, gives it the core and tells JAX of its handlers, one of each for a CPU and a GPU. It
+// knows neither Python nor JAX, and needs XLA's headers alone.
 //
 // Operands come in the order of flashsdk._jax_call: those that are always there, then what `Given` names. In front of
 // its own dimensions each has those of jax.vmap, `outer` of them, of size 1 where it is the same for all. They are
@@ -26,6 +27,8 @@ namespace ffi = xla::ffi;
 
 const CoreApi* g_core = nullptr;
 
+enum class Op : std::uint8_t { kForward, kBackward, kAppend };
+
 // ---- what crosses as numbers, as flashsdk._jax_call writes it
 
 // Bits of Numbers::given.
@@ -38,11 +41,17 @@ enum Given : std::int64_t {
   kSeed = 32,    // uint32 (batch, 4), packed (4): seed and offset, low halves first
   kScaled = 64,  // no operand: softmax_scale counts
   kBand = 128,   // no operand: left, right and top_left count
+  kSink = 256,
+  kUsedQ = 512,
+  kUsedK = 1024,    // of attention: what is appended always has them
+  kTable = 2048,    // keys lie in pages
+  kQueries = 4096,  // of what is appended: queries to rotate
+  kRotary = 8192,   // rotary_cos, rotary_sin
 };
 
 struct Numbers {
   std::int64_t given, outer, max_seqlen_q, max_seqlen_k, left, right, top_left, block_q, block_k, seqlen_q, seqlen_k,
-      deterministic;
+      deterministic, num_splits, rotary_interleaved, q_advances;
 };
 constexpr std::size_t kNumbers = sizeof(Numbers) / sizeof(std::int64_t);
 constexpr std::int64_t kUnlimited = INT32_MAX;
@@ -102,7 +111,7 @@ Operand operand_of(const ffi::AnyBuffer& buffer) {
   return x;
 }
 
-// kList: the eight arrays of a layout, offsets and indices by turns.
+// kList: the eight arrays of a layout, offsets and indices by turns. Caches are operands that XLA lets us write to.
 enum Role {
   kQ,
   kK,
@@ -114,43 +123,60 @@ enum Role {
   kDq,
   kDk,
   kDv,
+  kSeedOf,
+  kUsedQOf,
+  kUsedKOf,
+  kTableOf,
+  kKCache,
+  kVCache,
+  kTurnedQ,
   kBiasOf,
   kSlopes,
-  kSeedOf,
   kList,
-  kCuQ = kList + 8,
+  kSinkOf = kList + 8,
+  kDsink,
+  kCos,
+  kSin,
+  kCuQ,
   kCuK,
   kRoles
 };
 
 using Operands = std::array<std::optional<Operand>, kRoles>;
 
-bool is_indices(int role) { return role >= kList && role < kCuQ && (role - kList) % 2 == 1; }
+// Whether its first dimension is the batch. Indices of a layout, and pages, belong to all sequences.
+bool has_batch(int role, const Operands& operands) {
+  if (operands[kTableOf]) {
+    const bool appends = operands[kKCache].has_value();
+    if (role == (appends ? kKCache : kK) || role == (appends ? kVCache : kV)) return false;
+  }
+  return role < kList || (role < kSinkOf && (role - kList) % 2 == 0);
+}
 
 // ---- the dimensions of jax.vmap
 
 // Joins the innermost outer dimension with the batch, if every operand's strides can say so.
 bool join_with_batch(Operands& operands, std::size_t outer, std::int64_t size) {
+  if (operands[kCuQ]) return false;
   const std::size_t at = outer - 1;
-  const std::int64_t batch = operands[kQ]->shape[outer];
-  for (int role = 0; role < kRoles; ++role) {
+  const std::int64_t batch = operands[operands[kQ] ? kQ : kK]->shape[outer];
+  for (int role = 0; role < kRoles && size != 1; ++role) {
     const auto& x = operands[static_cast<std::size_t>(role)];
     if (!x) continue;
-    if (role >= kCuQ) return false;
-    const std::int64_t a = x->step(at), b = is_indices(role) ? 0 : x->step(outer);
-    const bool joins = size == 1 || (batch == 1 ? b == 0 : a == batch * b);
+    const bool batched = has_batch(role, operands);
+    const std::int64_t a = x->step(at), b = batched ? x->step(outer) : 0;
     // Offsets lie row by row and belong to their own indices: only what all share stays right.
-    if (!joins || (role >= kList && size != 1 && (a != 0 || b != 0))) return false;
+    const bool shared = a == 0 && b == 0, steps = batch == 1 || a == batch * b;
+    if (!(batched && role < kList ? steps : shared)) return false;
   }
   for (int role = 0; role < kRoles; ++role) {
     auto& x = operands[static_cast<std::size_t>(role)];
     if (!x) continue;
     const std::int64_t a = x->step(at);
-    if (!is_indices(role) && size != 1) {
+    if (has_batch(role, operands) && size != 1) {
       const std::int64_t step = batch == 1 ? a : x->step(outer);
-      // The same for all: it stays of size 1, which seeds may not.
-      const bool shared = role >= kBiasOf && role != kSeedOf && step == 0;
-      x->shape[outer] = shared ? 1 : size * batch;
+      // The same for all: some may stay of size 1.
+      x->shape[outer] = role >= kBiasOf && step == 0 ? 1 : size * batch;
       x->stride[outer] = step;
     }
     x->shape.erase(x->shape.begin() + static_cast<std::ptrdiff_t>(at));
@@ -260,6 +286,19 @@ void fill(const Numbers& n, const Floats& f, std::string_view backend, const Ope
   args.deterministic = n.deterministic != 0;
   args.backend = backend;
   args.seed_tensor = as_words(view(kSeedOf));
+  args.sink = view(kSinkOf);
+  args.seqused_q = view(kUsedQOf);
+  args.seqused_k = view(kUsedKOf);
+  args.block_table = view(kTableOf);
+  args.num_splits = static_cast<int>(n.num_splits);
+}
+
+[[noreturn]] void refuse(Failure failure) {
+  const std::string_view code = failure.code;
+  refuse(code == "invalid_argument" ? ffi::ErrorCode::kInvalidArgument
+         : code == "unsupported"    ? ffi::ErrorCode::kUnimplemented
+                                    : ffi::ErrorCode::kInternal,
+         std::move(failure.message));
 }
 
 template <class Args>
@@ -271,28 +310,67 @@ void call(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), cons
     options.owner = gpu;
   }
   Failure failure;
-  if (function(args, packed, options, failure)) return;
-  const std::string_view code = failure.code;
-  refuse(code == "invalid_argument" ? ffi::ErrorCode::kInvalidArgument
-         : code == "unsupported"    ? ffi::ErrorCode::kUnimplemented
-                                    : ffi::ErrorCode::kInternal,
-         failure.message);
+  if (!function(args, packed, options, failure)) refuse(std::move(failure));
+}
+
+// The call at `index` of the outer dimensions.
+void call_at(const std::vector<std::int64_t>& index, Op op, const Operands& operands, Device device, Gpu* gpu,
+             const Numbers& n, const Floats& f, std::string_view backend) {
+  const auto view = [&](int role) { return view_of(operands[static_cast<std::size_t>(role)], index, device); };
+  const bool packed = (n.given & kLengths) != 0;
+  switch (op) {
+    case Op::kForward: {
+      ForwardArgs a;
+      fill(n, f, backend, operands, index, device, a);
+      a.out = view(kOut), a.lse = view(kLse);
+      return call(g_core->forward, a, packed, gpu);
+    }
+    case Op::kBackward: {
+      BackwardArgs a;
+      fill(n, f, backend, operands, index, device, a);
+      a.out = view(kOut), a.lse = view(kLse), a.dout = view(kDout), a.dlse = view(kDlseOf);
+      a.dq = view(kDq), a.dk = view(kDk), a.dv = view(kDv), a.dsink = view(kDsink);
+      return call(g_core->backward, a, packed, gpu);
+    }
+    case Op::kAppend: {
+      KvAppendArgs a;
+      a.k_cache = view(kKCache), a.v_cache = view(kVCache), a.k = view(kK), a.v = view(kV);
+      a.seqused_k = view(kUsedKOf), a.block_table = view(kTableOf);
+      a.q = view(kQ), a.q_out = view(kTurnedQ), a.rotary_cos = view(kCos), a.rotary_sin = view(kSin);
+      a.rotary_interleaved = n.rotary_interleaved != 0;
+      a.q_advances = n.q_advances != 0;
+      Failure failure;
+      if (!g_core->append(a, gpu != nullptr ? gpu->stream : nullptr, failure)) refuse(std::move(failure));
+    }
+  }
 }
 
 // Reads operands and results into their roles, in the order of flashsdk._jax_call.
-Operands operands_of(bool backward, const Numbers& n, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
+Operands operands_of(Op op, const Numbers& n, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
+  const auto given = [&](Given what) { return (n.given & what) != 0; };
   std::vector<int> in = {kQ, kK, kV}, out = {kOut, kLse};
-  if (backward) {
+  if (op == Op::kBackward) {
     in.insert(in.end(), {kOut, kLse, kDout});
     out = {kDq, kDk, kDv};
+    if (given(kSink)) out.push_back(kDsink);
+  } else if (op == Op::kAppend) {
+    in = {kKCache, kVCache, kK, kV, kUsedKOf};
+    out = {kKCache, kVCache};  // the same memory
+    if (given(kQueries)) out.push_back(kTurnedQ);
   }
-  if ((n.given & kDlse) != 0) in.push_back(kDlseOf);
-  if ((n.given & kBias) != 0) in.push_back(kBiasOf);
-  if ((n.given & kAlibiSlopes) != 0) in.push_back(kSlopes);
-  if ((n.given & kLengths) != 0) in.insert(in.end(), {kCuQ, kCuK});
-  if ((n.given & kLayout) != 0)
+  if (given(kDlse)) in.push_back(kDlseOf);
+  if (given(kBias)) in.push_back(kBiasOf);
+  if (given(kAlibiSlopes)) in.push_back(kSlopes);
+  if (given(kLengths)) in.insert(in.end(), {kCuQ, kCuK});
+  if (given(kLayout))
     for (int i = 0; i < 8; ++i) in.push_back(kList + i);
-  if ((n.given & kSeed) != 0) in.push_back(kSeedOf);
+  if (given(kSeed)) in.push_back(kSeedOf);
+  if (given(kSink)) in.push_back(kSinkOf);
+  if (given(kUsedQ)) in.push_back(kUsedQOf);
+  if (given(kUsedK)) in.push_back(kUsedKOf);
+  if (given(kTable)) in.push_back(kTableOf);
+  if (given(kQueries)) in.push_back(kQ);
+  if (given(kRotary)) in.insert(in.end(), {kCos, kSin});
   if (args.size() != in.size() || rets.size() != out.size())
     refuse(ffi::ErrorCode::kInternal, "operands: " + std::to_string(args.size()) + "; " + std::to_string(in.size()));
   Operands operands;
@@ -307,11 +385,10 @@ Operands operands_of(bool backward, const Numbers& n, const ffi::RemainingArgs& 
 }
 
 // All calls that one of XLA's stands for.
-void run(bool backward, Gpu* gpu, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Numbers& n,
+void run(Op op, Gpu* gpu, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Numbers& n,
          const Floats& f, std::string_view backend) {
   if (g_core == nullptr) refuse(ffi::ErrorCode::kInternal, "flashsdk.jax: not imported; import flashsdk.jax");
-  Operands operands = operands_of(backward, n, args, rets);
-  const bool packed = (n.given & kLengths) != 0;
+  Operands operands = operands_of(op, n, args, rets);
   const Device device = gpu != nullptr ? Device{DeviceType::kCUDA, gpu->device} : Device{};
   std::vector<std::int64_t> sizes(static_cast<std::size_t>(n.outer), 1);
   for (const auto& x : operands)
@@ -321,32 +398,20 @@ void run(bool backward, Gpu* gpu, const ffi::RemainingArgs& args, const ffi::Rem
   if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return;
   std::vector<std::int64_t> index(sizes.size(), 0);
   for (bool more = true; more;) {
-    const auto view = [&](int role) { return view_of(operands[static_cast<std::size_t>(role)], index, device); };
-    if (backward) {
-      BackwardArgs a;
-      fill(n, f, backend, operands, index, device, a);
-      a.out = view(kOut), a.lse = view(kLse), a.dout = view(kDout), a.dlse = view(kDlseOf);
-      a.dq = view(kDq), a.dk = view(kDk), a.dv = view(kDv);
-      call(g_core->backward, a, packed, gpu);
-    } else {
-      ForwardArgs a;
-      fill(n, f, backend, operands, index, device, a);
-      a.out = view(kOut), a.lse = view(kLse);
-      call(g_core->forward, a, packed, gpu);
-    }
+    call_at(index, op, operands, device, gpu, n, f, backend);
     more = false;
     for (std::size_t d = sizes.size(); d-- > 0 && !more;) more = ++index[d] < sizes[d] || (index[d] = 0) != 0;
   }
 }
 
-ffi::Error guarded(bool backward, Gpu* gpu, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+ffi::Error guarded(Op op, Gpu* gpu, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                    ffi::Span<const std::int64_t> integers, ffi::Span<const float> floats, std::string_view backend) {
   if (integers.size() != kNumbers || floats.size() != 3)
     return {ffi::ErrorCode::kInternal, "flashsdk.jax: of another build than libflashsdk_jax; the same"};
   Numbers n;
   std::memcpy(&n, integers.begin(), sizeof(n));
   try {
-    run(backward, gpu, args, rets, n, {floats[0], floats[1], floats[2]}, backend);
+    run(op, gpu, args, rets, n, {floats[0], floats[1], floats[2]}, backend);
     return ffi::Error::Success();
   } catch (Refusal& refusal) {
     return {refusal.code, std::move(refusal.line)};
@@ -355,19 +420,19 @@ ffi::Error guarded(bool backward, Gpu* gpu, const ffi::RemainingArgs& args, cons
   }
 }
 
-template <bool kBackward>
+template <Op kOp>
 ffi::Error on_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Span<const std::int64_t> integers,
                   ffi::Span<const float> floats, std::string_view backend) {
-  return guarded(kBackward, nullptr, args, rets, integers, floats, backend);
+  return guarded(kOp, nullptr, args, rets, integers, floats, backend);
 }
 
 // XLA's stream and XLA's memory, which is given back in the stream's order: nothing is waited for.
-template <bool kBackward>
+template <Op kOp>
 ffi::Error on_gpu(void* stream, ffi::ScratchAllocator scratch, std::int32_t device, ffi::RemainingArgs args,
                   ffi::RemainingRets rets, ffi::Span<const std::int64_t> integers, ffi::Span<const float> floats,
                   std::string_view backend) {
   Gpu gpu{stream, &scratch, device};
-  return guarded(kBackward, &gpu, args, rets, integers, floats, backend);
+  return guarded(kOp, &gpu, args, rets, integers, floats, backend);
 }
 
 auto with_attributes(auto binding) {
@@ -395,10 +460,17 @@ auto gpu_binding() {
     return handler->Call(call_frame);                                          \
   }
 
-FLASHSDK_HANDLER(flashsdk_jax_fwd_cpu, flashsdk::jax::on_cpu<false>, flashsdk::jax::cpu_binding())
-FLASHSDK_HANDLER(flashsdk_jax_bwd_cpu, flashsdk::jax::on_cpu<true>, flashsdk::jax::cpu_binding())
-FLASHSDK_HANDLER(flashsdk_jax_fwd_cuda, flashsdk::jax::on_gpu<false>, flashsdk::jax::gpu_binding())
-FLASHSDK_HANDLER(flashsdk_jax_bwd_cuda, flashsdk::jax::on_gpu<true>, flashsdk::jax::gpu_binding())
+FLASHSDK_HANDLER(flashsdk_jax_fwd_cpu, flashsdk::jax::on_cpu<flashsdk::jax::Op::kForward>, flashsdk::jax::cpu_binding())
+FLASHSDK_HANDLER(flashsdk_jax_bwd_cpu, flashsdk::jax::on_cpu<flashsdk::jax::Op::kBackward>,
+                 flashsdk::jax::cpu_binding())
+FLASHSDK_HANDLER(flashsdk_jax_append_cpu, flashsdk::jax::on_cpu<flashsdk::jax::Op::kAppend>,
+                 flashsdk::jax::cpu_binding())
+FLASHSDK_HANDLER(flashsdk_jax_fwd_cuda, flashsdk::jax::on_gpu<flashsdk::jax::Op::kForward>,
+                 flashsdk::jax::gpu_binding())
+FLASHSDK_HANDLER(flashsdk_jax_bwd_cuda, flashsdk::jax::on_gpu<flashsdk::jax::Op::kBackward>,
+                 flashsdk::jax::gpu_binding())
+FLASHSDK_HANDLER(flashsdk_jax_append_cuda, flashsdk::jax::on_gpu<flashsdk::jax::Op::kAppend>,
+                 flashsdk::jax::gpu_binding())
 
 // The core is that of flashsdk._bindings: a second one would have threads of its own. 0 if it is of another build.
 extern "C" FLASHSDK_API int flashsdk_jax_use_core(const void* core) {

@@ -31,6 +31,16 @@ bool run(const Args& args, bool packed, const GpuOptions& gpu, Failure& failure)
   }
 }
 
+bool append(const KvAppendArgs& args, void* stream, Failure& failure) {
+  try {
+    kv_append(args, {{}, stream});
+    return true;
+  } catch (const Error& e) {
+    failure = {to_string(e.code()), e.what()};
+    return false;
+  }
+}
+
 #if FLASHSDK_HAVE_CUDA
 constexpr auto kSynchronize = cuda::synchronize;
 #else
@@ -40,7 +50,7 @@ constexpr std::nullptr_t kSynchronize = nullptr;
 }  // namespace
 
 const CoreApi& core_api() noexcept {
-  static constexpr CoreApi api{CoreApi::kLayout, run<ForwardArgs>, run<BackwardArgs>, use_executor,
+  static constexpr CoreApi api{CoreApi::kLayout, run<ForwardArgs>, run<BackwardArgs>, append,      use_executor,
                                kSynchronize,     begin_range,      end_range,         measure_peak};
   return api;
 }

@@ -35,6 +35,8 @@ struct CoreApi {
   // False on failure: then the outputs are as they were. `packed`: made as mha_varlen_…
   bool (*forward)(const ForwardArgs& args, bool packed, const GpuOptions& options, Failure& failure);
   bool (*backward)(const BackwardArgs& args, bool packed, const GpuOptions& options, Failure& failure);
+  // As kv_append, on a GPU on the stream.
+  bool (*append)(const KvAppendArgs& args, void* stream, Failure& failure);
   const Executor* (*use_executor)(const Executor* executor) noexcept;
   // Waits until a stream of the device has done all that is in it. Null in a build without CUDA.
   void (*synchronize)(void* stream, int device);
@@ -44,7 +46,7 @@ struct CoreApi {
   double (*measure_peak)(PeakKind kind, const std::string& isa, int num_threads, double seconds);
 
   static constexpr std::size_t kLayout =
-      (sizeof(ForwardArgs) * 65536 + sizeof(BackwardArgs)) * 65536 + sizeof(GpuOptions) + 1;
+      (sizeof(ForwardArgs) * 65536 + sizeof(BackwardArgs)) * 65536 + sizeof(GpuOptions) + sizeof(KvAppendArgs);
 };
 
 FLASHSDK_API const CoreApi& core_api() noexcept;

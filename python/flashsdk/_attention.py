@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _frameworks, ops
 from ._block_lists import boolean_mask
-from ._errors import PROBABILITY, Error, InvalidArgument, Unsupported, real, renamed, truth
+from ._errors import PROBABILITY, Error, InvalidArgument, real, renamed, truth
 from .masks import Mask
 from .ops import AttentionKeywords, Backend
 
@@ -88,7 +88,7 @@ def attention(
         Of dropout, 0 to 2^64 - 1; of JAX's arrays a key of jax.random. None draws one by the
         generator of q's device for PyTorch's tensors and is an Error for others.
     sink, seqused_q, seqused_k, block_table, num_splits
-        Of serving and sinks: ``help(flashsdk.ops)``. Not of JAX's arrays so far.
+        Of serving and sinks: ``help(flashsdk.ops)``.
     return_lse
         Also return the logarithm of the sum of exp(scores), float32 (batch, num_heads, seqlen_q).
     deterministic
@@ -126,14 +126,9 @@ def attention(
     if kind == "jax":
         from . import jax as jax_adapter
 
-        for argument, x in more.items():
-            if x is not None:
-                raise Unsupported(
-                    f"{argument}: given; None, as flashsdk.jax does not take it so far"
-                )
         try:
             return jax_adapter.attention(
-                q, k, v, dropout_key=seed, return_lse=return_lse, **keywords
+                q, k, v, dropout_key=seed, return_lse=return_lse, **keywords, **more
             )
         except Error as e:
             raise renamed(e, {"dropout_key": "seed"}) from None

@@ -1,4 +1,5 @@
-"""The two calls under ``flashsdk.jax``, attention and its gradients, as XLA runs them.
+"""The calls under ``flashsdk.jax``, attention, its gradients and what appends to a cache, as XLA
+runs them.
 
 Each is a custom call of ``libflashsdk_jax`` with what JAX asks of an operation: shapes, a rule for
 jax.vmap (``_batched``) and one for arrays that are sharded (``_partitioned``). What is static is a
@@ -45,14 +46,31 @@ _DIMS = {
     "offsets": ("bh_", "_h_"),
     "indices": ("_", "_"),
     "seeds": ("b_", "_"),
+    "sink": ("h", "h"),
+    "seqused_q": ("b", ""),
+    "seqused_k": ("b", ""),
+    "block_table": ("b_", ""),
+    "k_cache": ("b_n_", ""),
+    "v_cache": ("b_n_", ""),
+    "rotary_cos": ("__", ""),
+    "rotary_sin": ("__", ""),
     "dq": ("b_h_", "_h_"),
     "dk": ("b_n_", "_n_"),
     "dv": ("b_n_", "_n_"),
+    "dsink": ("h", "h"),
 }
-_ALWAYS = {"fwd": ("q", "k", "v"), "bwd": ("q", "k", "v", "out", "lse", "dout")}
-_RESULTS = {"fwd": ("out", "lse"), "bwd": ("dq", "dk", "dv")}
+_ALWAYS = {
+    "fwd": ("q", "k", "v"),
+    "bwd": ("q", "k", "v", "out", "lse", "dout"),
+    "append": ("k_cache", "v_cache", "k", "v", "seqused_k"),
+}
+_RESULTS = {"fwd": ("out", "lse"), "bwd": ("dq", "dk", "dv"), "append": ("k_cache", "v_cache")}
+# Operands that jax.vmap may not leave as they are where only others are mapped: results lie in
+# them, or the library wants them contiguous.
+_WHOLE = ("k_cache", "v_cache", "seqused_q", "seqused_k")
 # Bits of ``Call.given`` and the operands that they stand for.
 DLSE, BIAS, ALIBI_SLOPES, LENGTHS, LAYOUT, SEED, SCALED, BAND = (1 << i for i in range(8))
+SINK, USED_Q, USED_K, TABLE, QUERIES, ROTARY = (1 << i for i in range(8, 14))
 _OPTIONAL = {
     DLSE: ("dlse",),
     BIAS: ("bias",),
@@ -60,6 +78,12 @@ _OPTIONAL = {
     LENGTHS: ("cu_seqlens_q", "cu_seqlens_k"),
     LAYOUT: ("offsets", "indices") * 4,
     SEED: ("seeds",),
+    SINK: ("sink",),
+    USED_Q: ("seqused_q",),
+    USED_K: ("seqused_k",),
+    TABLE: ("block_table",),
+    QUERIES: ("q",),
+    ROTARY: ("rotary_cos", "rotary_sin"),
 }
 
 
@@ -78,6 +102,9 @@ class Call(NamedTuple):
     seqlen_q: int = 0
     seqlen_k: int = 0
     deterministic: bool = False
+    num_splits: int = 0
+    rotary_interleaved: bool = False  # of what is appended
+    q_advances: bool = False
     softmax_scale: float = 0.0
     softcap: float = 0.0
     dropout_p: float = 0.0
@@ -92,10 +119,23 @@ class Call(NamedTuple):
         optional = (names for bit, names in _OPTIONAL.items() if self.given & bit)
         return sum(optional, _ALWAYS[op])
 
+    def results(self, op: str) -> tuple[str, ...]:
+        """Theirs; those that are named as an operand have its shape."""
+        more = {"bwd": (SINK, "dsink"), "append": (QUERIES, "q")}
+        bit, name = more.get(op, (0, ""))
+        return _RESULTS[op] + ((name,) if self.given & bit else ())
+
+    def dims(self, op: str, name: str) -> str:
+        """As ``_DIMS`` names them."""
+        own = _DIMS[name][self.packed]
+        # Pages belong to all sequences, and whoever writes to them has all.
+        paged = self.given & TABLE and (op == "append" or name in ("k", "v"))
+        return own.replace("b", "_") if paged else own
+
     def attributes(self) -> dict[str, Any]:
         """As the library reads them."""
         floats = (self.softmax_scale, self.softcap, self.dropout_p)
-        integers = self[:12]
+        integers = self[:15]
         return {
             "integers": np.array(integers, np.int64),
             "floats": np.array(floats, np.float32),
@@ -109,8 +149,13 @@ def forward(call: Call, *operands: Any) -> Arrays:
 
 
 def backward(call: Call, *operands: Any) -> Arrays:
-    """dq, dk, dv."""
+    """dq, dk, dv, and dsink where there is a sink."""
     return _batched("bwd", call)(*operands)
+
+
+def append(call: Call, *operands: Any) -> Arrays:
+    """k_cache, v_cache, and q where it is given."""
+    return _batched("append", call)(*operands)
 
 
 # ---- XLA's custom calls
@@ -165,14 +210,6 @@ def _call(op: str, call: Call, *operands: Any) -> Arrays:
         max((x.shape[d] for x in operands if x.shape[d] != 1), default=1) for d in range(call.outer)
     )
     own = {name: x.shape[call.outer :] for name, x in given.items()}
-    q, v = own["q"], own["v"]
-    shapes = {
-        "out": (*q[:-1], v[-1]),
-        "lse": _lse_shape(call, q),
-        "dq": q,
-        "dk": own["k"],
-        "dv": v,
-    }
     # Dimensions of jax.vmap may be sharded by their type.
     kinds = [jax.typeof(x) for x in operands]
     axes = [
@@ -181,13 +218,27 @@ def _call(op: str, call: Call, *operands: Any) -> Arrays:
     ]
     results = [
         jax.ShapeDtypeStruct(
-            (*outer, *shapes[name]),
-            jnp.float32 if name == "lse" else given["q"].dtype,
-            **_type_of(given["q"], axes),
+            (*outer, *shape),
+            jnp.float32 if name in ("lse", "dsink") else given["k"].dtype,
+            **_type_of(given["k"], axes),
         )
-        for name in _RESULTS[op]
+        for name, shape in zip(call.results(op), _result_shapes(op, call, own))
     ]
-    return tuple(jax.ffi.ffi_call(f"flashsdk_{op}", results)(*operands, **call.attributes()))
+    # Caches are written where they are: XLA copies those that somebody still wants to have.
+    aliases = {0: 0, 1: 1} if op == "append" else None
+    run = jax.ffi.ffi_call(f"flashsdk_{op}", results, input_output_aliases=aliases)
+    return tuple(run(*operands, **call.attributes()))
+
+
+def _result_shapes(op: str, call: Call, own: dict[str, Sequence[int]]) -> list[tuple[int, ...]]:
+    """Without dimensions of jax.vmap, from the shapes of the operands."""
+    shapes = dict(own)
+    if op != "append":
+        q, k, v = own["q"], own["k"], own["v"]
+        lse = (q[1], q[0]) if call.packed else (q[0], q[2], q[1])
+        shapes |= {"out": (*q[:-1], v[-1]), "lse": lse, "dq": q, "dk": k, "dv": v}
+        shapes["dsink"] = own.get("sink", ())
+    return [tuple(shapes[name]) for name in call.results(op)]
 
 
 def varying(x: Any) -> frozenset[Any]:
@@ -220,16 +271,22 @@ def _partitioned(op: str, call: Call) -> Callable[..., Arrays]:
         return _shardings(op, call, mesh, operands, results)
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        given, made, shared = shardings(mesh, operands, results)
+        given, made, shared, batch = shardings(mesh, operands, results)
 
-        def on_shard(q: Any, k: Any, v: Any, *rest: Any) -> Arrays:
-            own = _own_head(mesh, shared, k, v)
-            dq, *grads = values = _call(op, call, q, *own, *rest)
-            if op == "fwd" or not shared:
+        def on_shard(*operands: Any) -> Arrays:
+            values = _call(op, call, *_with_own_head(op, mesh, shared, operands))
+            if op != "bwd":
                 return values
-            # Queries of one key head are on several devices.
-            _, pull = jax.vjp(functools.partial(_own_head, mesh, shared), k, v)
-            return dq, *(jax.lax.psum(x, shared) for x in pull(tuple(grads)))
+            dq, dk, dv, *dsink = values
+            if batch:
+                # Sequences that share the sink are on several devices.
+                dsink = [jax.lax.psum(x, batch) for x in dsink]
+            if shared:
+                # So are queries of one key head.
+                _, k, v, *_ = operands
+                _, pull = jax.vjp(functools.partial(_own_head, mesh, shared), k, v)
+                dk, dv = (jax.lax.psum(x, shared) for x in pull((dk, dv)))
+            return dq, dk, dv, *dsink
 
         return mesh, on_shard, made, given
 
@@ -248,6 +305,7 @@ class _Shardings(NamedTuple):
     operands: Arrays
     results: Arrays
     shared: tuple[str, ...]  # axes over which the queries of a key head are sharded
+    batch: tuple[str, ...]  # and those of the batch
 
 
 class _Sizes(NamedTuple):
@@ -264,21 +322,22 @@ def _sizes(call: Call, shapes: dict[str, Sequence[int]]) -> _Sizes:
         max((shape[d] for shape in shapes.values() if shape[d] != 1), default=1)
         for d in range(call.outer)
     )
-    q, k = shapes["q"][call.outer :], shapes["k"][call.outer :]
+    k = shapes["k"][call.outer :]
+    q = shapes["q"][call.outer :] if "q" in shapes else k
     return _Sizes(outer, 1 if call.packed else q[0], q[-2], k[-2])
 
 
 def _dims(op: str, call: Call, shapes: Sequence[Sequence[int]]) -> tuple[_Sizes, list[list[str]]]:
     """For each operand and result what its dimensions are: "o0" and so on of jax.vmap, "b", "h",
     "n", or "" for those that are not sharded, such as those of size 1 that stand for all."""
-    names = call.operands(op) + _RESULTS[op]
+    names = call.operands(op) + call.results(op)
     sizes = _sizes(call, dict(zip(names, shapes)))
     # What is dropped of a head depends on how many are before it.
     may = "b" if call.given & SEED else "bhn"
     dims = []
     for name, shape in zip(names, shapes):
         own = [d if d in may and n == getattr(sizes, d) else "" for d, n in
-               zip(_DIMS[name][call.packed], shape[call.outer :])]  # fmt: skip
+               zip(call.dims(op, name), shape[call.outer :])]  # fmt: skip
         outer = [f"o{d}" if n == sizes.outer[d] else "" for d, n in enumerate(shape[: call.outer])]
         dims.append(outer + own)
     return sizes, dims
@@ -372,7 +431,15 @@ def _shardings(op: str, call: Call, mesh: Any, operands: Any, results: Any) -> _
     made = tuple(
         NamedSharding(mesh, PartitionSpec(*(place.get(d) or None for d in value))) for value in dims
     )
-    return _Shardings(made[: len(operands)], made[len(operands) :], shared)
+    return _Shardings(made[: len(operands)], made[len(operands) :], shared, place["b"])
+
+
+def _with_own_head(op: str, mesh: Any, shared: tuple[str, ...], operands: Arrays) -> Arrays:
+    """Those of a device: of k and v, where attention reads them, ``_own_head``."""
+    if op == "append":
+        return operands
+    q, k, v, *rest = operands
+    return q, *_own_head(mesh, shared, k, v), *rest
 
 
 def _own_head(mesh: Any, shared: tuple[str, ...], *kv: Any) -> Arrays:
@@ -385,20 +452,20 @@ def _own_head(mesh: Any, shared: tuple[str, ...], *kv: Any) -> Arrays:
     return tuple(jax.lax.dynamic_slice_in_dim(x, at, 1, axis=-2) for x in kv)
 
 
-def by_types(run: Callable[..., Arrays], call: Call, *operands: Any) -> Arrays:
+def by_types(op: str, run: Callable[..., Arrays], call: Call, *operands: Any) -> Arrays:
     """``run(*operands)``, where the arrays' types say how they are sharded on each device alone."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = {n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
     kinds = [jax.typeof(x) for x in operands]
     if not axes or not any(axis for kind in kinds for axis in kind.sharding.spec):
         return run(*operands)
-    q, v = kinds[0].shape, kinds[2].shape
-    shapes = ((*q[:-1], v[-1]), _lse_shape(call, q))
+    own = {name: kind.shape for name, kind in zip(call.operands(op), kinds)}
+    shapes = _result_shapes(op, call, own)
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    given, made, shared = _shardings("fwd", call, mesh, kinds, results)
+    given, made, shared, _ = _shardings(op, call, mesh, kinds, results)
 
-    def on_shard(q: Any, k: Any, v: Any, *rest: Any) -> Arrays:
-        return run(q, *_own_head(mesh, shared, k, v), *rest)
+    def on_shard(*operands: Any) -> Arrays:
+        return run(*_with_own_head(op, mesh, shared, operands))
 
     placed = [jax.sharding.reshard(x, to) for x, to in zip(operands, given)]
     specs = {"in_specs": tuple(x.spec for x in given), "out_specs": tuple(x.spec for x in made)}
@@ -420,25 +487,25 @@ def _axes(spec: Any) -> tuple[str, ...]:
     return tuple(itertools.chain.from_iterable(parts))
 
 
-def _lse_shape(call: Call, q: Sequence[int]) -> tuple[int, ...]:
-    """From that of q."""
-    return (q[1], q[0]) if call.packed else (q[0], q[2], q[1])
-
-
 # ---- jax.vmap
 
 
 @functools.cache
 def _batched(op: str, call: Call) -> Callable[..., Arrays]:
     """With a rule for jax.vmap, which adds a dimension in front."""
-    results = len(_RESULTS[op])
+    names, results = call.operands(op), len(call.results(op))
 
     def run(*operands: Any) -> Arrays:
         return _partitioned(op, call)(*operands)
 
     def rule(axis_size: int, in_batched: Sequence[bool], *operands: Any) -> Any:
-        del axis_size
-        wide = [x if b else x[None] for x, b in zip(operands, in_batched)]
+        def widened(name: str, x: Any) -> Any:
+            return jnp.broadcast_to(x, (axis_size if name in _WHOLE else 1, *x.shape))
+
+        wide = [
+            x if mapped else widened(name, x)
+            for name, x, mapped in zip(names, operands, in_batched)
+        ]
         return _batched(op, call._replace(outer=call.outer + 1))(*wide), (True,) * results
 
     batched = jax.custom_batching.custom_vmap(run)

@@ -45,12 +45,17 @@ def kv_append(
         (GPT-NeoX, Llama).
 
     On a GPU it runs on the stream that k's framework works on; lengths and tables are read there,
-    and what they contain is the caller's word. Raises ``Error``, one line, before anything is
+    and what they contain is the caller's word. ``flashsdk.torch.kv_append`` is the same on
+    PyTorch's threads, and known to torch.compile. Raises ``Error``, one line, before anything is
     written.
     """
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache is None:
             raise InvalidArgument(f"{name}: None; an array")
+        if _frameworks.name((cache,)) == "jax":
+            raise InvalidArgument(
+                f"{name}: an immutable array of JAX; flashsdk.jax.kv_append, which returns new ones"
+            )
         _frameworks.own(name, cache)
     if _contents.ON:
         _contents.check_append(k_cache, k, seqused_k, block_table, rotary_cos, q, q_advances)

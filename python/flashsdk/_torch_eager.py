@@ -78,13 +78,8 @@ class Operation:
         seed = keywords["seed"] if isinstance(keywords["seed"], Tensor) else None
         tensors = (q, k, v, *lengths[:2], keywords["bias"], keywords["alibi_slopes"], seed)
         if not unwatched(tensors):
-            if torch.compiler.is_compiling():
-                _torch_sharding.register()
-            else:
-                blocks, dropout_p = hasattr(keywords["mask"], "_flat"), keywords["dropout_p"]
-                given = dict(zip(_PACKED if lengths else _BATCHED, tensors))
-                given["seed"] = seed if dropout_p else None  # else nobody reads it
-                _torch_sharding.prepare(given, dropout_p, blocks)
+            given = dict(zip(_PACKED if lengths else _BATCHED, tensors))
+            _torch_sharding.prepare(given, keywords["dropout_p"], keywords["mask"])
             return self.forward(q, k, v, *lengths, *self.encode(keywords, q))
         if keywords["dropout_p"] == 0:
             keywords["seed"] = 0

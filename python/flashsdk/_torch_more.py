@@ -11,16 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _torch_flops, ops
+from . import _torch_flops, _torch_sharding, ops
 from ._errors import Unsupported, integer
-from ._kv_append import kv_append
 from ._torch_checks import no_tangent, tensor
 from ._torch_eager import constant, detached, last_contiguous, recorded, unwatched
 from ._torch_ops import (
     Options,
     _check_devices,
     _encoded,
-    _library,
     _operator,
     _refuse,
     _save,
@@ -47,8 +45,17 @@ class More(NamedTuple):
     def lengths(self) -> tuple[Any, ...]:
         return self[5:] if self.cu_seqlens_q is not None else ()
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return *self[:4], *self[5:7]
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {name: getattr(self, name) for name in _TENSORS}
+
+    def with_both_lengths(self, q: Tensor, k: Tensor) -> More:
+        """Of DTensors: PyTorch 2.11 takes a call with those of q alone for one with those of k."""
+        seqused_q, seqused_k = self.seqused_q, self.seqused_k
+        if seqused_q is None and seqused_k is not None:
+            seqused_q = torch.full_like(seqused_k, q.shape[1])
+        if seqused_k is None and seqused_q is not None:
+            seqused_k = torch.full_like(seqused_q, k.shape[1])
+        return self._replace(seqused_q=seqused_q, seqused_k=seqused_k)
 
     def keywords(self, *, forward: bool) -> dict[str, Any]:
         """Those of ``flashsdk.ops``, which takes as many as a call may have."""
@@ -68,18 +75,23 @@ class More(NamedTuple):
         if more.block_table is not None and recorded((q, k, v)):
             allowed = "none, as pages have no backward and a tensor requires a gradient"
             raise Unsupported(f"block_table: given; {allowed}")
+        seed = keywords["seed"] if isinstance(keywords["seed"], Tensor) else None
+        beside = {"bias": keywords["bias"], "alibi_slopes": keywords["alibi_slopes"], "seed": seed}
+        given = {"q": q, "k": k, "v": v, **more.tensors(), **beside}
         trained = (q, k, v) if more.sink is None else (q, k, v, more.sink)
         if keywords["dropout_p"] == 0 and not recorded(trained):
-            beside = (keywords["bias"], keywords["alibi_slopes"])
-            if unwatched((q, k, v, *more.tensors(), *beside)):
+            if unwatched(tuple(given.values())):
                 q, k, v = map(detached, (q, k, v))
                 keywords = constant({**keywords, "seed": 0})
                 return _run_forward(q, k, v, _without_gradient(more), keywords)
+        if _torch_sharding.prepare(given, keywords["dropout_p"], keywords["mask"]):
+            more = more.with_both_lengths(q, k)
         out, lse = _attention(q, k, v, *more, *_encoded(keywords, q))
         return out, lse
 
 
 _COUNT = len(More._fields)
+_TENSORS = ("sink", "seqused_q", "seqused_k", "block_table", "cu_seqlens_q", "cu_seqlens_k")
 
 
 @on_torch_threads
@@ -116,10 +128,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     more, options = _split(rest)
-    beside: dict[str, Any] = dict(zip(More._fields, more, strict=True))
-    names = ("sink", "seqused_q", "seqused_k", "block_table", "cu_seqlens_q", "cu_seqlens_k")
-    others = {name: beside[name] for name in names}
-    _check_devices(q, k=k, v=v, bias=options.bias, alibi_slopes=options.alibi_slopes, **others)
+    beside = {"bias": options.bias, "alibi_slopes": options.alibi_slopes}
+    _check_devices(q, k=k, v=v, **beside, **more.tensors())
     *batch, seqlen, num_heads, _ = q.shape
     out = q.new_empty((*batch, seqlen, num_heads, v.shape[-1]))
     return out, q.new_empty((*batch, num_heads, seqlen), dtype=torch.float32)
@@ -152,54 +162,7 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 _gradients = _operator("attention_bwd", _backward, _fake_backward, _save_nothing, _refuse)
 _attention = _operator("attention_fwd", _forward, _fake_forward, _save, _gradient)
 _torch_flops.register("attention")
-
-
-# ---- a cache
-
-_library.define(
-    "kv_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor seqused_k, "
-    "Tensor? block_table, Tensor? q, Tensor? rotary_cos, Tensor? rotary_sin, "
-    "bool rotary_interleaved, bool q_advances) -> Tensor"
-)
-
-
-@on_torch_threads
-def _append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor,
-    block_table: Tensor | None, q: Tensor | None, rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None, rotary_interleaved: bool, q_advances: bool,
-) -> Tensor:  # fmt: skip
-    turned: Tensor | None = kv_append(
-        *(k_cache, v_cache, detached(k), detached(v), seqused_k),
-        block_table=block_table,
-        q=None if q is None else detached(q),
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved,
-        q_advances=q_advances,
-    )
-    return k.new_empty(0) if turned is None else turned
-
-
-def _fake_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, *rest: Any) -> Tensor:
-    q = rest[3]
-    return k.new_empty(0 if q is None else q.shape)
-
-
-_library.impl("kv_append", _append, "CompositeExplicitAutograd")
-torch.library.register_fake(torch.ops.flashsdk.kv_append.default, _fake_append, lib=_library)
-
-
-def append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor,
-    block_table: Tensor | None, q: Tensor | None, rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None, rotary_interleaved: bool, q_advances: bool,
-) -> Tensor:  # fmt: skip
-    """``flashsdk.kv_append``, seen by torch.compile; without q nothing is returned, of no size."""
-    given = (k_cache, v_cache, k, v, seqused_k, block_table, q, rotary_cos, rotary_sin)
-    run = _append if unwatched(given) else torch.ops.flashsdk.kv_append.default
-    turned: Tensor = run(*given, rotary_interleaved, q_advances)
-    return turned
+_torch_sharding.register()  # of all operators, of which these are the last
 
 
 def more_of(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from . import _bindings, _frameworks, _torch_flops, _torch_sharding, ops
+from . import _bindings, _frameworks, _torch_flops, ops
 from ._bands import no_mask
 from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask
 from ._errors import PROBABILITY, Error, InvalidArgument, Unsupported, integer, renamed, shown
@@ -491,4 +491,3 @@ _mha_varlen = _define(
 )
 if not _in_cpp:
     native.register_operators()
-_torch_sharding.register()

@@ -1,8 +1,8 @@
 """DTensors: how the operators under ``flashsdk.torch`` are sharded, over the batch and over heads.
 
 A tensor that is sharded so stays where it is, in tensor parallel and under FSDP, and what belongs
-to it (bias, slopes, lse) is sharded alike. Of one that is sharded over the sequence every device
-gets all.
+to it (bias, slopes, lse, sink, lengths) is sharded alike. Of one that is sharded over the sequence
+every device gets all.
 """
 
 from __future__ import annotations
@@ -18,30 +18,38 @@ from ._errors import InvalidArgument, Unsupported
 from ._torch_checks import constant_when_compiled
 from ._torch_private import replicates_implicitly
 
+Specs = Mapping[str, Any]  # arguments by their names; of a tensor its shape and placements
+Placed = dict[str, Any]  # where arguments and results are; those that are missing are replicated
 Placements = list[Any]  # one for each tensor of the results, or one for each argument
-# Where batch and heads are in q, and in lse.
-_BATCHED, _PACKED = ((0, 2), (0, 1)), ((None, 1), (None, 0))
+
+_Q, _KV = ("q", "out", "dout", "dq"), ("k", "v", "dk", "dv")  # alike in all but what pages have
+_LSE = ("lse", "dlse")
 
 
 _registered = False
 
 
-def prepare(tensors: Mapping[str, Any], dropout_p: float, blocks: bool) -> None:
-    """What a call of ``tensors`` needs, of which some may be DTensors. q is the first.
+def prepare(tensors: Mapping[str, Any], dropout_p: float, mask: object) -> bool:
+    """What a call of ``tensors`` needs; returns whether these are DTensors. q is the first.
 
     Raises Error for what has no sharding, and for DTensors beside other tensors.
     """
+    if torch.compiler.is_compiling():
+        register()
+        return hasattr(tensors["q"], "placements")
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
-        return
+        return False
     given = {name: x for name, x in tensors.items() if x is not None}
+    if dropout_p == 0:
+        given.pop("seed", None)  # nobody reads it
     placed = {name: isinstance(x, module.DTensor) for name, x in given.items()}
     if not any(placed.values()):
-        return
+        return False
     if placed["q"] and dropout_p != 0:
         allowed = "0, as a DTensor's dropout would be another on each device"
         raise Unsupported(f"dropout_p: {dropout_p}; {allowed}")
-    if placed["q"] and blocks:
+    if placed["q"] and hasattr(mask, "_flat"):
         raise Unsupported("mask: a BlockMask, of DTensors; a band or None")
     # PyTorch replicates what holds one number, and with implicit_replication() everything.
     if not replicates_implicitly(module.DTensor):
@@ -51,6 +59,7 @@ def prepare(tensors: Mapping[str, Any], dropout_p: float, blocks: bool) -> None:
                 what, allowed = kinds if placed[name] else reversed(kinds)
                 raise InvalidArgument(f"{name}: {what}; {allowed}, as q is")
     register()
+    return True
 
 
 def heads_stay_together(q: Any, k: Any, dim: int) -> bool:
@@ -69,59 +78,69 @@ def register() -> bool:
     if _registered or "torch.distributed.tensor" not in sys.modules:
         return _registered
     _registered = True
-    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    def sharded(
-        name: str, places: tuple[tuple[int | None, int], tuple[int | None, int]]
-    ) -> Callable[..., Sequence[tuple[Placements, Placements]]]:
-        schema = getattr(torch.ops.flashsdk, name).default._schema
-        arguments = [argument.name for argument in schema.arguments]
-        results = [result.name for result in schema.returns]
-        (batch, heads), (lse_batch, lse_heads) = places
-
-        def choices(*given: Any) -> Sequence[tuple[Placements, Placements]]:
-            specs = dict(zip(arguments, given, strict=True))
-
-            def placed(rows: int | None, lse: int | None, beside: dict[str, Any]) -> Any:
-                """Shards q's kind along ``rows`` and lse along ``lse``; None replicates."""
-
-                def of(argument: str) -> Any:
-                    dim = rows
-                    if argument in ("lse", "dlse"):
-                        dim = lse
-                    elif argument in ("bias", "alibi_slopes"):
-                        dim = beside.get(argument)
-                    elif argument.startswith("cu_seqlens"):
-                        dim = None
-                    return Replicate() if dim is None else Shard(dim)
-
-                tensors = {name for name, spec in specs.items() if hasattr(spec, "placements")}
-                inputs = [of(name) if name in tensors else None for name in arguments]
-                return [of(name) for name in results], inputs
-
-            found = [placed(None, None, {})]
-            bias, slopes = specs["bias"], specs["alibi_slopes"]
-            if batch is not None:
-                beside = {}
-                if bias is not None and bias.shape[0] != 1:
-                    beside["bias"] = 0
-                if slopes is not None and len(slopes.shape) == 2:
-                    beside["alibi_slopes"] = 0
-                found.append(placed(batch, lse_batch, beside))
-            if heads_stay_together(specs["q"], specs["k"], heads):
-                beside = {}
-                if bias is not None and bias.shape[1] != 1:
-                    beside["bias"] = 1
-                if slopes is not None:
-                    beside["alibi_slopes"] = len(slopes.shape) - 1
-                found.append(placed(heads, lse_heads, beside))
-            return found
-
-        return choices
-
-    for name, places in (("mha", _BATCHED), ("mha_varlen", _PACKED)):
+    for name in ("mha", "mha_varlen", "attention"):
         for direction in ("fwd", "bwd"):
             operator = getattr(torch.ops.flashsdk, f"{name}_{direction}").default
-            register_sharding(operator)(sharded(f"{name}_{direction}", places))
+            register_sharding(operator)(_shardings_of(operator))
     return True
+
+
+def _shardings_of(operator: Any) -> Callable[..., Sequence[tuple[Placements, Placements]]]:
+    """What register_sharding asks for: every way to place results and arguments of a call."""
+    from torch.distributed.tensor import Replicate
+
+    arguments = [argument.name for argument in operator._schema.arguments]
+    results = [result.name for result in operator._schema.returns]
+
+    def shardings(*given: Any) -> Sequence[tuple[Placements, Placements]]:
+        specs = dict(zip(arguments, given, strict=True))
+        tensors = {name for name, spec in specs.items() if hasattr(spec, "placements")}
+        packed = specs.get("cu_seqlens_q") is not None
+        ways: list[Placed] = [{}]
+        if not packed:
+            ways.append(_over_the_batch(specs))
+        if heads_stay_together(specs["q"], specs["k"], 1 if packed else 2):
+            ways.append(_over_heads(specs, packed))
+        return [
+            (
+                [way.get(name, Replicate()) for name in results],
+                [way.get(name, Replicate()) if name in tensors else None for name in arguments],
+            )
+            for way in ways
+        ]
+
+    return shardings
+
+
+def _over_the_batch(specs: Specs) -> Placed:
+    from torch.distributed.tensor import Partial, Shard
+
+    bias, slopes = specs["bias"], specs["alibi_slopes"]
+    names = [*_Q, *_LSE, "seqused_q", "seqused_k", "block_table"]
+    if specs.get("block_table") is None:  # pages belong to no sequence: every device has all
+        names += _KV
+    if bias is not None and bias.shape[0] != 1:
+        names.append("bias")
+    if slopes is not None and len(slopes.shape) == 2:
+        names.append("alibi_slopes")
+    placed: Placed = dict.fromkeys(names, Shard(0))
+    if specs.get("sink") is not None:
+        placed["dsink"] = Partial()  # of each device's sequences
+    return placed
+
+
+def _over_heads(specs: Specs, packed: bool) -> Placed:
+    from torch.distributed.tensor import Shard
+
+    bias, slopes = specs["bias"], specs["alibi_slopes"]
+    placed: Placed = dict.fromkeys((*_Q, *_KV), Shard(1 if packed else 2))
+    placed |= dict.fromkeys(_LSE, Shard(0 if packed else 1))
+    if bias is not None and bias.shape[1] != 1:
+        placed["bias"] = Shard(1)
+    if slopes is not None:
+        placed["alibi_slopes"] = Shard(len(slopes.shape) - 1)
+    if specs.get("sink") is not None:
+        placed |= dict.fromkeys(("sink", "dsink"), Shard(0))
+    return placed

@@ -17,7 +17,7 @@ only the device can tell is JAX's own error with such a line.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -43,13 +43,21 @@ from .masks import Band, BlockMask, Dense, Mask
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["attention", "varlen_attention"]
+__all__ = ["attention", "kv_append", "varlen_attention"]
 
 Array: TypeAlias = jax.Array
 
 
-class _Keywords(ops.AttentionKeywords, total=False):
+class _PackedKeywords(ops.AttentionKeywords, total=False):
     dropout_key: Any
+    sink: Any
+    num_splits: int | None
+
+
+class _Keywords(_PackedKeywords, total=False):
+    seqused_q: Any
+    seqused_k: Any
+    block_table: Any
 
 
 @overload
@@ -76,6 +84,11 @@ def attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     dropout_key: Any = None,
+    sink: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    block_table: Any = None,
+    num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: ops.Backend | None = None,
@@ -104,6 +117,19 @@ def attention(
         same on one device and on many; heads that are sharded are gathered for it. The core
         drops the same of sequence b alone with ``seed``, the two words of
         ``jax.random.bits(key, 2, uint32)``, low one first, and ``offset`` b (packed: 0).
+    sink
+        float32 (num_heads,): a logit of each head that joins the softmax and has no value. It has
+        a gradient.
+    seqused_q, seqused_k
+        int32 (batch,): how many queries and keys of each sequence are used. Masks count with them.
+        What lies behind is not read; results and gradients there are 0, lse is -inf.
+    block_table
+        int32 (batch, max_pages), with seqused_k: k and v are pages (num_pages, page_size,
+        num_heads_kv, ...), and key j of sequence b is row j % page_size of page
+        block_table[b, j // page_size]. To differentiate such a call is an Error.
+    num_splits
+        Into how many parts the keys of a query may be cut, Python's integer; 1 makes its bits
+        depend on its own sequence alone. None chooses.
     return_lse
         Return (out, lse), lse float32 (batch, num_heads, seqlen_q); it has a gradient.
     deterministic
@@ -116,10 +142,12 @@ def attention(
     lse = -inf and gradients 0. There is no second derivative and no forward mode.
     Source: FlashAttention, arXiv 2205.14135.
     """
-    out, lse = _attend(
-        (q, k, v), (), mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, dropout_key,
-        deterministic, backend,
+    options = _Options(
+        mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, dropout_key,
+        False if deterministic is None else deterministic, backend, sink, num_splits, seqused_q,
+        seqused_k, block_table,
     )  # fmt: skip
+    out, lse = _attend((q, k, v), (), options)
     return (out, lse) if truth("return_lse", return_lse) else out
 
 
@@ -134,7 +162,7 @@ def varlen_attention(
     max_seqlen_k: int,
     *,
     return_lse: Literal[False] = False,
-    **keywords: Unpack[_Keywords],
+    **keywords: Unpack[_PackedKeywords],
 ) -> Array: ...
 @overload
 def varlen_attention(
@@ -147,7 +175,7 @@ def varlen_attention(
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
-    **keywords: Unpack[_Keywords],
+    **keywords: Unpack[_PackedKeywords],
 ) -> tuple[Array, Array]: ...
 @overload
 def varlen_attention(
@@ -160,7 +188,7 @@ def varlen_attention(
     max_seqlen_k: int,
     *,
     return_lse: bool,
-    **keywords: Unpack[_Keywords],
+    **keywords: Unpack[_PackedKeywords],
 ) -> Array | tuple[Array, Array]: ...
 def varlen_attention(
     q: Any,
@@ -178,6 +206,8 @@ def varlen_attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     dropout_key: Any = None,
+    sink: Any = None,
+    num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: ops.Backend | None = None,
@@ -199,11 +229,74 @@ def varlen_attention(
     The rest as in ``attention``. Returns out (total_q, num_heads, head_dim_v), and lse float32
     (num_heads, total_q) if asked for.
     """
-    out, lse = _attend(
-        (q, k, v), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), mask, bias,
-        alibi_slopes, softmax_scale, softcap, dropout_p, dropout_key, deterministic, backend,
+    options = _Options(
+        mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, dropout_key,
+        False if deterministic is None else deterministic, backend, sink, num_splits,
     )  # fmt: skip
+    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    out, lse = _attend((q, k, v), packed, options)
     return (out, lse) if truth("return_lse", return_lse) else out
+
+
+def kv_append(
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    seqused_k: Any,
+    *,
+    block_table: Any = None,
+    q: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    rotary_interleaved: bool = False,
+    q_advances: bool = True,
+) -> tuple[Array, ...]:
+    """New keys and values behind the used ones of a cache: (k_cache, v_cache), and q with q.
+
+    Arrays of JAX do not change, so the caches come back as new ones. Where nobody else wants the
+    old ones they are written in place: under ``jax.jit`` with ``donate_argnums`` of the caches, or
+    where a loop carries them. Else they are copied.
+
+    k_cache, v_cache
+        (batch, seqlen_k, num_heads_kv, head_dim) and (..., head_dim_v), or with block_table pages,
+        (num_pages, page_size, num_heads_kv, ...).
+    k, v
+        (batch, seqlen_new, num_heads_kv, head_dim) and (..., head_dim_v), of the cache's dtype.
+    seqused_k
+        int32 (batch,): new key j of sequence b becomes key seqused_k[b] + j. ``attention`` is then
+        given seqused_k + seqlen_new.
+    block_table
+        int32 (batch, max_pages), as in ``attention``.
+    q
+        (batch, seqlen_q, num_heads, head_dim); query i is rotated to position seqused_k[b] + i, or
+        with q_advances=False to seqused_k[b].
+    rotary_cos, rotary_sin
+        (positions, rotary_dim / 2), float32 or k's dtype, rotary_dim at most head_dim. Key j and
+        q are turned by the row of their position, in float32; None turns nothing.
+    rotary_interleaved
+        Pairs are neighbours, (0, 1), (2, 3), ... (GPT-J); False: (0, rotary_dim / 2), ...
+        (GPT-NeoX, Llama). It and q_advances are Python's.
+
+    There is no gradient. Shapes and dtypes are checked while it is traced, on a CPU lengths, pages
+    and positions when it runs. A cache of pages is sharded by heads alone.
+    """
+    arrays = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "seqused_k": seqused_k}
+    arrays = {name: _array(name, x) for name, x in arrays.items()}
+    rest = {"block_table": block_table, "q": q, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    arrays |= {name: _array(name, x) for name, x in rest.items() if x is not None}
+    interleaved = truth("rotary_interleaved", rotary_interleaved)
+    advances = truth("q_advances", q_advances)
+    _check_append(arrays, interleaved, advances)
+    bits = {"block_table": xla.TABLE, "q": xla.QUERIES, "rotary_cos": xla.ROTARY}
+    given = sum(bit for name, bit in bits.items() if name in arrays)
+    call = xla.Call(given, rotary_interleaved=interleaved, q_advances=advances)
+
+    def run(*operands: Any) -> tuple[Array, ...]:
+        return _append(call, *_equally_varying(*operands))
+
+    operands = (arrays[name] for name in call.operands("append"))
+    return xla.by_types("append", run, call, *operands)
 
 
 # ---- masks as pytrees
@@ -233,35 +326,44 @@ jax.tree_util.register_static(Dense)
 # ---- one call
 
 
+class _Options(NamedTuple):
+    """What a call is given besides q, k, v and where packed sequences begin."""
+
+    mask: Mask | Any | None
+    bias: Any
+    alibi_slopes: Any
+    softmax_scale: float | None
+    softcap: float
+    dropout_p: float
+    dropout_key: Any
+    deterministic: bool
+    backend: ops.Backend | None
+    sink: Any
+    num_splits: int | None
+    seqused_q: Any = None
+    seqused_k: Any = None
+    block_table: Any = None
+
+
+# Those that are arrays, or None.
+_ARRAYS = ("bias", "alibi_slopes", "sink", "seqused_q", "seqused_k", "block_table")
+# Those that are numbers of Python.
+_NUMBERS = ("softmax_scale", "softcap", "dropout_p", "num_splits")
+
+
 def _attend(
-    qkv: tuple[Any, Any, Any],
-    packed: tuple[Any, ...],
-    mask: Mask | Any | None,
-    bias: Any,
-    alibi_slopes: Any,
-    softmax_scale: float | None,
-    softcap: float,
-    dropout_p: float,
-    dropout_key: Any,
-    deterministic: bool | None,
-    backend: ops.Backend | None,
+    qkv: tuple[Any, Any, Any], packed: tuple[Any, ...], options: _Options
 ) -> tuple[Array, Array]:
     q, k, v = (_array(name, x) for name, x in zip("qkv", qkv))
-    boolean = boolean_mask(mask, bias)
+    boolean = boolean_mask(options.mask, options.bias)
     if boolean is not None:
         try:
-            return _attend(
-                (q, k, v), packed, None, boolean, alibi_slopes, softmax_scale, softcap, dropout_p,
-                dropout_key, deterministic, backend,
-            )  # fmt: skip
+            return _attend((q, k, v), packed, options._replace(mask=None, bias=boolean))
         except Error as e:
             raise renamed(e, {"bias": "mask"}) from None
-    deterministic = False if deterministic is None else deterministic
-    bias = None if bias is None else _array("bias", bias)
-    slopes = None if alibi_slopes is None else _array("alibi_slopes", alibi_slopes)
-    numbers = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
-    for name, x in numbers.items():
-        if isinstance(x, jax.core.Tracer):
+    o, mask = _with_arrays(options), options.mask
+    for name in _NUMBERS:
+        if isinstance(getattr(o, name), jax.core.Tracer):
             raise InvalidArgument(
                 f"{name}: a traced array; Python's number, which the program is made for"
             )
@@ -272,16 +374,16 @@ def _attend(
         cu = (_array("cu_seqlens_q", packed[0]), _array("cu_seqlens_k", packed[1]))
         most = (integer("max_seqlen_q", packed[2]), integer("max_seqlen_k", packed[3]))
         lengths = (*cu, *most)
-    _check(q, k, v, lengths, mask, bias, slopes, numbers, deterministic, backend)
+    _check(q, k, v, lengths, o)
 
     given, rest = 0, list[Any]()
     fields: dict[str, Any] = {}
-    if bias is not None:
+    if o.bias is not None:
         given |= xla.BIAS
-        rest.append(bias)
-    if slopes is not None:
+        rest.append(o.bias)
+    if o.alibi_slopes is not None:
         given |= xla.ALIBI_SLOPES
-        rest.append(slopes[None] if slopes.ndim == 1 else slopes)
+        rest.append(o.alibi_slopes[None] if o.alibi_slopes.ndim == 1 else o.alibi_slopes)
     if packed:
         given |= xla.LENGTHS
         rest += lengths[:2]
@@ -304,20 +406,31 @@ def _attend(
             seqlen_q=mask.seqlen_q,
             seqlen_k=mask.seqlen_k,
         )
-    p = float(dropout_p)
+    p = float(o.dropout_p)
     if p != 0:
         given |= xla.SEED
-        rest.append(_seeds(dropout_key, None if packed else q.shape[0]))
-    if softmax_scale is not None:
+        rest.append(_seeds(o.dropout_key, None if packed else q.shape[0]))
+    serving = {
+        xla.SINK: o.sink,
+        xla.USED_Q: o.seqused_q,
+        xla.USED_K: o.seqused_k,
+        xla.TABLE: o.block_table,
+    }
+    for bit, x in serving.items():
+        if x is not None:
+            given |= bit
+            rest.append(x)
+    if o.softmax_scale is not None:
         given |= xla.SCALED
-        fields.update(softmax_scale=float(softmax_scale))
+        fields.update(softmax_scale=float(o.softmax_scale))
     call = xla.Call(
         given,
-        deterministic=truth("deterministic", deterministic),
-        softcap=float(softcap),
+        deterministic=truth("deterministic", o.deterministic),
+        num_splits=0 if o.num_splits is None else int(o.num_splits),
+        softcap=float(o.softcap),
         # Just below 1 must not become it.
         dropout_p=min(float(np.float32(p)), float(np.nextafter(np.float32(1), np.float32(0)))),
-        backend=backend or "",
+        backend=o.backend or "",
         **fields,
     )
 
@@ -325,8 +438,15 @@ def _attend(
         out, lse = _differentiable(call, *_equally_varying(*operands))
         return out, lse
 
-    out, lse = xla.by_types(run, call, q, k, v, *rest)
+    out, lse = xla.by_types("fwd", run, call, q, k, v, *rest)
     return out, lse
+
+
+def _with_arrays(options: _Options) -> _Options:
+    """With arrays of JAX, or what traces them."""
+    given = {name: getattr(options, name) for name in _ARRAYS}
+    arrays: dict[str, Any] = {n: _array(n, x) for n, x in given.items() if x is not None}
+    return options._replace(**arrays)
 
 
 def _array(name: str, x: Any) -> Any:
@@ -380,18 +500,8 @@ def _cast(x: Any, axes: tuple[Any, ...]) -> Any:
 # ---- checks, by the library on arrays that merely look like those of the call
 
 
-def _check(
-    q: Any,
-    k: Any,
-    v: Any,
-    lengths: tuple[Any, ...],
-    mask: Mask | None,
-    bias: Any,
-    slopes: Any,
-    numbers: dict[str, Any],
-    deterministic: bool,
-    backend: ops.Backend | None,
-) -> None:
+def _check(q: Any, k: Any, v: Any, lengths: tuple[Any, ...], o: _Options) -> None:
+    mask, backend = o.mask, o.backend
     if backend is not None and backend not in ("cpu", "sm80", "sm90"):
         raise InvalidArgument(f'backend: {shown(backend)}; "cpu", "sm80", "sm90" or None')
     layout: Any = mask
@@ -404,10 +514,12 @@ def _check(
     if lengths:
         packed = (*(np.zeros(x.shape, x.dtype) for x in lengths[:2]), *lengths[2:])
     options = (
-        numbers["softmax_scale"], ops._mask(layout, q), _like(bias), _like(slopes),
-        numbers["softcap"], numbers["dropout_p"], 0, 0, deterministic, None,
+        o.softmax_scale, ops._mask(layout, q), _like(o.bias), _like(o.alibi_slopes),
+        o.softcap, o.dropout_p, 0, 0, o.deterministic, None,
         # What a GPU's kernels take is for them to say.
-        None if backend in ("sm80", "sm90") else backend, *[None] * 5,
+        None if backend in ("sm80", "sm90") else backend,
+        # Lengths of 0, which have no pages.
+        _like(o.seqused_q), _like(o.seqused_k), _like(o.sink), _like(o.block_table), o.num_splits,
     )  # fmt: skip
     if _log.ON:
         place = jax.default_backend()
@@ -429,6 +541,25 @@ def _like(x: Any) -> Any:
     return np.broadcast_to(np.zeros(x.shape[-1:], x.dtype), x.shape)
 
 
+def _check_append(arrays: dict[str, Any], interleaved: bool, advances: bool) -> None:
+    """By the library, which is given lengths that no cache has: it looks at these last, and ends
+    before it writes."""
+    like = {name: _like(x) for name, x in arrays.items()}
+    like["seqused_k"] = np.full(arrays["seqused_k"].shape, -1).astype(arrays["seqused_k"].dtype)
+    for name, of in (("k_cache", "k_cache"), ("v_cache", "v_cache"), ("q_out", "q")):
+        if of in arrays:  # memory of its own, which nobody touches
+            like[name] = np.empty(arrays[of].shape, arrays[of].dtype)
+    names = (
+        "k_cache", "v_cache", "k", "v", "seqused_k", "block_table", "q", "q_out", "rotary_cos",
+        "rotary_sin",
+    )  # fmt: skip
+    try:
+        _bindings.append(tuple(like.get(name) for name in names), interleaved, advances)
+    except InvalidArgument as e:
+        if not (e.argument == "seqused_k" and (e.given or "").startswith("-1 of sequence")):
+            raise
+
+
 # ---- gradients
 
 
@@ -437,6 +568,10 @@ def _attention(call: xla.Call, *operands: Any) -> tuple[Array, ...]:
 
 
 def _record(call: xla.Call, *operands: Any) -> Any:
+    if call.given & xla.TABLE and any(x.perturbed for x in operands):
+        raise Unsupported(
+            "block_table: given; None where a gradient is wanted, as pages have no backward"
+        )
     for name, x in zip(call.operands("fwd"), operands):
         if x.perturbed and name in ("bias", "alibi_slopes"):
             raise Unsupported(
@@ -451,6 +586,7 @@ def _record(call: xla.Call, *operands: Any) -> Any:
 def _gradients(call: xla.Call, saved: Any, cotangents: Any) -> Any:
     (q, k, v, *rest), out, lse = saved
     dout, dlse = cotangents
+    names = call.operands("fwd")[3:]
     unused = jax.custom_derivatives.SymbolicZero
     if isinstance(dout, unused) and isinstance(dlse, unused):
         return (None,) * (3 + len(rest))
@@ -459,24 +595,31 @@ def _gradients(call: xla.Call, saved: Any, cotangents: Any) -> Any:
     if not isinstance(dlse, unused):
         call, beside = call._replace(given=call.given | xla.DLSE), (dlse,)
     operands = _equally_varying(q, k, v, out, lse, dout, *beside, *rest)
-    return (*_backward(call, *operands), *(None,) * len(rest))
+    dq, dk, dv, *dsink = _backward(call, *operands)
+    return dq, dk, dv, *(dsink[0] if name == "sink" else None for name in names)
 
 
 _differentiable = jax.custom_vjp(_attention, nondiff_argnums=(0,))
 _differentiable.defvjp(_record, _gradients, symbolic_zeros=True)
 
 
-def _compiled(run: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+def _compiled(
+    run: Callable[..., tuple[Array, ...]], why_not: str
+) -> Callable[..., tuple[Array, ...]]:
     """``run(call, *operands)`` under jit, so that it costs little where nothing else is, and with
-    the line that says why what a gradient is made of has none."""
+    the line that says why it has no gradient."""
 
     def refuse(call: xla.Call, primals: Any, tangents: Any) -> Any:
-        allowed = "the first one, as attention has no second derivative"
-        raise Unsupported(f"grad: of a gradient; {allowed}")
+        raise Unsupported(why_not)
 
     once = jax.custom_jvp(run, nondiff_argnums=(0,))
     once.defjvp(refuse)
     return jax.jit(once, static_argnums=0, inline=True)  # type: ignore[no-any-return]
 
 
-_forward, _backward = _compiled(xla.forward), _compiled(xla.backward)
+_SECOND = "grad: of a gradient; the first one, as attention has no second derivative"
+_forward, _backward = _compiled(xla.forward, _SECOND), _compiled(xla.backward, _SECOND)
+_append = _compiled(
+    xla.append,
+    "kv_append: differentiated; jax.lax.stop_gradient of its arrays, as it has no gradient",
+)

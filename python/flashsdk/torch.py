@@ -1,10 +1,10 @@
 """Attention for PyTorch, with gradients and torch.compile.
 
-``attention`` and ``varlen_attention`` give all that the library does. ``flash_attn_*_func`` take
-the arguments of flash-attn 2.8 (github.com/Dao-AILab/flash-attention), and
-``scaled_dot_product_attention`` those of torch.nn.functional, so that either can be swapped by
-changing an import. Semantics are those of docs/semantics.md of the sources, unless a docstring says
-otherwise.
+``attention`` and ``varlen_attention`` give all that the library does, and ``kv_append`` fills a
+cache for them. ``flash_attn_*`` take the arguments of flash-attn 2.8
+(github.com/Dao-AILab/flash-attention), and ``scaled_dot_product_attention`` those of
+torch.nn.functional, so that either can be swapped by changing an import. Semantics are those of
+docs/semantics.md of the sources, unless a docstring says otherwise.
 
 What all share:
 
@@ -22,7 +22,8 @@ What all share:
   ``flashsdk.set_num_threads`` or FLASHSDK_NUM_THREADS says how many: up to PyTorch's number of
   these run on its threads, more on the library's own, as all do with PyTorch before 2.10.
 - DTensors stay sharded over the batch and over heads, with what belongs to them; over the sequence
-  they are gathered. Dropout and a ``BlockMask`` of theirs are an Error.
+  they are gathered, and pages are over the batch. Dropout and a ``BlockMask`` of theirs are an
+  Error, and so are DTensors given to ``kv_append``.
 - torch.utils.flop_counter counts them as it counts scaled_dot_product_attention: bands in full, of
   a ``BlockMask`` the share that is visited.
 - Bad input raises ``flashsdk.Error``, a ValueError, before anything runs; what torch.compile meets
@@ -44,15 +45,15 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import has_torch_function
 
 from ._errors import Error, InvalidArgument, has, renamed
-from ._flash_attn import (
+from ._flash_attn_func import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
 )
+from ._flash_attn_kvcache import flash_attn_with_kvcache
 from ._torch_checks import (
     check_constant,
     constant_when_compiled,
@@ -63,6 +64,7 @@ from ._torch_checks import (
 )
 from ._torch_eager import last_contiguous, native
 from ._torch_explain import explain
+from ._torch_kv_append import kv_append
 from ._torch_more import more_of
 from ._torch_ops import attend
 from .masks import Band, Causal, Mask
@@ -81,6 +83,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "kv_append",
     "scaled_dot_product_attention",
     "varlen_attention",
 ]

@@ -67,6 +67,28 @@ def qkv(
     return normal(*shapes, dtype=dtype, seed=seed)
 
 
+def into_pages(
+    k: np.ndarray, v: np.ndarray, used: np.ndarray, page_size: int, *, spare: int = 3, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """k, v, block_table: the used keys in pages in any order, and NaN wherever nobody may read."""
+    batch, seqlen = k.shape[:2]
+    rng = np.random.default_rng(seed)
+    most = -(-seqlen // page_size)
+    needed = -(-used // page_size)
+    order = rng.permutation(int(needed.sum()) + spare).astype(np.int32)
+    table = np.full((batch, most), -7, np.int32)  # behind a length: an index of nothing
+    pages = [np.full((len(order), page_size, *x.shape[2:]), np.nan, x.dtype) for x in (k, v)]
+    next_page = 0
+    for b in range(batch):
+        for n in range(needed[b]):
+            page = table[b, n] = order[next_page]
+            next_page += 1
+            rows = slice(n * page_size, min((n + 1) * page_size, used[b]))
+            for paged, x in zip(pages, (k, v), strict=True):
+                paged[page, : rows.stop - rows.start] = x[b, rows]
+    return *pages, table
+
+
 def both(q: Any, k: Any, v: Any, dout: Any, **keywords: Any) -> tuple[Any, ...]:
     """out, lse, dq, dk, dv."""
     out, lse = fs.mha_fwd(q, k, v, **keywords)

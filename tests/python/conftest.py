@@ -62,11 +62,11 @@ def seeded():
 @pytest.fixture
 def torch_way(request, monkeypatch) -> str:
     """The two ways of eager calls of flashsdk.torch: for tests of what both have to do."""
-    from flashsdk import _flash_attn, _torch_eager
+    from flashsdk import _flash_attn_func, _flash_attn_kvcache, _torch_eager
     from flashsdk import torch as adapter
 
     if request.param == "python":
-        for module in (adapter, _flash_attn):
+        for module in (adapter, _flash_attn_func, _flash_attn_kvcache):
             monkeypatch.setattr(module, "native", _torch_eager.InPython)
     elif _torch_eager.native is _torch_eager.InPython:
         pytest.skip("flashsdk._torch_native is not built for this PyTorch")

@@ -62,7 +62,15 @@ PROBLEMS = {
     "float16": problem(dtype="float16", head_dim=64, mask=CAUSAL, heads=(4, 2)),
     "dropout": problem(dropout_p=0.3, heads=(4, 2), dlse=True),
     "packed, dropout": packed(LENGTHS, dropout_p=0.3, mask=CAUSAL),
-}
+    "sink": problem(heads=(4, 2), batch=2, mask=CAUSAL, sink=True, dlse=True),
+    "packed, sink": packed(LENGTHS, (4, 2), mask=CAUSAL, sink=True),
+    # What lies behind is NaN.
+    "used keys": problem(heads=(4, 2), batch=3, mask=CAUSAL, used_k=(70, 0, 31)),
+    "used queries and keys": problem(
+        heads=(4, 2), batch=3, used_q=(1, 50, 0), used_k=(9, 70, 3), sink=True, dlse=True,
+        alibi="batch", dropout_p=0.2, bias=("float32", (3, 1, 50, 70)),
+    ),
+}  # fmt: skip
 
 
 def results(p: Problem, backend: str | None = None) -> tuple[Problem, verify.Results]:
@@ -77,27 +85,30 @@ def results(p: Problem, backend: str | None = None) -> tuple[Problem, verify.Res
     mask = mask_of(p)
     options: dict[str, Any] = {"softmax_scale": p.softmax_scale, "softcap": p.softcap}
     options |= {"dropout_p": p.dropout_p, "backend": backend, "return_lse": True, **p.options}
-    rest = {n: x[n] for n in ("bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k") if n in x}
+    names = ("bias", "alibi_slopes", "seqused_q", "seqused_k")
+    rest = {n: x[n] for n in (*names, "cu_seqlens_q", "cu_seqlens_k") if n in x}
+    wanted = ["q", "k", "v"] + ["sink"] * p.sink
 
-    def ours(q: Any, k: Any, v: Any, mask: Any, key: Any, rest: Any) -> Any:
-        keywords = {**options, "mask": mask, "dropout_key": key}
-        keywords |= {n: rest[n] for n in ("bias", "alibi_slopes") if n in rest}
+    def ours(q: Any, k: Any, v: Any, sink: Any, mask: Any, key: Any, rest: Any) -> Any:
+        keywords = {**options, "mask": mask, "dropout_key": key, "sink": sink}
+        keywords |= {n: rest[n] for n in names if n in rest}
         if not p.packed:
             return attention(q, k, v, **keywords)
         cu = (rest["cu_seqlens_q"], rest["cu_seqlens_k"])
         return varlen_attention(q, k, v, *cu, *p.max_seqlen, **keywords)
 
     @jax.jit
-    def both(q: Any, k: Any, v: Any, dout: Any, dlse: Any, *others: Any) -> Any:
-        if dlse is None:
-            (out, lse), pull = jax.vjp(lambda *qkv: ours(*qkv, *others), q, k, v)
-            return out, lse, *pull((dout, jnp.zeros_like(lse)))
-        (out, lse), pull = jax.vjp(lambda *qkv: ours(*qkv, *others), q, k, v)
-        return out, lse, *pull((dout, dlse))
+    def both(arrays: Any, dout: Any, dlse: Any, *others: Any) -> Any:
+        def attend(*of: Any) -> Any:
+            return ours(*(of if p.sink else (*of, None)), *others)
 
-    arrays = both(x["q"], x["k"], x["v"], x["dout"], x.get("dlse"), mask, KEY, rest)
-    names = ("out", "lse", "dq", "dk", "dv")
-    return p, verify.Results(dict(zip(names, map(np.asarray, arrays), strict=True)))
+        (out, lse), pull = jax.vjp(attend, *arrays)
+        return out, lse, *pull((dout, jnp.zeros_like(lse) if dlse is None else dlse))
+
+    of = [x[name] for name in wanted]
+    arrays = both(of, x["dout"], x.get("dlse"), mask, KEY, rest)
+    made = ("out", "lse", *(f"d{name}" for name in wanted))
+    return p, verify.Results(dict(zip(made, map(np.asarray, arrays), strict=True)))
 
 
 def report(p: Problem, backend: str | None = None) -> verify.Report:

@@ -18,7 +18,7 @@ import flashsdk as fs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flashsdk.jax import attention, varlen_attention
+from flashsdk.jax import attention, kv_append, varlen_attention
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_problems import layout
@@ -201,6 +201,150 @@ def shard_map_with_a_mask_and_a_key() -> None:
     assert all(np.isfinite(x).all() for x in got)
 
 
+USED = jnp.array([48, 0, 7, 31], jnp.int32)
+SINK = jnp.arange(4.0) - 1
+
+
+def of_used(q: Any, k: Any, v: Any) -> Any:
+    """Keys behind the used ones are NaN, and sharded with the batch are the lengths."""
+    behind = jnp.arange(48)[:, None, None] >= USED[:, None, None, None]
+    k, v = (jnp.where(behind, jnp.nan, x) for x in (k, v))
+    return attention(q, k, v, mask=fs.Causal(), seqused_k=USED)
+
+
+@check
+def used_lengths() -> None:
+    sharded(of_used, TWO, P("x", None, "y"))
+
+
+def sink_gradient(mesh: Mesh, spec: P, kv: P, heads_kv: int) -> None:
+    """Summed over all sequences, on whatever devices these are."""
+
+    def gradient(q: Any, k: Any, v: Any, dout: Any, sink: Any, used: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, sink: Any) -> Any:
+            return attention(q, k, v, sink=sink, seqused_q=used, seqused_k=used)
+
+        out, pull = jax.vjp(attend, q, k, v, sink)
+        return out, *pull(dout)
+
+    arrays = qkvd(heads_kv=heads_kv)
+    want = gradient(*arrays, SINK, USED)
+    assert np.abs(want[-1]).min() > 1e-3
+    specs = (spec, kv, kv, spec)
+    over = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+    close(jax.jit(gradient)(*over, SINK, USED), want)
+
+
+@check
+def sink_of_a_sharded_batch() -> None:
+    sink_gradient(TWO, P("x", None, "y"), P("x", None, "y"), 2)
+
+
+@check
+def sink_of_sharded_heads() -> None:
+    sink_gradient(FOUR, P(None, None, "x"), P(), 2)
+
+
+@check
+def sink_and_lengths_under_shard_map() -> None:
+    spec = P("x", None, "y")
+
+    def attend(q: Any, k: Any, v: Any, sink: Any, used: Any) -> Any:
+        return attention(q, k, v, sink=sink, seqused_k=used)
+
+    over = jax.shard_map(
+        attend, mesh=TWO, in_specs=(spec, spec, spec, P("y"), P("x")), out_specs=spec
+    )
+    q, k, v, dout = qkvd()
+    got, pull = jax.vjp(jax.jit(lambda *x: over(*x, USED)), q, k, v, SINK)
+    want, pull_want = jax.vjp(lambda *x: attend(*x, USED), q, k, v, SINK)
+    close((got, *pull(dout)), (want, *pull_want(dout)))
+
+
+def paged(q: Any, k: Any, v: Any, used: Any, table: Any) -> Any:
+    return attention(q, k, v, seqused_k=used, block_table=table)
+
+
+def pages() -> list[jax.Array]:
+    """q, k and v in as many pages as sequences, lengths and a table."""
+    q, k, v, _ = qkvd()
+    return [q, k, v, USED, jnp.array([[2], [0], [3], [1]], jnp.int32)]
+
+
+@check
+def pages_of_a_sharded_batch() -> None:
+    arrays = pages()
+    specs = (P("x", None, "y"), P(None, None, "y"), P(None, None, "y"), P("x"), P("x"))
+    over = [jax.device_put(x, NamedSharding(TWO, s)) for x, s in zip(arrays, specs, strict=True)]
+    assert moved(paged, *over) == []
+    close([jax.jit(paged)(*over)], [paged(*arrays)], 1e-9)
+
+
+def appended(
+    arrays: list[jax.Array], specs: tuple[P, ...], table: Any = None, moves: str = ""
+) -> None:
+    """What one device would write, where it is, and nothing else moves."""
+
+    def append(k_cache: Any, v_cache: Any, k: Any, v: Any, used: Any, q: Any) -> Any:
+        return kv_append(
+            k_cache, v_cache, k, v, used, block_table=table, q=q, rotary_cos=COS, rotary_sin=SIN
+        )
+
+    want = append(*arrays)
+    over = [jax.device_put(x, NamedSharding(TWO, s)) for x, s in zip(arrays, specs, strict=True)]
+    assert {*moved(append, *over)} == {*moves.split()}
+    before = {x.data.unsafe_buffer_pointer() for x in over[0].addressable_shards}
+    got = jax.jit(append, donate_argnums=(0, 1))(*over)
+    close(got, want, 1e-9)
+    assert before == {x.data.unsafe_buffer_pointer() for x in got[0].addressable_shards}
+
+
+ANGLES = np.arange(60)[:, None] / 10.0 ** np.arange(8)
+COS, SIN = (jnp.asarray(f(ANGLES), jnp.float32) for f in (np.cos, np.sin))
+
+
+@check
+def append_to_a_sharded_cache() -> None:
+    q, k, v, _ = qkvd()
+    used, rows = jnp.array([0, 43, 20, 1], jnp.int32), slice(5)
+    spec = P("x", None, "y")
+    specs = (spec,) * 4 + (P("x"), spec)
+    appended([k, v, -k[:, rows], -v[:, rows], used, q[:, rows]], specs)
+
+
+@check
+def append_to_pages_of_sharded_heads() -> None:
+    q, k, v, used, table = pages()
+    new_k, new_v, *_ = (x[:, :5] for x in qkvd()[1:])
+    arrays = [k, v, new_k, new_v, jnp.minimum(used, 43), q[:, :5]]
+    spec, batch = P(None, None, "y"), P("x", None, "y")
+    appended(arrays, (spec,) * 4 + (P(), spec), table)
+    # Each device writes the keys of all sequences, as it has all pages.
+    appended(arrays, (spec, spec, batch, batch, P("x"), batch), table, "all-gather")
+
+
+@check
+def pages_of_each_device_under_shard_map() -> None:
+    """A pool of each device, whose table counts from its own first page."""
+
+    def step(k_pages: Any, v_pages: Any, k: Any, v: Any, q: Any, used: Any, table: Any) -> Any:
+        k_pages, v_pages = kv_append(k_pages, v_pages, k, v, used, block_table=table)
+        return k_pages, v_pages, paged(q, k_pages, v_pages, used + k.shape[1], table)
+
+    q, k, v, _ = qkvd()
+    used, spec = jnp.array([0, 43, 20, 1], jnp.int32), P("x", None, "y")
+    new = [-k[:, :5], -v[:, :5], q[:, :5], used]
+    over = jax.shard_map(
+        step,
+        mesh=TWO,
+        in_specs=(*(spec,) * 5, P("x"), P("x")),
+        out_specs=(spec,) * 3,
+    )
+    own = jnp.array([[1], [0], [1], [0]], jnp.int32)
+    everywhere = jnp.array([[1], [0], [3], [2]], jnp.int32)
+    close(jax.jit(over)(k, v, *new, own), step(k, v, *new, everywhere), 1e-9)
+
+
 def explicit(
     mesh_shape: tuple[int, ...], names: str, spec: P, kv: P, attend: Callable[..., Any] = causal
 ) -> None:
@@ -225,6 +369,27 @@ def sharding_in_types() -> None:
 @check
 def sharding_in_types_of_few_key_heads() -> None:
     explicit((4,), "x", P(None, None, "x", None), P())
+
+
+@check
+def used_lengths_with_sharding_in_types() -> None:
+    explicit((2, 2), "xy", P("x", None, "y"), P("x", None, "y"), of_used)
+
+
+@check
+def append_with_sharding_in_types() -> None:
+    _, k, v, _ = qkvd()
+    used = jnp.array([0, 43, 20, 1], jnp.int32)
+    arrays = (k, v, -k[:, :5], -v[:, :5], used)
+    want = kv_append(*arrays)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        spec = P("x", None, "y")
+        specs = (*(spec,) * 4, P("x"))
+        over = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs)]
+        got = jax.jit(kv_append)(*over)
+        assert jax.typeof(got[0]).sharding.spec == jax.typeof(over[0]).sharding.spec
+        close(got, want, 1e-9)
 
 
 @check

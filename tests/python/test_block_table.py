@@ -3,30 +3,9 @@
 import flashsdk as fs
 import numpy as np
 import pytest
-from cases import CPU_DTYPES, assert_same_bits, normal, qkv
+from cases import CPU_DTYPES, assert_same_bits, into_pages, normal, qkv
 from flashsdk._testing import reference
 from flashsdk._testing.problems import BandSpec, numpy_dtype
-
-
-def into_pages(k, v, used, page_size, *, spare=3, seed=0):
-    """k, v, block_table: the used keys in pages in any order, and NaN wherever nobody may read."""
-    batch, seqlen = k.shape[:2]
-    rng = np.random.default_rng(seed)
-    most = -(-seqlen // page_size)
-    needed = -(-used // page_size)
-    order = rng.permutation(int(needed.sum()) + spare).astype(np.int32)
-    table = np.full((batch, most), -7, np.int32)  # behind a length: an index of nothing
-    pages = [np.full((len(order), page_size, *x.shape[2:]), np.nan, x.dtype) for x in (k, v)]
-    next_page = 0
-    for b in range(batch):
-        for n in range(needed[b]):
-            page = table[b, n] = order[next_page]
-            next_page += 1
-            rows = slice(n * page_size, min((n + 1) * page_size, used[b]))
-            for paged, x in zip(pages, (k, v), strict=True):
-                paged[page, : rows.stop - rows.start] = x[b, rows]
-    return *pages, table
-
 
 MASKS = {
     "dense": {},

@@ -127,7 +127,7 @@ def blocks(page: str, language: str) -> list[str]:
         ("quickstart.md", ("torch", "jax")),
         ("masks.md", ("matplotlib",)),
         ("varlen.md", ("torch",)),
-        ("serving.md", ("torch", "transformers")),
+        ("serving.md", ("torch", "jax", "transformers")),
     ],
 )
 def test_python_runs(page, packages, tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -22,14 +24,21 @@ def gradients(call, leaves):
     return out, *torch.autograd.grad(out.square().sum(), leaves)
 
 
-def compare(call, tensors, placed, kept):
-    """``call`` of whole tensors, and of DTensors: results, and that those stay where they are."""
+def compare(call, tensors, placed, kept, of_sink=()):
+    """``call`` of whole tensors, and of DTensors: results, and that those stay where they are.
+
+    ``of_sink`` says where the gradient of the last tensor is, if that is a sink.
+    """
     leaves = [x.detach().requires_grad_() for x in tensors]
     want = gradients(call, leaves)
     got = gradients(call, [x.detach().requires_grad_() for x in placed])
-    for one, other in zip(got, want, strict=True):
-        assert one.placements == kept, (one.placements, kept)
-        assert torch.equal(one.full_tensor(), other)
+    places = [kept] * (len(want) - len(of_sink)) + [(x,) for x in of_sink]
+    for one, other, place in zip(got, want, places, strict=True):
+        assert one.placements == place, (one.placements, place)
+        if place[0].is_partial():  # added up in another order
+            torch.testing.assert_close(one.full_tensor(), other)
+        else:
+            assert torch.equal(one.full_tensor(), other)
 
 
 def check_all(mesh):
@@ -123,13 +132,104 @@ def check_all(mesh):
         assert torch.equal(ft.attention(x[0], k, v).full_tensor(), ft.attention(q, k, v))
 
 
+def check_sinks_and_lengths(mesh):
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 20, 4, 16), torch.randn(2, 20, 2, 16), torch.randn(2, 20, 2, 16)
+    sink = torch.randn(4)
+    lengths = {
+        "seqused_q": torch.tensor([20, 7], dtype=torch.int32),
+        "seqused_k": torch.tensor([13, 20], dtype=torch.int32),
+    }
+
+    def distributed_over(place, *tensors):
+        return [distribute_tensor(x, mesh, [place]) for x in tensors]
+
+    def call_of(options, dim):
+        """``attention`` with ``options``, of DTensors sharded as q's dimension ``dim`` is."""
+        place = Shard(0) if dim == 0 else Replicate()
+        placed = dict(zip(options, distributed_over(place, *options.values()), strict=True))
+
+        def call(q, k, v, sink):
+            given = options if type(q) is torch.Tensor else placed
+            return ft.attention(q, k, v, mask=fs.Causal(), sink=sink, **given)
+
+        return call
+
+    # One length of each kind has to be told from the other: of the sequence all are gathered.
+    for dim, of_q, of_one, of_sink in (
+        (0, Shard(0), Replicate(), Partial()),
+        (2, Shard(2), Shard(0), Shard(0)),
+        (1, Shard(0), Replicate(), Partial()),
+    ):
+        placed = [*distributed_over(Shard(dim), q, k, v), *distributed_over(of_one, sink)]
+        for names in (["seqused_q", "seqused_k"], ["seqused_q"], ["seqused_k"], []):
+            options = {name: lengths[name] for name in names}
+            kept = of_q if dim != 1 or names else Replicate()
+            of_one_sink = of_sink if dim != 1 or names else Replicate()
+            call = call_of(options, 0 if dim == 1 else dim)
+            compare(call, (q, k, v, sink), placed, (kept,), [of_one_sink])
+
+    placed = [*distributed_over(Shard(2), q, k, v), *distributed_over(Shard(0), sink)]
+    compiled = torch.compile(call_of(lengths, 2), backend="aot_eager", fullgraph=True)
+    compare(compiled, (q, k, v, sink), placed, (Shard(2),), [Shard(0)])
+
+    # Heads of keys that cannot be dealt out.
+    one = k[:, :, :1]
+    placed = [*distributed_over(Shard(2), q), *distributed_over(Replicate(), one, one)]
+    placed += distributed_over(Shard(0), sink)
+    compare(call_of(lengths, 2), (q, one, one, sink), placed, (Replicate(),), [Replicate()])
+
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    offsets = torch.tensor([0, 13, 40], dtype=torch.int32)
+    (whole,) = distributed_over(Replicate(), offsets)
+
+    def varlen(*x, sink):
+        cu = offsets if type(x[0]) is torch.Tensor else whole
+        return ft.varlen_attention(*x, cu, cu, 27, 27, mask=fs.Causal(), sink=sink)
+
+    placed = [*distributed_over(Shard(1), *packed), *distributed_over(Shard(0), sink)]
+    compare(lambda *x: varlen(*x[:3], sink=x[3]), (*packed, sink), placed, (Shard(1),), [Shard(0)])
+
+    # Pages belong to no sequence.
+    k_pages, v_pages = torch.randn(2, 5, 8, 2, 16)
+    table = torch.tensor([[4, 0, 2], [1, 3, 0]], dtype=torch.int32)
+    used = lengths["seqused_k"]
+    want = ft.attention(q, k_pages, v_pages, seqused_k=used, block_table=table)
+    for dim, of_pages, of_table in ((0, Replicate(), Shard(0)), (2, Shard(2), Replicate())):
+        x = [*distributed_over(Shard(dim), q), *distributed_over(of_pages, k_pages, v_pages)]
+        seqused_k, block_table = distributed_over(of_table, used, table)
+        out = ft.attention(*x, seqused_k=seqused_k, block_table=block_table)
+        assert out.placements == (Shard(dim),)
+        assert torch.equal(out.full_tensor(), want)
+
+    x = distributed_over(Shard(0), q, k, v)
+    (n,) = distributed_over(Shard(0), used)
+    for line, options in {
+        "dropout_p: 0.1; 0, as a DTensor's dropout would be another on each device": {
+            "dropout_p": 0.1,
+            "seqused_k": n,
+        },
+        "sink: a plain tensor; a DTensor, as q is": {"sink": sink},
+        "seqused_k: a plain tensor; a DTensor, as q is": {"seqused_k": used},
+    }.items():
+        with pytest.raises(fs.Error) as caught:
+            ft.attention(*x, **options)
+        assert str(caught.value) == line
+    with pytest.raises(fs.Unsupported, match=r"^k_cache: a DTensor; the part of this process, its"):
+        ft.kv_append(x[1], x[2], x[1], x[2], n)
+
+
 def work(rank, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     from torch.distributed.device_mesh import init_device_mesh
 
-    check_all(init_device_mesh("cpu", (2,)))
+    mesh = init_device_mesh("cpu", (2,))
+    check_all(mesh)
+    check_sinks_and_lengths(mesh)
     distributed.destroy_process_group()
 
 
@@ -138,3 +238,9 @@ def test_two_processes():
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     mp.spawn(work, (port,), nprocs=2)
+
+
+def test_dtensors_may_be_imported_first():
+    lines = "import torch.distributed.tensor, flashsdk.torch, flashsdk._torch_sharding as sharding"
+    lines += "\nassert sharding._registered"
+    subprocess.run([sys.executable, "-c", lines], check=True)

@@ -57,9 +57,9 @@ WRONG = {
         "k_cache v_cache": [None, *NO_TENSORS],
         "rotary_cos rotary_sin cache_batch_idx cache_leftpad": NO_TENSORS,
         "cache_seqlens": [*NO_TENSORS[1:], 7, -1],
-        "rotary_interleaved return_softmax_lse": [None, *NO_FLAGS],
+        "rotary_interleaved q_advances return_softmax_lse": [None, *NO_FLAGS],
         "num_splits": [0, -1, 2**31, *NO_INTEGERS],
-        "block_table": ["a", LONG, torch.zeros(2, 1, dtype=torch.int32)],
+        "block_table": ["a", LONG, torch.zeros(3, 1, dtype=torch.int32)],
         "softmax_scale scale": NO_NUMBERS,
         "softcap dropout_p": [None, *NO_NUMBERS],
         "max_seqlen_q max_seqlen_k max_seqlen": [None, *NO_INTEGERS],
@@ -81,7 +81,9 @@ def arguments(name):
     """Those that the function needs, and that work."""
     shape = (SEQLEN, HEADS, DIM) if "varlen" in name else (BATCH, SEQLEN, HEADS, DIM)
     x = torch.randn(shape)
-    values = dict.fromkeys(("q", "k", "v", "query", "key", "value", "k_cache", "v_cache"), x)
+    values = dict.fromkeys(("q", "k", "v", "query", "key", "value"), x)
+    values |= {"k_cache": x.clone(), "v_cache": x.clone()}
+    values["seqused_k"] = torch.zeros(BATCH, dtype=torch.int32)
     values |= {"qkv": torch.stack((x, x, x), -3), "kv": torch.stack((x, x), -3)}
     values |= dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), OFFSETS)
     values |= dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), SEQLEN)

@@ -11,12 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
-from flashsdk import _flash_attn, _torch_eager  # noqa: E402
+from flashsdk import _flash_attn_func, _flash_attn_kvcache, _torch_eager  # noqa: E402
 from flashsdk import torch as adapter  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_cases import qkv, with_gradients  # noqa: E402
 
 built = _torch_eager.native is not _torch_eager.InPython
+ADAPTERS = (adapter, _flash_attn_func, _flash_attn_kvcache)
 needs_native = pytest.mark.skipif(not built, reason="flashsdk._torch_native is not built")
 
 CAUSAL, TOP_LEFT = fs.Causal(), fs.Causal("top_left")
@@ -135,12 +136,12 @@ def no_way_in_python(monkeypatch):
     def called(*_, **__):
         raise AssertionError("the way in Python was taken")
 
-    for module in (adapter, _flash_attn):
+    for module in ADAPTERS:
         monkeypatch.setattr(module, "attend", called)
 
 
 def in_python(monkeypatch):
-    for module in (adapter, _flash_attn):
+    for module in ADAPTERS:
         monkeypatch.setattr(module, "native", _torch_eager.InPython)
 
 

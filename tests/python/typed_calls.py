@@ -10,6 +10,7 @@ from flashsdk.torch import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    kv_append,
     varlen_attention,
 )
 from torch import Tensor
@@ -32,6 +33,7 @@ def calls(q: Tensor, offsets: Tensor, wanted: bool) -> None:
     assert_type(attention(q, q, q, seqused_k=offsets, block_table=q, num_splits=1), Tensor)
     assert_type(varlen_attention(q, q, q, *lengths, softcap=2.0, sink=q), Tensor)
     assert_type(varlen_attention(q, q, q, *lengths, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(kv_append(q, q, q, q, offsets, q=q), Tensor | None)
     assert_type(flash_attn_func(q, q, q, 0.0, None, True), Tensor)
     assert_type(flash_attn_func(q, q, q, causal=True, return_attn_probs=True), Three)
     assert_type(flash_attn_func(q, q, q, return_attn_probs=wanted), Tensor | Three)

@@ -1,0 +1,97 @@
+"""``flashsdk.torch.kv_append``, and torch.ops.flashsdk.kv_append, through which others see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _kv_append
+from ._errors import Unsupported
+from ._torch_checks import flag, no_tangent, overridable, tensor
+from ._torch_eager import detached, unwatched
+from ._torch_ops import _library
+from ._torch_threads import on_torch_threads
+
+_library.define(
+    "kv_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor seqused_k, "
+    "Tensor? block_table, Tensor? q, Tensor? rotary_cos, Tensor? rotary_sin, "
+    "bool rotary_interleaved, bool q_advances) -> Tensor"
+)
+
+
+@on_torch_threads
+def _append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor,
+    block_table: Tensor | None, q: Tensor | None, rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None, rotary_interleaved: bool, q_advances: bool,
+) -> Tensor:  # fmt: skip
+    """An operator returns a tensor: without q one of no size."""
+    turned: Tensor | None = _kv_append.kv_append(
+        *(k_cache, v_cache, detached(k), detached(v), seqused_k),
+        block_table=block_table,
+        q=None if q is None else detached(q),
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        q_advances=q_advances,
+    )
+    return k.new_empty(0) if turned is None else turned
+
+
+def _fake_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    q = rest[3]
+    return k.new_empty(0 if q is None else q.shape)
+
+
+_library.impl("kv_append", _append, "CompositeExplicitAutograd")
+torch.library.register_fake(torch.ops.flashsdk.kv_append.default, _fake_append, lib=_library)
+
+
+@overridable
+def kv_append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqused_k: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    q: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    q_advances: bool = True,
+) -> Tensor | None:
+    """``flashsdk.kv_append`` on PyTorch's threads, seen by torch.compile: new keys into a cache.
+
+    Writes k and v (batch, seqlen_new, num_heads_kv, ...) behind the first seqused_k keys of each
+    sequence. All arguments are those of ``flashsdk.kv_append``, as tensors. What it wrote is read
+    by ``attention``, given seqused_k + seqlen_new and the same block_table.
+
+    Returns q rotated, a new tensor, or None without q. There is no gradient: a tensor that requires
+    one is an Error unless torch.no_grad(). Raises ``Error``, one line, before anything is written.
+    """
+    needed = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "seqused_k": seqused_k}
+    rotary = {"q": q, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    given: dict[str, Any] = {**needed, "block_table": block_table, **rotary}
+    for name, x in given.items():
+        if x is not None or name in needed:
+            _check(name, x)
+    how = (flag("rotary_interleaved", rotary_interleaved), flag("q_advances", q_advances))
+    tensors = tuple(given.values())
+    run: Any = _append if unwatched(tensors) else torch.ops.flashsdk.kv_append.default
+    turned = run(*tensors, *how)
+    return None if q is None else turned
+
+
+def _check(name: str, x: object) -> None:
+    given = tensor(name, x)
+    if given.requires_grad and torch.is_grad_enabled():
+        allowed = "one without, or torch.no_grad(), as a cache has no backward"
+        raise Unsupported(f"{name}: a tensor that requires a gradient; {allowed}")
+    if hasattr(given, "placements"):
+        raise Unsupported(f"{name}: a DTensor; the part of this process, its to_local()")
+    if not torch.compiler.is_compiling():
+        no_tangent(name, given)
