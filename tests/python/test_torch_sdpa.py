@@ -267,7 +267,7 @@ def test_nothing_to_attend(shape):
     """The first dimension of three is torch's batch."""
     x = torch.empty(shape, requires_grad=True)
     out = scaled_dot_product_attention(x, x, x)
-    assert out.shape == functional.scaled_dot_product_attention(x, x, x).shape
+    assert out.shape == shape  # PyTorch's own may divide by no heads, which ends the process
     out.sum().backward()
     assert x.grad.shape == shape
     for mask in (torch.ones(5, 5, dtype=torch.bool), torch.zeros(*shape[:-2], 5, 5)):

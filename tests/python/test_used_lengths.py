@@ -55,7 +55,8 @@ FEATURES = {
 
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 def test_features_count_with_used_lengths(runner, features):
-    runner.check(used_problem(LENGTHS["ragged"], **features))
+    for dtype in runner.dtypes:
+        runner.check(used_problem(LENGTHS["ragged"], dtype=dtype, **features))
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 3, 40])
@@ -73,7 +74,8 @@ def test_long_sums_are_cut_by_the_used_keys(runner, seqlen_q):
 def test_a_few_keys_and_many_queries(runner):
     """The backward cuts the queries of the first into parts."""
     lengths = ((4500, 40), (4500, 9, 4200), (30, 40, 0))
-    runner.check(used_problem(lengths, heads=1, head_dim=8))
+    for dtype in runner.dtypes:
+        runner.check(used_problem(lengths, heads=1, head_dim=8, dtype=dtype))
 
 
 def test_random_problems_use_them():
