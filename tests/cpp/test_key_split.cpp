@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <set>
 #include <utility>
+#include <vector>
 
 namespace flashsdk::sm80 {
 namespace {
@@ -26,9 +28,10 @@ ForwardParams problem(int seqlen_q, int seqlen_k) {
   return p;
 }
 
-int parts_of(const ForwardParams& p) {
+KeyParts key_parts_of(const ForwardParams& p) {
   return key_parts(p, heads_sharing(p), kTile, kMultiprocessors, kBlocksEach);
 }
+int parts_of(const ForwardParams& p) { return key_parts_of(p).most; }
 
 TEST(KeyParts, NoneWhereThereIsNothingToSplit) {
   EXPECT_EQ(parts_of(0, 1000), 1);
@@ -120,38 +123,134 @@ TEST(SharedRows, EachIsOneQueryOfOneHead) {
     for (int query = 0; query < 5; ++query) EXPECT_EQ(seen.count({head, query}), 1u);
 }
 
+const std::int32_t kSomeLengths[] = {4096, 100};
+
+TEST(PlannedParts, OfFewQueriesInSequencesOfUnequalLengths) {
+  ForwardParams p = problem(1, 4096);
+  const auto planned = [](const ForwardParams& problem) { return key_parts_of(problem).planned > 0; };
+  EXPECT_FALSE(planned(p));
+  p.seqused_k = kSomeLengths;
+  EXPECT_TRUE(planned(p));
+  const ForwardParams unequal = p;
+  p.num_splits = 4;  // parts must not depend on who shares the batch
+  EXPECT_FALSE(planned(p));
+  p = unequal;
+  p.batch = 1;
+  EXPECT_FALSE(planned(p));
+  p = unequal;
+  p.batch = 1000;  // balances without
+  EXPECT_FALSE(planned(p));
+  p = unequal;
+  p.seqlen_q = 64;
+  EXPECT_TRUE(planned(p));
+  p.seqlen_q = 65;
+  EXPECT_FALSE(planned(p));
+  p = unequal;
+  p.seqlen_k = 1000;
+  EXPECT_FALSE(planned(p));
+  p = unequal;
+  p.mask.kind = MaskKind::kBand;
+  p.mask.band.left = 500;
+  p.mask.band.right = 0;
+  EXPECT_FALSE(planned(p));
+  p = unequal;
+  p.mask.kind = MaskKind::kBlockSparse;
+  EXPECT_FALSE(planned(p));
+}
+
+TEST(PlannedParts, EachSequenceHasOneAtLeast) {
+  ForwardParams p = problem(1, 4096);
+  p.seqused_k = kSomeLengths;
+  for (int batch : {2, 16, 100, 500}) {
+    p.batch = batch;
+    const KeyParts parts = key_parts_of(p);
+    ASSERT_GT(parts.planned, 0);
+    EXPECT_GE(parts.planned, batch);
+    EXPECT_TRUE(parts.most >= 4 && parts.most <= kMostKeyParts);
+  }
+}
+
+TEST(PlannedParts, TakeLongerTheMoreUnequalTheyAre) {
+  const auto time = [](float blocks, float tiles, int longest) {
+    return planned_time(blocks, tiles, longest, kMultiprocessors, kBlocksEach);
+  };
+  EXPECT_LT(time(264, 264 * 16, 16), time(264, 264 * 16, 30));
+  EXPECT_LT(time(1000, 1000 * 16, 16), time(1000, 1000 * 16, 60));
+  EXPECT_LT(time(1000, 1000 * 16, 16), time(1000, 2000 * 16, 16));
+  EXPECT_LT(time(264, 264 * 16, 16), time(265, 264 * 16, 16));  // one more does not run at once with the others
+  EXPECT_LT(time(132, 132 * 16, 16), time(133, 132 * 16, 16));
+}
+
 TEST(KeySplit, HeadsThatShareTakeNoMorePlaces) {
   ForwardParams p = problem(5, 1000);
   p.num_heads = 8;
-  const KeySplit split(p, 3, nullptr);
+  const KeySplit split(p, {3}, nullptr);
   EXPECT_EQ(split.heads, 4);
   EXPECT_EQ(split.rows_of_head, 10);
-  EXPECT_EQ(split.rows, std::int64_t{p.batch} * p.num_heads * p.seqlen_q);
+  EXPECT_EQ(split.size(), std::size_t{3} * p.batch * p.num_heads * p.seqlen_q * (p.head_dim_v + 2) * sizeof(float));
 }
 
 TEST(KeySplit, EveryRowOfEveryPartHasAPlaceOfItsOwn) {
   const ForwardParams p = problem(5, 1000);
-  const KeySplit split(p, 3, nullptr);
+  const KeySplit split(p, {3}, nullptr);
   std::set<std::int64_t> seen;
   for (int part = 0; part < 3; ++part)
     for (int batch = 0; batch < p.batch; ++batch)
       for (int head = 0; head < p.num_heads; ++head)
         for (int query = 0; query < p.seqlen_q; ++query) {
-          const std::int64_t place = split.row(part, batch, head, query);
-          EXPECT_TRUE(place >= part * split.rows && place < (part + 1) * split.rows);
+          const KeyPart found = split.part(part, batch);
+          EXPECT_EQ(std::make_pair(found.index, found.parts), std::make_pair(part, split.count(batch)));
+          EXPECT_EQ(found.slot, split.slot(part, batch));
+          const std::int64_t place = split.row(found.slot, head, query);
+          EXPECT_TRUE(place >= 0 && place < 3 * p.batch * p.num_heads * p.seqlen_q);
           EXPECT_TRUE(seen.insert(place).second);
         }
   EXPECT_EQ(split.size(), seen.size() * (p.head_dim_v + 2) * sizeof(float));
 }
 
+// What the kernel that plans would write of sequences with one part, one and three.
+TEST(KeySplit, PlannedPartsOfASequenceAreNeighbours) {
+  ForwardParams p = problem(1, 4096);
+  p.batch = 3;
+  p.seqused_k = kSomeLengths;
+  const KeyParts most{4, 7};
+  std::vector<std::uint64_t> memory(KeySplit(p, most, nullptr).size() / 8 + 2);
+  char* const base = reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(memory.data()) + 15) / 16 * 16);
+  const KeySplit split(p, most, base);
+  const int parts[] = {1, 1, 3};
+  int end = 0;
+  for (int b = 0; b < 3; ++b)
+    for (int i = 0; i < parts[b]; ++i) {
+      split.plan[end] = {b, i, parts[b]};
+      split.ends[b] = ++end;
+    }
+  std::set<int> seen;
+  for (int b = 0; b < 3; ++b) {
+    EXPECT_EQ(split.count(b), parts[b]);
+    for (int i = 0; i < parts[b]; ++i) {
+      const KeyPart found = split.part(split.slot(i, b), -1);
+      EXPECT_EQ(found.batch, b);
+      EXPECT_EQ(found.index, i);
+      EXPECT_EQ(found.parts, parts[b]);
+      EXPECT_TRUE(seen.insert(found.slot).second);
+    }
+  }
+  EXPECT_EQ(seen.size(), 5u);
+  for (int index : {5, 6}) EXPECT_EQ(split.part(index, -1).parts, 0);
+  // What parts leave begins behind the plan, and ends where size() says.
+  EXPECT_GE(reinterpret_cast<char*>(split.out), reinterpret_cast<char*>(split.ends + p.batch));
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(split.out) % 16, 0u);
+  EXPECT_EQ(reinterpret_cast<char*>(split.states + split.row(6, p.num_heads - 1, 0) + 1), base + split.size());
+}
+
 // Buffers may be longer than what is in them.
 TEST(KeySplit, RowsBehindPackedSequencesTakeNoMemory) {
   ForwardParams p = problem(1, 5000);
-  const std::size_t batched = KeySplit(p, 4, nullptr).size();
+  const std::size_t batched = KeySplit(p, {4}, nullptr).size();
   const std::int32_t ends[] = {0, 1, 2};
   p.cu_seqlens_q = p.cu_seqlens_k = ends;
   p.total_q = 1 << 20;
-  EXPECT_EQ(KeySplit(p, 4, nullptr).size(), batched);
+  EXPECT_EQ(KeySplit(p, {4}, nullptr).size(), batched);
 }
 
 }  // namespace

@@ -111,6 +111,36 @@ def test_few_queries_of_grouped_heads(runner, queries, heads, features):
         runner.check(problem((queries, 900), heads, dim, batch=2, dtype=dtype, **features))
 
 
+UNEQUAL = {
+    "plain": {},
+    "causal": {"mask": BandSpec(None, 0, "bottom_right")},
+    "window": {"mask": BandSpec(1500, -1, "bottom_right"), "dlse": True},
+    "sink and softcap": {"sink": True, "softcap": 5.0},
+    "strides": {"strides": True},
+    "bias": {"bias": ("bool", (5, 1, 1, 2600))},
+    "slopes": {"alibi": "heads"},
+    "huge": {"values": "huge"},
+}
+
+
+@pytest.mark.parametrize("features", UNEQUAL.values(), ids=UNEQUAL)
+@pytest.mark.parametrize("queries, heads", [(1, (8, 2)), (1, (3, 3)), (4, (8, 2))], ids=str)
+def test_unequal_lengths(runner, queries, heads, features):
+    """On a GPU a kernel plans how the keys of all sequences are shared out."""
+    used = {"used_k": (2600, 0, 1, 700, 1100)}
+    if queries > 1:
+        used["used_q"] = (queries, 1, queries, 0, queries)
+    for i, dim in enumerate([40] if runner.backend == "cpu" else [40, (128, 72), 256]):
+        dtype = runner.dtypes[i % len(runner.dtypes)]
+        runner.check(problem((queries, 2600), heads, dim, batch=5, dtype=dtype, **used, **features))
+
+
+def test_many_unequal_lengths(runner):
+    """More sequences than the kernel that plans has threads."""
+    used = tuple((37 * b * b) % 1200 for b in range(300))
+    runner.check(problem((1, 1200), (2, 1), 16, batch=300, dtype=runner.dtypes[0], used_k=used))
+
+
 def test_few_queries_of_packed_sequences_and_grouped_heads(runner):
     lengths = ((2, 1500), (0, 70), (5, 0), (3, 90), (1, 700), (5, 513))
     for mask in MASKS[:3]:

@@ -1,6 +1,7 @@
 // What a kernel is told: plain data, validated once in cpp/src/validate.cpp and trusted from there on.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "common/features.h"
@@ -13,6 +14,25 @@ namespace flashsdk {
 struct TensorParam {
   void* ptr = nullptr;
   std::int64_t batch = 0, row = 0, head = 0;
+};
+
+// Where a key lies in the pages of its sequence.
+struct PagePlace {
+  int page, row;
+  // Sizes are mostly powers of two; a division would take a GPU as long as reading the table.
+  static FLASHSDK_HD PagePlace of(int key, int size) {
+    if ((size & (size - 1)) != 0) return {key / size, key % size};
+    return {key >> log2_of(size), key & (size - 1)};
+  }
+
+ private:
+  static FLASHSDK_HD int log2_of(int power) {
+#if defined(__CUDA_ARCH__)
+    return 31 - __clz(power);
+#else
+    return std::countr_zero(static_cast<unsigned>(power));
+#endif
+  }
 };
 
 // Keys in pages: key j of a sequence is row j % size of page table[j / size]. k.batch and v.batch step over pages.

@@ -140,7 +140,7 @@ class ForwardScores {
 
   // Writes what this part of the keys says of out, for join_parts_kernel.
   template <class Out>
-  __device__ void leave(const Out& acc_out, const cuda::TileWork& work, const KeySplit& split, int part) {
+  __device__ void leave(const Out& acc_out, const cuda::TileWork& work, const KeySplit& split, int slot) {
     auto out = as_matrix(acc_out);
     auto coordinates = matrix_coordinates<Traits::kBlockM, Traits::kHeadDim>(typename Traits::Mma{});
     softmax_.finish();
@@ -149,7 +149,7 @@ class ForwardScores {
       const int row_of_head = m0_ + cute::get<0>(coordinates(i, 0));
       // Of packed sequences longer than the caller said, what has a place.
       if (row_of_head >= min_of(seq_.seqlen_q * split.shared.heads, split.rows_of_head)) continue;
-      const std::int64_t row = split.row(part, work.batch, work.head, row_of_head);
+      const std::int64_t row = split.row(slot, work.head, row_of_head);
       if (threadIdx.x % 4 == 0) split.states[row] = {softmax_.max(i), softmax_.sum(i)};
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(out); j += 2) {  // neighbours
@@ -188,7 +188,7 @@ struct SharedQueryRows {
   __device__ const Element* any() const { return first; }
 };
 
-// Keys: AllKeys, or KeySplit, where the grid's second dimension is the part.
+// Keys: AllKeys, or KeySplit, where the grid's second dimension is for its parts.
 template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ cuda::TileSchedule schedule,
@@ -202,7 +202,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   using Bias = ForwardBias<Traits, kFeatures, Keys>;
   static_assert(Traits::kStages == 1 || Bias::kBytes == 0, "with two stages no bias is loaded");
 
-  const cuda::TileWork work = schedule.work(blockIdx.x);
+  cuda::TileWork work = schedule.work(blockIdx.x);
+  [[maybe_unused]] KeyPart part;
+  if constexpr (kSplit) {
+    if (keys.ends != nullptr) cuda::wait_for_kernel_before();
+    part = keys.part(blockIdx.y, work.batch);
+    if (part.parts == 0) return;
+    work.batch = part.batch;
+  }
   const SeqlenInfo seq(p, work.batch);
   const auto shared = [&] {
     if constexpr (kSplit)
@@ -250,7 +257,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   const Bias bias(p.score, seq, work.batch, work.head, smem_bytes + Traits::kSmemBytes);
   TileWalk walk = scores.walk(work.block);
   if constexpr (kSplit) {
-    walk = walk.part(blockIdx.y, keys.parts);
+    walk = walk.part(part.index, part.parts);
     cuda::allow_next_kernel();
   }
   TileRef tile;
@@ -321,7 +328,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
   if constexpr (kSplit) {
     cute::cp_async_wait<0>();  // of Q, where this part has no keys
-    scores.leave(acc_out, work, keys, blockIdx.y);
+    scores.leave(acc_out, work, keys, part.slot);
     return;
   }
   scores.finish(acc_out, work);

@@ -27,11 +27,9 @@ __global__ void __launch_bounds__(32 * kMostJoinWarps)
   cuda::wait_for_kernel_before();
   const SeqlenInfo seq(p, batch);
   if (query >= seq.seqlen_q) return;
-  const std::int64_t first = split.row(0, batch, tile_head, row);
-
-  const auto state_of = [&](int part) {
-    return part < split.parts ? split.states[first + part * split.rows] : RowState{-INFINITY, 0.f};
-  };
+  const int parts = split.count(batch);
+  const auto place = [&](int part) { return split.row(split.slot(part, batch), tile_head, row); };
+  const auto state_of = [&](int part) { return part < parts ? split.states[place(part)] : RowState{-INFINITY, 0.f}; };
   RowState states[kLaneStates], own_states[kPartsOfWarp];  // of the row's parts, dealt to the lanes; of the warp's
   float4 own[kPartsOfWarp][kPieces];
   CUTE_UNROLL
@@ -39,12 +37,12 @@ __global__ void __launch_bounds__(32 * kMostJoinWarps)
   CUTE_UNROLL
   for (int i = 0; i < kPartsOfWarp; ++i) {
     const int part = warp * kPartsOfWarp + i;
-    const float* out = split.out + (first + part * split.rows) * split.columns;
+    const float* out = split.out + place(part) * split.columns;
     own_states[i] = state_of(part);
     CUTE_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
       const int column = 4 * (32 * piece + lane);
-      own[i][piece] = part < split.parts && column < split.columns ? *reinterpret_cast<const float4*>(out + column)
+      own[i][piece] = part < parts && column < split.columns ? *reinterpret_cast<const float4*>(out + column)
                                                                    : float4{0.f, 0.f, 0.f, 0.f};
     }
   }

@@ -38,14 +38,18 @@ inline int heads_sharing(const ForwardParams& p) {
   return alike && few ? group : 1;
 }
 
+// What parts take, in 32nds of what a thread block alone on a multiprocessor takes for a tile of keys, some 1 µs on an
+// H100; fitted to measurements there (benchmarks/results/sm80_key_parts.csv).
+struct PartCosts {
+  static constexpr int kTile = 32, kSharedTile = 60;  // alone on a multiprocessor and beside another
+  static constexpr int kJoin = 256, kJoinPart = 1;    // what the second kernel adds, on the host too, and for each part
+  static constexpr int kStart = kSharedTile;          // of a thread block, until its first keys have come
+};
+
 // Into how many parts the keys are split: what takes the least time. 1: not at all. Where there are thread blocks for
-// half of the multiprocessors anyway, other kernels are faster. In 32nds of what a thread block alone on a
-// multiprocessor takes for a tile of keys, some 1 µs on an H200; fitted to measurements there
-// (benchmarks/results/sm80_key_parts.csv).
+// half of the multiprocessors anyway, other kernels are faster.
 inline int key_parts(std::int64_t query_tiles, int keys, int tile, int multiprocessors, int blocks_each) {
-  constexpr int kTile = 32, kSharedTile = 60;  // of these kernels, alone on a multiprocessor and beside another
-  constexpr float kOthersKey = 24.f / 64.f;    // of those that would have the problem else, for a key
-  constexpr int kJoin = 256, kJoinPart = 1;    // what the second kernel adds, on the host too, and for each part
+  constexpr float kOthersKey = 24.f / 64.f;  // of kernels that would have the problem else, for a key
   if (query_tiles == 0 || 2 * query_tiles > multiprocessors) return 1;
   const int key_tiles = ceil_div(keys, tile);
   int best = 1;
@@ -53,8 +57,9 @@ inline int key_parts(std::int64_t query_tiles, int keys, int tile, int multiproc
   for (int parts = 2; parts <= min_of(key_tiles, kMostKeyParts); ++parts) {
     const std::int64_t blocks = query_tiles * parts;
     if (blocks > std::int64_t{multiprocessors} * blocks_each) break;
-    const int each = blocks > multiprocessors ? kSharedTile : kTile;
-    const std::int64_t time = std::int64_t{each} * ceil_div(key_tiles, parts) + kJoin + kJoinPart * parts;
+    const int each = blocks > multiprocessors ? PartCosts::kSharedTile : PartCosts::kTile;
+    const std::int64_t time =
+        std::int64_t{each} * ceil_div(key_tiles, parts) + PartCosts::kJoin + PartCosts::kJoinPart * parts;
     if (time < least) {
       least = time;
       best = parts;
@@ -63,19 +68,65 @@ inline int key_parts(std::int64_t query_tiles, int keys, int tile, int multiproc
   return best;
 }
 
-// The same of a problem, by no fewer keys than a tile of its queries sees; sharing: heads_sharing().
-inline int key_parts(const ForwardParams& p, int sharing, Tile tile, int multiprocessors, int blocks_each) {
+// How the keys of a call are split: each sequence into `most` parts; or, where the lengths are not equal and only the
+// device knows them, by a plan that it makes itself, of `planned` parts at most, and `most` of a sequence.
+struct KeyParts {
+  int most = 1, planned = 0;
+};
+
+// The keys that a tile of queries may see.
+inline int visible_keys(const ForwardParams& p, Tile tile) {
   int keys = p.seqlen_k;
   if (p.mask.kind == MaskKind::kBand) {
     const BandParam& band = p.mask.band;
     keys = clamp_index(band.left + band.right + min_of(tile.m, p.seqlen_q), keys);
     if (band.top_left) keys = min_of(keys, clamp_index(p.seqlen_q + band.right, keys));
   }
-  const std::int64_t query_tiles =
-      std::int64_t{ceil_div(p.seqlen_q * sharing, tile.m)} * (p.num_heads / sharing) * p.batch;
-  const int parts = key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each);
-  return p.num_splits > 0 ? min_of(parts, p.num_splits) : parts;
+  return keys;
 }
+
+// Of few queries, one tile of them, in sequences of unequal lengths. Left to themselves, as many sequences as fill a
+// device some times balance well enough, and num_splits asks for parts that do not depend on who shares the batch.
+inline bool plans_parts(const ForwardParams& p, int sharing, Tile tile, int multiprocessors) {
+  constexpr int kManyKeys = 1024, kManyTiles = 16, kMostSequences = 16384;
+  const bool unequal = p.cu_seqlens_k != nullptr || p.seqused_k != nullptr;
+  const std::int64_t tiles = std::int64_t{p.num_heads / sharing} * p.batch;
+  return unequal && p.num_splits == 0 && p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
+         p.batch > 1 && p.batch <= kMostSequences && p.seqlen_q > 0 && p.seqlen_q * sharing <= tile.m &&
+         visible_keys(p, tile) >= kManyKeys && tiles <= std::int64_t{kManyTiles} * multiprocessors;
+}
+
+// sharing: heads_sharing().
+inline KeyParts key_parts(const ForwardParams& p, int sharing, Tile tile, int multiprocessors, int blocks_each) {
+  const int heads = p.num_heads / sharing, slots = multiprocessors * blocks_each;
+  if (plans_parts(p, sharing, tile, multiprocessors)) {
+    constexpr int kLongest = 8, kAll = 4;  // parts for each place where a thread block runs
+    return {max_of(kAll, min_of(ceil_div(kLongest * slots, heads * p.batch), kMostKeyParts)),
+            p.batch + ceil_div(kAll * slots, heads)};
+  }
+  const std::int64_t query_tiles = std::int64_t{ceil_div(p.seqlen_q * sharing, tile.m)} * heads * p.batch;
+  const int parts = key_parts(query_tiles, visible_keys(p, tile), tile.n, multiprocessors, blocks_each);
+  return {p.num_splits > 0 ? min_of(parts, p.num_splits) : parts};
+}
+
+// What a plan would take: `blocks` thread blocks for `tiles` of keys, the longest with `longest` of these. Those that do
+// not all run at once end within half of the longest of each other.
+FLASHSDK_HD float planned_time(float blocks, float tiles, int longest, int multiprocessors, int blocks_each) {
+  const float slots = static_cast<float>(multiprocessors * blocks_each), last = static_cast<float>(longest);
+  const auto each =
+      static_cast<float>(blocks > static_cast<float>(multiprocessors) ? PartCosts::kSharedTile : PartCosts::kTile);
+  if (blocks <= slots) return each * last + PartCosts::kStart;
+  return each * last / 2 + (each * tiles + PartCosts::kStart * blocks) / slots;
+}
+
+// A part of a plan, and what a thread block learns of it.
+struct alignas(16) PlannedPart {
+  int batch, index, parts;  // which of how many
+};
+struct KeyPart {
+  int batch, index, parts;  // parts: 0 where there is nothing to do
+  int slot;                 // where it leaves what it has found
+};
 
 // What the online softmax knows of a row: its reference, which the largest score exceeds by kSlack at most, and the sum
 // of exp(score − reference). Joining is exact with any reference.
@@ -83,33 +134,62 @@ struct RowState {
   float max, sum;
 };
 
-// Where each part leaves what it has found, in the caller's workspace: (parts, batch, heads, rows of a head) rows. Those
+// Where each part leaves what it has found, in the caller's workspace: (slots, heads, rows of a head) rows, where slot
+// part · batch + b is that of a part of sequence b, or those of a sequence are neighbours in the order of the plan. Rows
 // that packed sequences do not have are never touched.
 struct KeySplit {
-  int parts, columns;          // of out: head_dim_v
+  int batch, parts, slots;     // parts: of a sequence, at most
+  int columns;                 // of out: head_dim_v
   SharedRows shared;
   int heads, rows_of_head;     // of tiles; of packed sequences as many as the longest may have
-  std::int64_t rows;           // of a part
-  float* out = nullptr;        // (parts, rows, columns), relative to the row's state
-  RowState* states = nullptr;  // (parts, rows)
+  int* ends = nullptr;         // (batch): slots of the sequences so far; null where there is no plan
+  PlannedPart* plan = nullptr;  // (slots)
+  float* out = nullptr;        // (slots, heads, rows, columns), relative to the row's state
+  RowState* states = nullptr;  // (slots, heads, rows)
 
   // base may be null to learn the size alone.
-  KeySplit(const ForwardParams& p, int parts_, void* base)
-      : parts(parts_),
+  KeySplit(const ForwardParams& p, KeyParts of, void* base)
+      : batch(p.batch),
+        parts(of.most),
+        slots(of.planned > 0 ? of.planned : of.most * p.batch),
         columns(p.head_dim_v),
         shared{heads_sharing(p)},
         heads(p.num_heads / shared.heads),
-        rows_of_head(p.seqlen_q * shared.heads),
-        rows(std::int64_t{p.batch} * heads * rows_of_head) {
-    out = static_cast<float*>(base);
-    states = reinterpret_cast<RowState*>(out + parts * rows * columns);
+        rows_of_head(p.seqlen_q * shared.heads) {
+    const std::int64_t rows = std::int64_t{slots} * heads * rows_of_head;
+    auto* next = static_cast<char*>(base);
+    if (of.planned > 0) {
+      plan = reinterpret_cast<PlannedPart*>(next);
+      ends = reinterpret_cast<int*>(plan + slots);
+      next += slots * sizeof(PlannedPart) + round_up(batch, 4) * sizeof(int);
+    }
+    out = reinterpret_cast<float*>(next);
+    states = reinterpret_cast<RowState*>(out + rows * columns);
+    size_ = static_cast<std::size_t>(reinterpret_cast<char*>(states + rows) - static_cast<char*>(base));
   }
-  std::size_t size() const {
-    return static_cast<std::size_t>(parts * rows) * (columns * sizeof(float) + sizeof(RowState));
+  std::size_t size() const { return size_; }
+
+  // What the thread block `index` of the grid's second dimension does; the first counts the tiles of `batch_of`, or,
+  // with a plan, those of one sequence.
+  FLASHSDK_HD KeyPart part(int index, int batch_of) const {
+    if (ends == nullptr) return {batch_of, index, parts, slot(index, batch_of)};
+    if (index >= ends[batch - 1]) return {0, 0, 0, 0};
+    const PlannedPart own = plan[index];
+    return {own.batch, own.index, own.parts, index};
   }
-  FLASHSDK_HD std::int64_t row(int part, int batch, int head, int query) const {
-    return part * rows + (std::int64_t{batch} * heads + head) * rows_of_head + query;
+  // Of a sequence.
+  FLASHSDK_HD int count(int batch_of) const {
+    return ends == nullptr ? parts : ends[batch_of] - (batch_of > 0 ? ends[batch_of - 1] : 0);
   }
+  FLASHSDK_HD int slot(int part, int batch_of) const {
+    return ends == nullptr ? part * batch + batch_of : part + (batch_of > 0 ? ends[batch_of - 1] : 0);
+  }
+  FLASHSDK_HD std::int64_t row(int slot, int head, int row_of_head) const {
+    return (std::int64_t{slot} * heads + head) * rows_of_head + row_of_head;
+  }
+
+ private:
+  std::size_t size_ = 0;
 };
 
 }  // namespace flashsdk::sm80

@@ -16,6 +16,7 @@
 #include "sm80/backward.h"
 #include "sm80/forward.h"
 #include "sm80/join_parts.h"
+#include "sm80/plan_parts.h"
 #include "sm80/row_scores.h"
 
 namespace flashsdk::sm80 {
@@ -99,7 +100,7 @@ inline constexpr bool kTakesPlainCalls = kFeatures == cuda::Features::kAll && !k
 // Starts forward_kernel on as many parts of the keys as `keys` says. tiles: p, with the heads and rows of its tiles.
 template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
 void start_forward(const ForwardParams& p, cudaStream_t stream, const ForwardParams& tiles, const Keys& keys,
-                   int parts) {
+                   int parts, cuda::Start start = cuda::Start::kAfter) {
   static std::atomic<std::uint64_t> prepared{0};
   auto kernel = forward_kernel<Traits, Policy, kFeatures, Keys>;
   using Bias = ForwardBias<Traits, kFeatures, Keys>;
@@ -107,7 +108,7 @@ void start_forward(const ForwardParams& p, cudaStream_t stream, const ForwardPar
   const cuda::TileSchedule schedule =
       cuda::forward_schedule(tiles, Traits::kBlockM, sizeof(typename Traits::Element), p.mask.kind == MaskKind::kDense);
   if (schedule.size() == 0) return;
-  cuda::launch("launching the forward kernel", kernel,
+  cuda::launch("launching the forward kernel", start, kernel,
                dim3(static_cast<unsigned>(schedule.size()), static_cast<unsigned>(parts)), Traits::kThreads,
                forward_smem_bytes<Traits, kFeatures, Keys>(p), stream, p, schedule, keys);
 }
@@ -133,24 +134,41 @@ ForwardEntry forward_entry() {
           [](const ForwardParams&, int) { return std::size_t{0}; }, launch_forward<Traits, Policy, kFeatures>};
 }
 
+// Thread blocks that a multiprocessor holds.
 template <class Traits>
-int key_parts(const ForwardParams& p) {
+int blocks_each(const cuda::DeviceLimits& device) {
   constexpr int kReserved = 1024;  // bytes of shared memory that the driver takes of each thread block's
+  return min_of(device.shared_memory_per_multiprocessor / (Traits::kSmemBytes + kReserved), Traits::kMinBlocks);
+}
+template <class Traits>
+KeyParts key_parts(const ForwardParams& p) {
   const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
-  const int fit = device.shared_memory_per_multiprocessor / (Traits::kSmemBytes + kReserved);
   return key_parts(p, heads_sharing(p), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, device.multiprocessors,
-                   min_of(fit, Traits::kMinBlocks));
+                   blocks_each<Traits>(device));
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 void launch_split_forward(const ForwardParams& p, const LaunchContext& context) {
   cuda::DeviceGuard guard(p.device.index);
   auto stream = static_cast<cudaStream_t>(context.stream);
-  const KeySplit split(p, key_parts<Traits>(p), context.workspace);
+  const KeyParts parts = key_parts<Traits>(p);
+  const KeySplit split(p, parts, context.workspace);
   ForwardParams tiles = p;
   tiles.num_heads = split.heads;
   tiles.seqlen_q = split.rows_of_head;
-  start_forward<Traits, Policy, kFeatures>(p, stream, tiles, split, split.parts);
+  if (parts.planned > 0) {
+    constexpr flashsdk::Tile kTile{Traits::kBlockM, Traits::kBlockN};
+    const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
+    const PlanProblem problem{kTile.n, visible_keys(p, kTile), device.multiprocessors, blocks_each<Traits>(device)};
+    cuda::launch("launching the kernel that plans the parts", plan_parts_kernel<>, dim3(1), kPlanThreads, 0, stream, p,
+                 split, problem);
+    tiles.batch = 1;  // sequences are in the plan
+    constexpr auto kForward = forward_kernel<Traits, Policy, kFeatures, KeySplit>;
+    start_forward<Traits, Policy, kFeatures>(p, stream, tiles, split, parts.planned,
+                                             cuda::start_during<kForward>(p.device.index));
+  } else {
+    start_forward<Traits, Policy, kFeatures>(p, stream, tiles, split, parts.most);
+  }
   constexpr auto kJoin = join_parts_kernel<Traits, kFeatures>;
   cuda::launch("launching the forward's last pass", cuda::start_during<kJoin>(p.device.index), kJoin,
                dim3(static_cast<unsigned>(split.rows_of_head), static_cast<unsigned>(split.heads * p.batch)),
@@ -163,9 +181,9 @@ ForwardEntry split_forward_entry() {
   return {key_of<Traits, Policy, kFeatures>(true), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           [](const ForwardParams& p) {
             const char* reason = refuse<Traits, kFeatures>(p, Traits::kSmemBytes);
-            if (reason == nullptr && heads_sharing(p) == 1 && key_parts<Traits>(p) == 1)
-              reason = "too many queries or too few keys to split these";
-            return reason;
+            if (reason != nullptr || heads_sharing(p) > 1) return reason;
+            const KeyParts parts = key_parts<Traits>(p);
+            return parts.planned == 0 && parts.most == 1 ? "too many queries or too few keys to split these" : nullptr;
           },
           [](const ForwardParams& p, int) { return KeySplit(p, key_parts<Traits>(p), nullptr).size(); },
           launch_split_forward<Traits, Policy, kFeatures>};

@@ -44,13 +44,17 @@ class TileIo {
   template <class SmemTensor, class Rows>
   __device__ void load(SmemTensor&& smem, const Rows& from, int first, int rows) const {
     auto dst = Partition{}.get_thread_slice(thread_).partition_D(smem);
+    // All are asked where they are before the first copy: behind one, the next question would wait for the answer.
+    const Element* sources[kPasses];
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       const int row = row_ + pass * kRowStep;
-      // Of one that is not there, nobody asks where.
-      const Element* source = row < rows ? from.at(first + row) : from.any();
-      const bool vectors = !kAnyAlignment || cuda::vector_rows(source, 0, columns_);
-      load_row(dst, pass, source + column_, row < rows, vectors);
+      sources[pass] = row < rows ? from.at(first + row) : from.any();  // of one that is not there, nobody asks
+    }
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const bool vectors = !kAnyAlignment || cuda::vector_rows(sources[pass], 0, columns_);
+      load_row(dst, pass, sources[pass] + column_, row_ + pass * kRowStep < rows, vectors);
     }
   }
 

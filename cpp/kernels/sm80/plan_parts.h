@@ -1,0 +1,121 @@
+// A kernel of one thread block ahead of a forward whose keys are split: deals the keys of sequences of unequal lengths,
+// which only the device knows, to parts that take about as long. A sequence is cut into parts of equal length, as many
+// as keep each within a limit; of the limits that are tried, the one that planned_time() says is fastest.
+#pragma once
+
+#include "cuda/host/launch.h"
+#include "sm80/key_split.h"
+
+namespace flashsdk::sm80 {
+
+// How a sequence of so many tiles is cut.
+struct PartCut {
+  int parts, longest;  // tiles of the longest
+  FLASHSDK_HD static PartCut of(int tiles, int limit) {
+    const int parts = max_of(1, ceil_div(tiles, limit));  // without a key, one: its output is written like any other
+    return {parts, ceil_div(tiles, parts)};
+  }
+};
+
+// The limits that are tried are the longest sequence's tiles over each of these: 1, 2, … 8, 10, 12, 14, 16, 20, …
+inline constexpr int kTriedLimits = 32;
+FLASHSDK_HD int parts_tried(int index) { return ((4 + index % 4) << (index / 4)) >> 2; }
+
+// What planning asks of a call and its device.
+struct PlanProblem {
+  int tile_keys, most_keys;  // of a tile; that a query sees
+  int multiprocessors, blocks_each;
+
+  FLASHSDK_HD int tiles_of(const ForwardParams& p, int batch) const {
+    return ceil_div(min_of(SeqlenInfo(p, batch).seqlen_k, most_keys), tile_keys);
+  }
+};
+
+inline constexpr int kPlanThreads = 256, kPlanWarps = kPlanThreads / 32;
+
+// Of all threads; shared: a place for each warp.
+template <class F>
+__device__ __forceinline__ int reduce_block(int value, int* shared, F&& join) {
+  CUTE_UNROLL
+  for (int step = 16; step > 0; step /= 2) value = join(value, __shfl_xor_sync(0xffffffffu, value, step));
+  __syncthreads();
+  shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  for (int i = 0; i < kPlanWarps; ++i) value = join(value, shared[i]);
+  return value;
+}
+
+// The limit to the tiles of a part. Eight lanes try each.
+__device__ __forceinline__ int best_limit(const ForwardParams& p, const KeySplit& split, const PlanProblem& problem) {
+  constexpr int kLanes = kPlanThreads / kTriedLimits;
+  constexpr auto kAdd = [](int a, int b) { return a + b; };
+  constexpr auto kMost = [](int a, int b) { return max_of(a, b); };
+  __shared__ int of_warps[kPlanWarps];
+  __shared__ unsigned long long best;
+  int longest = 0, tiles = 0;
+  for (int b = threadIdx.x; b < p.batch; b += kPlanThreads) {
+    const int own = problem.tiles_of(p, b);
+    longest = max_of(longest, own);
+    tiles += own;
+  }
+  if (threadIdx.x == 0) best = ~0ull;
+  longest = max_of(1, reduce_block(longest, of_warps, kMost));
+  tiles = reduce_block(tiles, of_warps, kAdd);
+
+  const int limit = ceil_div(longest, min_of(parts_tried(threadIdx.x / kLanes), split.parts));
+  int parts = 0, longest_part = 0;
+  for (int b = threadIdx.x % kLanes; b < p.batch; b += kLanes) {
+    const PartCut cut = PartCut::of(problem.tiles_of(p, b), limit);
+    parts += cut.parts;
+    longest_part = max_of(longest_part, cut.longest);
+  }
+  CUTE_UNROLL
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    parts += __shfl_xor_sync(0xffffffffu, parts, step);
+    longest_part = max_of(longest_part, __shfl_xor_sync(0xffffffffu, longest_part, step));
+  }
+  if (threadIdx.x % kLanes == 0 && parts <= split.slots) {
+    const auto heads = static_cast<float>(split.heads);
+    const float time = planned_time(static_cast<float>(parts) * heads, static_cast<float>(tiles) * heads, longest_part,
+                                    problem.multiprocessors, problem.blocks_each);
+    // Positive floats are in the order of their bits.
+    atomicMin(&best, static_cast<unsigned long long>(__float_as_uint(time)) << 32 | static_cast<unsigned>(limit));
+  }
+  __syncthreads();
+  return static_cast<int>(best & 0xffffffffu);
+}
+
+template <int kThreads = kPlanThreads>
+__global__ void __launch_bounds__(kThreads)
+    plan_parts_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ KeySplit split,
+                      const __grid_constant__ PlanProblem problem) {
+  cuda::allow_next_kernel();
+  const int limit = best_limit(p, split, problem), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __shared__ int of_warps[kPlanWarps];
+  int before = 0;  // slots of the sequences of the turns so far
+  for (int first = 0; first < p.batch; first += kThreads) {
+    const int b = first + threadIdx.x;
+    const int parts = b < p.batch ? PartCut::of(problem.tiles_of(p, b), limit).parts : 0;
+    int end = parts;  // and of those before this one
+    CUTE_UNROLL
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, end, step);
+      if (lane >= step) end += other;
+    }
+    __syncthreads();
+    if (lane == 31) of_warps[warp] = end;
+    __syncthreads();
+    int all = 0;
+    for (int i = 0; i < kPlanWarps; ++i) {
+      if (i < warp) end += of_warps[i];
+      all += of_warps[i];
+    }
+    end += before;
+    before += all;
+    if (b >= p.batch) continue;
+    split.ends[b] = end;
+    for (int i = 0; i < parts; ++i) split.plan[end - parts + i] = {b, i, parts};
+  }
+}
+
+}  // namespace flashsdk::sm80
