@@ -138,6 +138,9 @@ TEST(PlannedParts, OfFewQueriesInSequencesOfUnequalLengths) {
   p.batch = 1;
   EXPECT_FALSE(planned(p));
   p = unequal;
+  p.num_heads = 0;
+  EXPECT_FALSE(planned(p));
+  p = unequal;
   p.batch = 1000;  // balances without
   EXPECT_FALSE(planned(p));
   p = unequal;

@@ -23,8 +23,8 @@ struct RotaryParam {
 struct AppendParams {
   DType dtype = DType::kFloat32;
   Device device;
-  int batch = 0, added = 0;      // sequences, and new keys of each
-  int queries = 0;               // of each that are rotated
+  int batch = 0, added = 0;  // sequences, and new keys of each
+  int queries = 0;           // of each that are rotated
   int num_heads = 0, num_heads_kv = 0, head_dim = 0, head_dim_v = 0;
   TensorParam k, v, k_cache, v_cache, q, q_out;
   const std::int32_t* used = nullptr;  // (batch), before

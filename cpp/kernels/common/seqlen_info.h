@@ -22,7 +22,9 @@ class KeyRows {
     return first_ + table_[place.page] * page_ + place.row * stride_;
   }
   // How many keys from this one on are a stride apart.
-  FLASHSDK_HD int run(int key) const { return table_ == nullptr ? 0x7FFFFFFF : page_size_ - PagePlace::of(key, page_size_).row; }
+  FLASHSDK_HD int run(int key) const {
+    return table_ == nullptr ? 0x7FFFFFFF : page_size_ - PagePlace::of(key, page_size_).row;
+  }
   FLASHSDK_HD std::int64_t stride() const { return stride_; }
   FLASHSDK_HD T* any() const { return first_; }  // an address that can be computed with, though not read
 

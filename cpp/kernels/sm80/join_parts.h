@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(32 * kMostJoinWarps)
     for (int piece = 0; piece < kPieces; ++piece) {
       const int column = 4 * (32 * piece + lane);
       own[i][piece] = part < parts && column < split.columns ? *reinterpret_cast<const float4*>(out + column)
-                                                                   : float4{0.f, 0.f, 0.f, 0.f};
+                                                             : float4{0.f, 0.f, 0.f, 0.f};
     }
   }
 

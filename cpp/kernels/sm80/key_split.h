@@ -33,7 +33,7 @@ inline int heads_sharing(const ForwardParams& p) {
   const int group = p.heads_per_group();
   const bool alike = p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
                      missing(Features::kSoftcap, p.score.features()) == Features::kNone;
-  const bool few = std::int64_t{p.seqlen_q} * group <= kMostRows && p.seqlen_k >= kManyKeys &&
+  const bool few = group > 1 && std::int64_t{p.seqlen_q} * group <= kMostRows && p.seqlen_k >= kManyKeys &&
                    std::int64_t{p.batch} * p.num_heads_kv <= kMostTiles;
   return alike && few ? group : 1;
 }
@@ -93,7 +93,7 @@ inline bool plans_parts(const ForwardParams& p, int sharing, Tile tile, int mult
   const std::int64_t tiles = std::int64_t{p.num_heads / sharing} * p.batch;
   return unequal && p.num_splits == 0 && p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
          p.batch > 1 && p.batch <= kMostSequences && p.seqlen_q > 0 && p.seqlen_q * sharing <= tile.m &&
-         visible_keys(p, tile) >= kManyKeys && tiles <= std::int64_t{kManyTiles} * multiprocessors;
+         visible_keys(p, tile) >= kManyKeys && tiles > 0 && tiles <= std::int64_t{kManyTiles} * multiprocessors;
 }
 
 // sharing: heads_sharing().
@@ -138,14 +138,14 @@ struct RowState {
 // part · batch + b is that of a part of sequence b, or those of a sequence are neighbours in the order of the plan. Rows
 // that packed sequences do not have are never touched.
 struct KeySplit {
-  int batch, parts, slots;     // parts: of a sequence, at most
-  int columns;                 // of out: head_dim_v
+  int batch, parts, slots;  // parts: of a sequence, at most
+  int columns;              // of out: head_dim_v
   SharedRows shared;
-  int heads, rows_of_head;     // of tiles; of packed sequences as many as the longest may have
-  int* ends = nullptr;         // (batch): slots of the sequences so far; null where there is no plan
+  int heads, rows_of_head;      // of tiles; of packed sequences as many as the longest may have
+  int* ends = nullptr;          // (batch): slots of the sequences so far; null where there is no plan
   PlannedPart* plan = nullptr;  // (slots)
-  float* out = nullptr;        // (slots, heads, rows, columns), relative to the row's state
-  RowState* states = nullptr;  // (slots, heads, rows)
+  float* out = nullptr;         // (slots, heads, rows, columns), relative to the row's state
+  RowState* states = nullptr;   // (slots, heads, rows)
 
   // base may be null to learn the size alone.
   KeySplit(const ForwardParams& p, KeyParts of, void* base)

@@ -99,8 +99,8 @@ inline constexpr bool kTakesPlainCalls = kFeatures == cuda::Features::kAll && !k
 
 // Starts forward_kernel on as many parts of the keys as `keys` says. tiles: p, with the heads and rows of its tiles.
 template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
-void start_forward(const ForwardParams& p, cudaStream_t stream, const ForwardParams& tiles, const Keys& keys,
-                   int parts, cuda::Start start = cuda::Start::kAfter) {
+void start_forward(const ForwardParams& p, cudaStream_t stream, const ForwardParams& tiles, const Keys& keys, int parts,
+                   cuda::Start start = cuda::Start::kAfter) {
   static std::atomic<std::uint64_t> prepared{0};
   auto kernel = forward_kernel<Traits, Policy, kFeatures, Keys>;
   using Bias = ForwardBias<Traits, kFeatures, Keys>;
