@@ -89,9 +89,7 @@ RotaryParam check_rotary(const KvAppendArgs& a, MemoryMap& memory) {
   return r;
 }
 
-TensorParam param_of(const TensorView& t) {
-  return {t.data, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)};
-}
+TensorParam param_of(const TensorView& t) { return {t.data, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)}; }
 
 // Lengths, pages and positions themselves: on a CPU, where they can be read.
 void check_values(const KvAppendArgs& a, const AppendParams& p) {

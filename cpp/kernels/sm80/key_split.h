@@ -109,8 +109,8 @@ inline KeyParts key_parts(const ForwardParams& p, int sharing, Tile tile, int mu
   return {p.num_splits > 0 ? min_of(parts, p.num_splits) : parts};
 }
 
-// What a plan would take: `blocks` thread blocks for `tiles` of keys, the longest with `longest` of these. Those that do
-// not all run at once end within half of the longest of each other.
+// What a plan would take: `blocks` thread blocks for `tiles` of keys, the longest with `longest` of these. Those that
+// do not all run at once end within half of the longest of each other.
 FLASHSDK_HD float planned_time(float blocks, float tiles, int longest, int multiprocessors, int blocks_each) {
   const float slots = static_cast<float>(multiprocessors * blocks_each), last = static_cast<float>(longest);
   const auto each =
@@ -134,9 +134,9 @@ struct RowState {
   float max, sum;
 };
 
-// Where each part leaves what it has found, in the caller's workspace: (slots, heads, rows of a head) rows, where slot
-// part · batch + b is that of a part of sequence b, or those of a sequence are neighbours in the order of the plan. Rows
-// that packed sequences do not have are never touched.
+// Where each part leaves what it has found, in the caller's workspace: (slots, heads, rows of a head) rows. Slot
+// part · batch + b is that of a part of sequence b; with a plan, those of a sequence are neighbours. Rows that packed
+// sequences do not have are never touched.
 struct KeySplit {
   int batch, parts, slots;  // parts: of a sequence, at most
   int columns;              // of out: head_dim_v

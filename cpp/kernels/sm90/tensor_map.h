@@ -7,8 +7,8 @@
 
 namespace flashsdk::sm90 {
 
-// What a descriptor covers: rows of one sequence (batched), of all (packed, batch = 1) or of a page (batch: of pages). Reads beyond give zeros,
-// writes beyond are dropped.
+// What a descriptor covers: rows of one sequence (batched), of all (packed, batch = 1) or of a page (batch: of pages).
+// Reads beyond give zeros, writes beyond are dropped.
 struct TensorExtent {
   int columns, rows, heads, batch;
 };

@@ -1,4 +1,4 @@
-// The gradient of sinks: dsink = −Σ exp(sink − lse)·delta over the queries of a head, whose terms the first pass leaves.
+// The gradient of sinks: dsink = −Σ exp(sink − lse)·delta over the queries of a head. The first pass leaves the terms.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -50,8 +50,8 @@ __global__ void unused_rows_kernel(const __grid_constant__ UnusedRowsOf<kTensors
     const std::int64_t count = std::int64_t{t.ends.total - begin} * t.heads;
     for (std::int64_t i = warp; i < count; i += warps) {
       const std::int64_t row = begin + i / t.heads, head = i % t.heads;
-      auto* target = static_cast<Element*>(t.tensor.ptr) + part * t.tensor.batch + row * t.tensor.row +
-                     head * t.tensor.head;
+      auto* target =
+          static_cast<Element*>(t.tensor.ptr) + part * t.tensor.batch + row * t.tensor.row + head * t.tensor.head;
       for (int c = threadIdx.x % 32; c < t.columns; c += 32) target[c] = Element(0.f);
       if (lse.ptr != nullptr && threadIdx.x % 32 == 0)
         lse.ptr[part * lse.batch + head * lse.head + row * lse.row] = -INFINITY;

@@ -221,9 +221,7 @@ class OnlineSoftmax {
     max_[i] = end.lse;
     return end.factor;
   }
-  __device__ RowEnd end(int i, float unit, const float* sink) const {
-    return end_of_row(max_[i], sum_[i], unit, sink);
-  }
+  __device__ RowEnd end(int i, float unit, const float* sink) const { return end_of_row(max_[i], sum_[i], unit, sink); }
 
  private:
   __device__ void restart_for_try(const float (&reference)[kRows]) {

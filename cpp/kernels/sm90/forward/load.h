@@ -92,8 +92,8 @@ class KeyLoader {
     for (cuda::TileWork work; stream.next(work); ++works_) {
       const SeqlenInfo seq(p_, work.batch);
       const Policy policy(p_.mask, seq, work.batch, work.head);
-      QueryTile of{Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, cuda::diagonals_of(policy),
-                   seq};
+      QueryTile of{
+          Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, cuda::diagonals_of(policy), seq};
       if constexpr (cuda::has_alibi(kFeatures))
         of.alibi_slope = cuda::AlibiAlone<kFeatures>::slope(p_.score, work.batch, work.head);
       const auto load = [&](TileWalk walk, auto is_band) {
@@ -153,8 +153,7 @@ class KeyLoader {
       if (leader_) smem_.k_ring.announce(state, SmemK::kBytes);
       box.load<SmemK>(maps_.k, smem_.k_ring.full[state.stage], smem_.k + state.stage * SmemK::kElements);
       if constexpr (!Traits::kQueriesWithValues) {
-        if (first)
-          load_queries<Traits>(maps_, smem_, works_, {of.sequence.offset_q + of.m0, of.head, batch}, leader_);
+        if (first) load_queries<Traits>(maps_, smem_, works_, {of.sequence.offset_q + of.m0, of.head, batch}, leader_);
       }
       ++tiles_;
       tile = next;
