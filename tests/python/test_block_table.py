@@ -62,12 +62,17 @@ def test_the_definition(runner, page_size):
             np.testing.assert_allclose(ours.astype(float), exact, atol=TOLERANCE[dtype])
 
 
-def test_long_sequences_in_parts(runner):
-    used = np.array([9024, 4200], np.int32)
+@pytest.mark.parametrize("page_size", [7, 16, 48, 128])
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_long_sequences_in_parts(runner, head_dim, page_size):
+    """Also the room of the table is the same, as that decides how a GPU cuts them."""
+    used = np.array([9024, 4200, 0, 1], np.int32)
     for dtype in runner.dtypes:
-        q, k, v, _ = qkv((2, 9024), (2, 1), 16, batch=2, dtype=dtype)
-        want = runner.call("mha_fwd", q, k, v, seqused_k=used)
-        pages_k, pages_v, table = into_pages(k, v, used, 48)
+        q, k, v, _ = qkv((2, 9024), (2, 1), head_dim, batch=4, dtype=dtype)
+        pages_k, pages_v, table = into_pages(k, v, used, page_size)
+        room = table.shape[1] * page_size
+        whole = tuple(in_one_piece(x, table, room) for x in (pages_k, pages_v))
+        want = runner.call("mha_fwd", q, *whole, seqused_k=used)
         got = runner.call("mha_fwd", q, pages_k, pages_v, seqused_k=used, block_table=table)
         assert_same_bits(got, want)
 

@@ -201,6 +201,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   using KvIo = TileIo<Element, kBlockN, kHeadDim, Traits::kThreads, Traits::kAnyAlignment>;
   using Bias = ForwardBias<Traits, kFeatures, Keys>;
   static_assert(Traits::kStages == 1 || Bias::kBytes == 0, "with two stages no bias is loaded");
+  static_assert(!kSplit || Traits::kStages == 2, "pages are asked for when K and V of a tile are");
 
   cuda::TileWork work = schedule.work(blockIdx.x);
   [[maybe_unused]] KeyPart part;
@@ -239,14 +240,23 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     return cute::make_tensor(kv_tile(Traits::kStages + stage), typename Traits::SmemKV::Transposed{});
   };
 
-  const int head_kv = head / p.heads_per_group();
-  const Element* k = seq.head_k<const Element>(p.k, work.batch, head_kv);
-  const Element* v = seq.head_k<const Element>(p.v, work.batch, head_kv);
-  const int thread = threadIdx.x;
+  const int head_kv = head / p.heads_per_group(), thread = threadIdx.x;
+  const int keys_of = kSplit && p.pages.table != nullptr ? 0 : work.batch;
+  const Element* k = seq.head_k<const Element>(p.k, keys_of, head_kv);
+  const Element* v = seq.head_k<const Element>(p.v, keys_of, head_kv);
+  [[maybe_unused]] typename KvIo::Pages pages;  // of the tile that is loaded next: those of a part follow each other
+  auto ask_pages = [&](int tile) {
+    if constexpr (kSplit) {
+      if (p.pages.table != nullptr)
+        pages = KvIo(thread, 0).ask_pages(p.pages, work.batch, tile * kBlockN, seq.seqlen_k - tile * kBlockN);
+    }
+  };
   auto load_keys = [&](const KvIo& io, auto smem, const TensorParam& t, const Element* first, TileRef tile) {
     const int n0 = tile.index * kBlockN, rows = seq.seqlen_k - n0;
     if (p.pages.table == nullptr)
       io.load(smem, first + n0 * t.row, t.row, rows);
+    else if constexpr (kSplit)
+      io.load(smem, first, t, pages, p.pages.size, n0, rows);
     else
       io.load(smem, seq.keys<const Element>(p, t, work.batch, head_kv), n0, rows);
   };
@@ -269,8 +279,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   else
     QIo(thread, p.head_dim).load(sQ, q + m0 * p.q.row, p.q.row, rows - m0);
   if (more) {
+    ask_pages(tile.index);
     load_k(tile, 0);
     if constexpr (Traits::kStages == 2) load_v(tile, 0);
+    ask_pages(tile.index + 1);
   }
   cute::cp_async_fence();
 
@@ -297,6 +309,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       if (has_next) {
         load_k(next, stage ^ 1);
         load_v(next, stage ^ 1);
+        ask_pages(next.index + 1);
       }
     } else {
       load_v(tile, 0);

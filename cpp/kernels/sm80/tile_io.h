@@ -40,6 +40,34 @@ class TileIo {
       source += kRowStep * row_stride;
     }
   }
+  // Which page each of this thread's rows of a tile of keys lies in.
+  struct Pages {
+    int of_pass[kPasses];
+  };
+  // Asked a tile ahead, as tables lie in memory. `first` is the tile's first key, and `rows` what is left from there.
+  __device__ Pages ask_pages(const PageParam& pages, int batch, int first, int rows) const {
+    Pages found;
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int row = row_ + pass * kRowStep;
+      const std::int64_t place = batch * pages.batch + PagePlace::of(first + row, pages.size).page;
+      found.of_pass[pass] = row < rows ? pages.table[place] : 0;
+    }
+    return found;
+  }
+  // The same of keys in pages; `source` is row 0 of page 0.
+  template <class SmemTensor>
+  __device__ void load(SmemTensor&& smem, const Element* source, const TensorParam& t, const Pages& pages,
+                       int page_size, int first, int rows) const {
+    auto dst = Partition{}.get_thread_slice(thread_).partition_D(smem);
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int row = row_ + pass * kRowStep;
+      const Element* at = source + pages.of_pass[pass] * t.batch + PagePlace::of(first + row, page_size).row * t.row;
+      const bool vectors = !kAnyAlignment || cuda::vector_rows(at, 0, columns_);
+      load_row(dst, pass, at + column_, row < rows, vectors);
+    }
+  }
   // The same of rows from `first` on, wherever they are: KeyRows, or what is like it.
   template <class SmemTensor, class Rows>
   __device__ void load(SmemTensor&& smem, const Rows& from, int first, int rows) const {

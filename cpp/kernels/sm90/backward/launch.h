@@ -93,10 +93,8 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
   const cuda::BackwardSchedule schedule = cuda::backward_schedule(p, Traits::kBlockN, sizeof(Element), workers);
   const int blocks = min_of(static_cast<int>(key_tiles<Traits>(p)), workers.count) * Traits::kClusterSize;
   if (blocks != 0) {
-    // Clusters that find their places while the first pass ends are less close: 3 to 5 % slower at head_dim 256 (H100).
-    constexpr auto kStart = Traits::kClusterSize == 1 ? cuda::Start::kDuring : cuda::Start::kAfter;
-    cuda::launch("launching the backward kernel", kStart, kernel, dim3(static_cast<unsigned>(blocks)), Traits::kThreads,
-                 Traits::kSmemBytes, stream, p, backward_maps<Traits>(p), ws, schedule);
+    cuda::launch("launching the backward kernel", cuda::Start::kDuring, kernel, dim3(static_cast<unsigned>(blocks)),
+                 Traits::kThreads, Traits::kSmemBytes, stream, p, backward_maps<Traits>(p), ws, schedule);
   }
 
   cuda::launch("launching the backward's last pass", blocks != 0 ? cuda::Start::kDuring : cuda::Start::kAfter,

@@ -111,7 +111,7 @@ class WideBackwardWarpgroup {
 
   // The first warpgroup: P, dV, and its pieces of dQ of the step before, when the second has surely come to its dS.
   __device__ void compute_dv(const BackwardWork& work) {
-    const SeqlenInfo seq(p_, work.tile.batch);
+    const SeqlenInfo seq(p_, work.tile.batch, kRagged);
     auto acc_dv = accumulator<MmaDv, Traits::kHeadDimV>();
     cute::clear(acc_dv);
     if (work.visited) {
@@ -197,7 +197,7 @@ class WideBackwardWarpgroup {
 
   // The second warpgroup: dS, dK and its pieces of dQ.
   __device__ void compute_dk(const BackwardWork& work) {
-    const SeqlenInfo seq(p_, work.tile.batch);
+    const SeqlenInfo seq(p_, work.tile.batch, kRagged);
     auto acc_dk = accumulator<MmaDk, Traits::kHeadDim>();
     cute::clear(acc_dk);
     if (work.visited) {
