@@ -152,6 +152,8 @@ def touch(
         all_features = [features for features in FEATURES if "bias" in features]
     widths = (False, True) if entry[2] == 192 else (False,)  # 192 x 128 has kernels of its own
     sizes = many_keys(*tile) if growing or entry[7] else lengths(*tile)
+    if entry[7] and page_size is not None:  # so few queries that a kernel plans the parts
+        sizes = tuple((12, keys) for _, keys in sizes)
     for size, features, block, narrow_v in itertools.product(sizes, all_features, blocks, widths):
         what = features, block, size, aligned, packed, narrow_v, bias, page_size
         shape = problem(entry, empty, *what)
