@@ -201,7 +201,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   using KvIo = TileIo<Element, kBlockN, kHeadDim, Traits::kThreads, Traits::kAnyAlignment>;
   using Bias = ForwardBias<Traits, kFeatures, Keys>;
   static_assert(Traits::kStages == 1 || Bias::kBytes == 0, "with two stages no bias is loaded");
-  static_assert(!kSplit || Traits::kStages == 2, "pages are asked for when K and V of a tile are");
 
   cuda::TileWork work = schedule.work(blockIdx.x);
   [[maybe_unused]] KeyPart part;
@@ -281,8 +280,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   if (more) {
     ask_pages(tile.index);
     load_k(tile, 0);
-    if constexpr (Traits::kStages == 2) load_v(tile, 0);
-    ask_pages(tile.index + 1);
+    if constexpr (Traits::kStages == 2) {
+      load_v(tile, 0);
+      ask_pages(tile.index + 1);
+    }
   }
   cute::cp_async_fence();
 
@@ -313,6 +314,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       }
     } else {
       load_v(tile, 0);
+      ask_pages(tile.index + 1);
       bias.load(m0, tile.index * kBlockN);
     }
     cute::cp_async_fence();
