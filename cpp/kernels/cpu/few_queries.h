@@ -55,7 +55,7 @@ class FewQueries {
   FewQueries(const T* q, std::int64_t stride, int queries, int d, int d_v, float q_factor, float factor)
       : queries_(queries), d_(d), padded_d_(round_up(d, kLanes)), d_v_(d_v), factor_(factor) {
     for (int l = 0; l < queries; ++l) {
-      load_row(q + l * stride, d, d, q_ + l * kHeadDim);
+      load_row(q + l * stride, d, padded_d_, q_ + l * kHeadDim);
       scale_operand(q_ + l * kHeadDim, q_factor, d);
       std::memset(out_ + l * kHeadDim, 0, sizeof(float) * kHeadDim);
       max_[l] = -INFINITY;
@@ -67,7 +67,14 @@ class FewQueries {
   template <class Rows>
   __attribute__((noinline)) void scores(const Rows& k, int keys) {
     keys_ = keys;
-    for (int r = 0; r < keys; r += kBlock) score_keys(k, r, min_of(kBlock, keys - r), s_ + r);
+    if constexpr (sizeof(T) == 2) {
+      int l = 0;
+      for (; l + 4 <= queries_; l += 4) dot_rows<4>(k, l);
+      for (; l + 2 <= queries_; l += 2) dot_rows<2>(k, l);
+      if (l < queries_) dot_rows<1>(k, l);
+    } else {
+      for (int r = 0; r < keys; r += kBlock) score_keys(k, r, min_of(kBlock, keys - r), s_ + r);
+    }
   }
   // Of a query, a row of keys.
   float* row(int query) { return s_ + query * kKeys; }
@@ -116,6 +123,51 @@ class FewQueries {
     for (int l = 0; l < queries_; ++l) {
       store(s + l * kKeys, sum[l][0]);
       store(s + l * kKeys + kLanes, sum[l][1]);
+    }
+  }
+
+  // Scores of the kQueries queries from l on, with head dimensions in vector lanes: K is not transposed. Sums are in
+  // another order than in cpu/microkernel.h, which 16-bit results do not show.
+  template <int kQueries, class Rows>
+  FLASHSDK_HD void dot_rows(const Rows& k, int l) {
+    constexpr int kRows = kLanes / kQueries;  // at a time: as many sums as lanes
+    alignas(64) float sums[kLanes * kLanes], columns[kLanes * kLanes], last[kLanes];
+    const float* q[kQueries];
+    for (int n = 0; n < kQueries; ++n) q[n] = q_ + (l + n) * kHeadDim;
+    for (int first = 0; first < keys_; first += kRows) {
+      const T *keys[kRows], *next[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        keys[r] = k[min_of(first + r, keys_ - 1)];
+        next[r] = k[min_of(first + kRows + r, keys_ - 1)];
+      }
+      Vec sum[kRows][kQueries];
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < kQueries; ++n) sum[r][n] = zero();
+      int c = 0;
+      for (; c + kLanes <= d_; c += kLanes)
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const Vec x = load_as_float(keys[r] + c);
+          __builtin_prefetch(next[r] + c, 0, 2);
+#pragma GCC unroll 4
+          for (int n = 0; n < kQueries; ++n) sum[r][n] = fma(load(q[n] + c), x, sum[r][n]);
+        }
+      if (c < d_)
+        for (int r = 0; r < kRows; ++r) {
+          load_row(keys[r] + c, d_ - c, kLanes, last);
+          for (int n = 0; n < kQueries; ++n) sum[r][n] = fma(load(q[n] + c), load(last), sum[r][n]);
+        }
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int n = 0; n < kQueries; ++n) store(sums + (n * kRows + r) * kLanes, sum[r][n]);
+      transpose(sums, kLanes, columns, kLanes);
+      Vec total = load(columns);
+      for (int i = 1; i < kLanes; ++i) total = add(total, load(columns + i * kLanes));
+      store(last, total);
+      for (int n = 0; n < kQueries; ++n) std::memcpy(row(l + n) + first, last + n * kRows, sizeof(float) * kRows);
     }
   }
 
@@ -173,8 +225,15 @@ class FewQueries {
         }
       }
     };
+    // The first to come by asks for whole rows: they may be apart in memory, where processors do not guess them.
+    constexpr int kAhead = 16;
+    const bool asks = column == 0 && l == 0;
     int r = 0;
     for (; r + 2 <= keys_; r += 2) {
+      if (asks && r + kAhead + 2 <= keys_) {
+        prefetch_row(v[r + kAhead], d_v_);
+        prefetch_row(v[r + kAhead + 1], d_v_);
+      }
       add_key(r, 0);
       add_key(r + 1, 1);
     }
@@ -189,6 +248,11 @@ class FewQueries {
         store(out + kHeadDim, add(load(out + kHeadDim), sum[1][n]));
       }
     }
+  }
+
+  static FLASHSDK_HD void prefetch_row(const T* row, int columns) {
+    constexpr int kLine = 64 / sizeof(T);
+    for (int c = 0; c < columns; c += kLine) __builtin_prefetch(row + c, 0, 2);
   }
 
   // Fewer than a vector of columns.
