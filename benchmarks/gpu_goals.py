@@ -34,6 +34,7 @@ GPT2_MS = {0.0: 1.5, 0.1: 1.9}  # forward and backward on an H200, by dropout
 DROPOUT = 1.2  # of the forward without
 DETERMINISTIC = 1.2  # of the default backward
 FEATURES_OFF = 1.15  # of the plain kernels
+NOT_MEASURED = "–"
 OF_A_READ = 0.9  # of the rate of a read of K and V, from so many bytes on:
 FROM_BYTES = 64e6
 DECODE_US = 7.5  # of one query of 1024 keys
@@ -43,6 +44,8 @@ CHUNK = 0.95  # of the rate of the same keys alone, of a chunk of a prompt on pa
 
 def table(record: Record) -> str:
     rows = [row for rows in GOALS for row in rows(record)]
+    if "part" in record:
+        rows = [row for row in rows if row[2] != NOT_MEASURED]
     return markdown_table(["goal", "asked", "reached in", "range"], rows, 2)
 
 
@@ -95,7 +98,7 @@ def line(goal: str, asked: str, cells: Iterable[Cell], met: Callable[[float], bo
     """One row: in how many cells it is met, the lowest and the highest, and where those are."""
     found = sorted(cells)
     if not found:
-        return [goal, asked, "–", "–"]
+        return [goal, asked, NOT_MEASURED, NOT_MEASURED]
     ends = [found[0], found[-1]] if len(found) > 1 else [found[0]]
     between = " to ".join(f"{value:.3f} ({place})" for value, place in ends)
     return [goal, asked, f"{sum(met(value) for value, _ in found)} of {len(found)}", between]
@@ -103,7 +106,7 @@ def line(goal: str, asked: str, cells: Iterable[Cell], met: Callable[[float], bo
 
 def dense(record: Record) -> dict[tuple[Any, ...], dict[str, float]]:
     """TFLOP/s of each cell by name."""
-    return by_name(record["dense"], ("op", "head_dim", "causal", "seqlen"), "tflops")
+    return by_name(record.get("dense", []), ("op", "head_dim", "causal", "seqlen"), "tflops")
 
 
 def place(op: str, dim: int, causal: bool, seqlen: int) -> str:

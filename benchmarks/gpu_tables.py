@@ -128,7 +128,8 @@ def bench_section(picture: str, record: Record, goals_text: str) -> str:
         given = ", ".join(f"{name} {value}" for name, value in record["part"].items() if value)
         parts.insert(2, f"A part of the bench: {given}.")
     for op, title in DIRECTIONS.items():
-        parts += [f"### {title.capitalize()}", dense_table(record["dense"], op)]
+        if "dense" in record:
+            parts += [f"### {title.capitalize()}", dense_table(record["dense"], op)]
     for key, title, text in FURTHER:
         if key in record:
             for op, direction in DIRECTIONS.items():
@@ -139,7 +140,7 @@ def bench_section(picture: str, record: Record, goals_text: str) -> str:
     every = [*(key for key, *_ in FURTHER), *TABLES]
     if missing := [key for key in every if not record.get(key)]:
         parts.append(f"Not in this record: {', '.join(missing)}.")
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def rates(rows: list[Record]) -> dict[tuple[Any, ...], float]:

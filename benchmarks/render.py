@@ -83,7 +83,7 @@ SECTIONS = {
     "demo": demo_section,
     "bench": bench_section,
     "gpu_bench": lambda name, record: gpu_tables.bench_section(
-        image(name), record, gpu_goals.text(record)
+        image(name) if "dense" in record else "", record, gpu_goals.text(record)
     ),
     "gpu_tests": lambda _, record: gpu_tables.tests_section(record),
     transformers_step.KIND: lambda _, record: transformers_step.section(record, about(record)),
@@ -111,7 +111,7 @@ def blocks_of(found: dict[str, Record]) -> dict[str, str]:
         "gpu": "\n\n".join(
             f"{gpu_tables.headline(r)}\n\n{gpu_goals.beside_peers(r)}"
             for r in found.values()
-            if r["kind"] == "gpu_bench"
+            if r["kind"] == "gpu_bench" and "dense" in r
         ),
         "torch_tests": "\n\n".join(
             torch_tests(r) for r in found.values() if r["kind"] == "torch_tests"
@@ -190,7 +190,7 @@ def draw(found: dict[str, Record]) -> None:
                 drawing = figures.demo
             case "bench":
                 drawing = functools.partial(figures.bench_cpu, allowed=cpu_goals.sparse_limit)
-            case "gpu_bench":
+            case "gpu_bench" if "dense" in record:
                 drawing = gpu_figure.dense
             case _:
                 continue

@@ -41,8 +41,8 @@ struct SeqlenInfo {
 
   FLASHSDK_HD SeqlenInfo(int offset_q, int seqlen_q, int seqlen_k)  // of queries alone
       : offset_q(offset_q), seqlen_q(seqlen_q), seqlen_k(seqlen_k) {}
-  // asks_used: false in kernels that no call with used lengths reaches. To ask there, in vain, has cost up to 4 %: ptxas
-  // orders the backward's step at head_dim 256 otherwise.
+  // asks_used: false in kernels that no call with used lengths reaches. To ask there, in vain, has cost up to 4 %:
+  // ptxas orders the backward's step at head_dim 256 otherwise.
   FLASHSDK_HD SeqlenInfo(const ForwardParams& p, int batch, bool asks_used = true)
       : seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k) {
     if (p.cu_seqlens_q != nullptr) {

@@ -86,8 +86,8 @@ inline int visible_keys(const ForwardParams& p, Tile tile) {
 }
 
 // Of few queries, one tile of them, in sequences of unequal lengths. As many sequences as fill a device some times are
-// left to kernels that share their tiles out as they come: 1024 lines of keys reach 0.94 of a read there, 128 lines 0.87
-// and here 0.92 (H100). num_splits asks for parts that do not depend on who shares the batch.
+// left to kernels that share their tiles out as they come: 1024 lines of keys reach 0.94 of a read there, 128 lines
+// 0.87 and here 0.92 (H100). num_splits asks for parts that do not depend on who shares the batch.
 inline bool plans_parts(const ForwardParams& p, int sharing, Tile tile, int multiprocessors) {
   constexpr int kManyKeys = 1024, kManyTiles = 4, kMostSequences = 16384;
   const bool unequal = p.cu_seqlens_k != nullptr || p.seqused_k != nullptr;
