@@ -330,7 +330,8 @@ def caches_of(
     runs[READ] = lambda: [kv.view(torch.float32).sum() for kv in alone]
     cache = [random(2, batch, 2 * keys, heads_kv, dim) for _ in turns]
     add("used", cache, seqused_k=equal)
-    add("unequal", cache, seqused_k=unequal)
+    if batch > 1:
+        add("unequal", cache, seqused_k=unequal)
     for page in PAGE_SIZES:  # the same memory as the cache, its pages in any order
         each = 2 * keys // page
         table = torch.randperm(batch * each, device=DEVICE).int().view(batch, each)

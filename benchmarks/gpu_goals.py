@@ -302,7 +302,8 @@ def caches(record: Record) -> list[list[str]]:
             chunk += [(of["alone"] / us, f"{where}, {name}") for name, us in paged.items()]
             continue
         if size >= FROM_BYTES:
-            read += [(of[READ] / of[name], f"{where}, {name}") for name in ("used", "unequal")]
+            names = ("used", "unequal") if batch > 1 else ("used",)
+            read += [(of[READ] / of[name], f"{where}, {name}") for name in names]
         pages += [(us / of["used"], f"{where}, {name}") for name, us in paged.items()]
     return [
         line("used lengths: rate, of a read's", str(OF_A_READ), read, lambda x: x >= OF_A_READ),

@@ -275,15 +275,16 @@ def caches_table(rows: list[Record]) -> str:
         rows, shape, "us"
     ).items():
         line = [str(batch), str(queries), length(keys), f"{heads} / {heads_kv}", str(dim)]
-        line += [f"{of[name]:.1f}" for name in names]
+        line += [f"{of[name]:.1f}" if name in of else "–" for name in names]
         line += [f"{size / of['used'] / 1e6:.2f}", f"{of[READ] / of['used']:.2f}"]
         table.append(line)
     header = ["batch", "queries", "keys", "heads / of keys", "head_dim", *names]
     header += ["TB/s, used", "of a read"]
     text = (
         "Forward, bf16, µs a call as above. Each sequence uses so many keys of a cache of twice as "
-        "many. alone: the same keys without a cache. unequal: sequences of 1/16 to 31/16 of them. "
-        "Pages lie in any order. Of a read: the rate beside that of PyTorch's sum over the bytes."
+        "many. alone: the same keys without a cache. unequal: several "
+        "sequences of 1/16 to 31/16 of them. Pages lie in any order. Of a read: the rate beside that "
+        "of PyTorch's sum over the bytes."
     )
     header, table = with_spread(header, table, grouped(rows, shape).values(), "us")
     return f"{text}\n\n{markdown_table(header, table, 5)}"

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <set>
 #include <utility>
@@ -97,6 +98,19 @@ TEST(SharedRows, FewQueriesOfGroupedHeads) {
   const ForwardParams shared = p;
   p.seqlen_q = 33;  // more than 128 rows
   EXPECT_EQ(heads_sharing(p), 1);
+  p.seqlen_q = 0;
+  EXPECT_EQ(heads_sharing(p), 1);
+  p = shared;
+  p.batch = 0;
+  EXPECT_EQ(heads_sharing(p), 1);
+  p.batch = 257;  // of 4 heads of keys
+  EXPECT_EQ(heads_sharing(p), 1);
+  p = shared;
+  p.seqlen_q = 32;  // 128 rows
+  p.seqlen_k = 2048;
+  EXPECT_EQ(heads_sharing(p), 4);
+  p.seqlen_k = 2047;
+  EXPECT_EQ(heads_sharing(p), 1);
   p = shared;
   p.seqlen_k = 500;
   EXPECT_EQ(heads_sharing(p), 1);
@@ -138,7 +152,10 @@ TEST(PlannedParts, OfFewQueriesInSequencesOfUnequalLengths) {
   p.batch = 1;
   EXPECT_FALSE(planned(p));
   p = unequal;
-  p.num_heads = 0;
+  p.batch = 0;
+  EXPECT_FALSE(planned(p));
+  p = unequal;
+  p.seqlen_q = 0;
   EXPECT_FALSE(planned(p));
   p = unequal;
   p.batch = 1000;  // balances without
@@ -171,6 +188,63 @@ TEST(PlannedParts, EachSequenceHasOneAtLeast) {
     EXPECT_GE(parts.planned, batch);
     EXPECT_TRUE(parts.most >= 4 && parts.most <= kMostKeyParts);
   }
+}
+
+TEST(PlannedParts, CutsCoverASequence) {
+  for (int tiles : {0, 1, 7, 64, 1000})
+    for (int limit : {1, 3, 64, 5000}) {
+      const PartCut cut = PartCut::of(tiles, limit);
+      EXPECT_GE(cut.parts, 1);
+      EXPECT_LE(cut.longest, limit);
+      EXPECT_GE(cut.parts * cut.longest, tiles);
+      EXPECT_LT((cut.parts - 1) * limit, std::max(tiles, 1)) << "more parts than the limit asks for";
+    }
+}
+
+TEST(PlannedParts, TriedLimitsBeginWithoutACutAndNeverMakeMorePartsThanAllowed) {
+  for (int longest : {0, 1, 50, 4000})
+    for (int most : {4, 17, 128}) {
+      EXPECT_EQ(tried_limit(0, longest, most), std::max(longest, 1));
+      for (int i = 0; i < kTriedLimits; ++i) {
+        const int limit = tried_limit(i, longest, most);
+        EXPECT_TRUE(limit >= 1 && limit <= tried_limit(std::max(i - 1, 0), longest, most));
+        EXPECT_LE(PartCut::of(longest, limit).parts, most);
+      }
+      EXPECT_EQ(tried_limit(kTriedLimits - 1, longest, most), std::max(1, ceil_div(longest, most)));
+    }
+}
+
+// What the kernel that plans does, one limit after the other.
+int planned_limit(const std::vector<int>& tiles, int heads, KeyParts of) {
+  const int longest = *std::max_element(tiles.begin(), tiles.end());
+  float all = 0, best = 0;
+  for (int own : tiles) all += static_cast<float>(own * heads);
+  int chosen = 0;
+  for (int i = 0; i < kTriedLimits; ++i) {
+    const int limit = tried_limit(i, longest, of.most);
+    int parts = 0, longest_part = 0;
+    for (int own : tiles) {
+      const PartCut cut = PartCut::of(own, limit);
+      parts += cut.parts;
+      longest_part = std::max(longest_part, cut.longest);
+    }
+    const float time =
+        planned_time(static_cast<float>(parts * heads), all, longest_part, kMultiprocessors, kBlocksEach);
+    if (parts > of.planned || (chosen != 0 && time >= best)) continue;
+    best = time;
+    chosen = limit;
+  }
+  return chosen;
+}
+
+TEST(PlannedParts, TheLongestIsCutWhereItDecides) {
+  const KeyParts of{17, 148};
+  const std::vector<int> equal(16, 128);  // tiles of 64 keys, of 8 heads: a thread block each fills the device
+  EXPECT_GE(planned_limit(equal, 8, of), 64);
+  std::vector<int> unequal;
+  for (int i = 0; i < 16; ++i) unequal.push_back(8 + 16 * i);
+  EXPECT_LT(planned_limit(unequal, 8, of), 32);
+  EXPECT_EQ(planned_limit({1, 1, 0}, 8, of), 1);
 }
 
 TEST(PlannedParts, TakeLongerTheMoreUnequalTheyAre) {

@@ -92,8 +92,8 @@ FEW = {
     "top left": {"mask": BandSpec(3, 400, "top_left")},
     "sink and softcap": {"sink": True, "softcap": 5.0},
     "strides": {"strides": True, "mask": BandSpec(None, 0, "bottom_right")},
-    "used": {"used_q": (2, 0), "used_k": (700, 33), "mask": BandSpec(None, 0, "bottom_right")},
-    "bias": {"bias": ("bool", (1, 1, 2, 900))},
+    "used": {"used_q": (2, 0), "used_k": (1700, 33), "mask": BandSpec(None, 0, "bottom_right")},
+    "bias": {"bias": ("bool", (1, 1, 2, 2100))},
     "slopes": {"alibi": "heads"},
 }
 
@@ -105,10 +105,10 @@ FEW = {
 def test_few_queries_of_grouped_heads(runner, queries, heads, features):
     """On a GPU the queries of a group share a tile, up to 128 of them."""
     if "bias" in features:
-        features = features | {"bias": ("bool", (1, 1, queries, 900))}
+        features = features | {"bias": ("bool", (1, 1, queries, 2100))}
     for i, dim in enumerate([40] if runner.backend == "cpu" else [40, (128, 72), 256]):
         dtype = runner.dtypes[i % len(runner.dtypes)]
-        runner.check(problem((queries, 900), heads, dim, batch=2, dtype=dtype, **features))
+        runner.check(problem((queries, 2100), heads, dim, batch=2, dtype=dtype, **features))
 
 
 UNEQUAL = {
@@ -135,10 +135,19 @@ def test_unequal_lengths(runner, queries, heads, features):
         runner.check(problem((queries, 2600), heads, dim, batch=5, dtype=dtype, **used, **features))
 
 
+@pytest.mark.parametrize("batch, queries", [(2, 0), (0, 4), (0, 0)])
+def test_no_queries_of_many_keys(runner, batch, queries):
+    """Grouped heads, whose queries would share a tile."""
+    dtype = runner.dtypes[-1]
+    q, k, v, _ = qkv((queries, 700), (8, 2), 64, batch=batch, dtype=dtype)
+    out, lse = runner.call("mha_fwd", q, k, v)
+    assert (out.shape, lse.shape) == (q.shape, (batch, 8, queries))
+
+
 def test_many_unequal_lengths(runner):
     """More sequences than the kernel that plans has threads."""
     used = tuple((37 * b * b) % 1200 for b in range(300))
-    runner.check(problem((1, 1200), (2, 1), 16, batch=300, dtype=runner.dtypes[0], used_k=used))
+    runner.check(problem((1, 1200), 1, 16, batch=300, dtype=runner.dtypes[0], used_k=used))
 
 
 def test_few_queries_of_packed_sequences_and_grouped_heads(runner):

@@ -90,7 +90,7 @@ def test_a_prompt_and_then_tokens(backend, page_size):
 @pytest.mark.parametrize("pages", [False, True])
 def test_one_graph_serves_every_step(backend, pages):
     """Lengths and tables are read when it is replayed."""
-    steps, room, page_size = 6, 512, 64
+    steps, room, page_size = 6, 4096, 64  # so long that a kernel of sm80 plans the parts
     k, v = (torch.randn(2, room, HEADS_KV, DIM, device="cuda", dtype=BF16) for _ in "kv")
     q = torch.randn(2, room, HEADS, DIM, device="cuda", dtype=BF16)
     if pages:
@@ -98,8 +98,8 @@ def test_one_graph_serves_every_step(backend, pages):
     else:
         k_cache, v_cache = (torch.full_like(k, torch.nan) for _ in "kv")
         table = None
-    used = lengths(300, 5)
-    for b, n in enumerate((300, 5)):
+    used = lengths(3000, 5)
+    for b, n in enumerate((3000, 5)):
         one = slice(b, b + 1)
         at = used[one] * 0
         caches = (k_cache, v_cache) if pages else (k_cache[one], v_cache[one])
@@ -124,7 +124,7 @@ def test_one_graph_serves_every_step(backend, pages):
         out = step()
     used.copy_(before)
     for n in range(steps):
-        at = [300 + n, 5 + n]
+        at = [3000 + n, 5 + n]
         for x, whole in zip(token, (q, k, v), strict=True):
             x.copy_(torch.stack([whole[b, at[b]] for b in range(2)])[:, None])
         graph.replay()

@@ -1,5 +1,5 @@
-// Where one sequence of the batch lies and how long it is: the only place that knows batched, packed, used lengths and
-// pages.
+// Where one sequence of the batch lies and how long it is: the only place that knows batched, packed and used lengths.
+// Of pages it knows where a key lies; kernels that ask for many at once read the table themselves.
 #pragma once
 
 #include "common/params.h"

@@ -1,5 +1,6 @@
 // A few queries of one head, as in decoding, with K and V read where they lie: packing a row costs more than all that
-// is computed with it. Keys are in vector lanes in S = Q·K^T and its softmax, head dimensions in P·V.
+// is computed with it. Keys are in vector lanes in the softmax and, in fp32, in S = Q·K^T; head dimensions in
+// P·V and, with 16 bits, in S.
 #pragma once
 
 #include "cpu/pack.h"

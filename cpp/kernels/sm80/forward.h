@@ -201,6 +201,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   using KvIo = TileIo<Element, kBlockN, kHeadDim, Traits::kThreads, Traits::kAnyAlignment>;
   using Bias = ForwardBias<Traits, kFeatures, Keys>;
   static_assert(Traits::kStages == 1 || Bias::kBytes == 0, "with two stages no bias is loaded");
+  static_assert(!kSplit || !std::is_same_v<Policy, BlockSparsePolicy>, "tiles of a part follow each other");
 
   cuda::TileWork work = schedule.work(blockIdx.x);
   [[maybe_unused]] KeyPart part;

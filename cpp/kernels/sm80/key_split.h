@@ -27,14 +27,17 @@ struct SharedRows {
 };
 
 // How many heads share a tile: those of a group, where there are few queries of many keys, and a head has nothing of
-// its own but its q. (With one query each, cpp/src/pack_heads.cpp has made rows of the heads before.)
+// its own but its q. (With one query each, cpp/src/pack_heads.cpp has made rows of the heads before.) Their output goes
+// through the workspace, which many rows of few keys would not pay for.
 inline int heads_sharing(const ForwardParams& p) {
-  constexpr int kMostRows = 128, kManyKeys = 512, kMostTiles = 65535;  // of heads and sequences, in a grid
+  constexpr int kMostRows = 128, kManyKeys = 512, kKeysOfRow = 16, kMostTiles = 1024;  // of heads and sequences
   const int group = p.heads_per_group();
+  const std::int64_t rows = std::int64_t{p.seqlen_q} * group;
   const bool alike = p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
                      missing(Features::kSoftcap, p.score.features()) == Features::kNone;
-  const bool few = group > 1 && std::int64_t{p.seqlen_q} * group <= kMostRows && p.seqlen_k >= kManyKeys &&
-                   std::int64_t{p.batch} * p.num_heads_kv <= kMostTiles;
+  const std::int64_t tiles = std::int64_t{p.batch} * p.num_heads_kv;
+  const bool few = group > 1 && rows > 0 && rows <= kMostRows && p.seqlen_k >= kManyKeys &&
+                   p.seqlen_k >= kKeysOfRow * rows && tiles > 0 && tiles <= kMostTiles;
   return alike && few ? group : 1;
 }
 
@@ -89,12 +92,12 @@ inline int visible_keys(const ForwardParams& p, Tile tile) {
 // left to kernels that share their tiles out as they come: 1024 lines of keys reach 0.94 of a read there, 128 lines
 // 0.87 and here 0.92 (H100). num_splits asks for parts that do not depend on who shares the batch.
 inline bool plans_parts(const ForwardParams& p, int sharing, Tile tile, int multiprocessors) {
-  constexpr int kManyKeys = 1024, kManyTiles = 4, kMostSequences = 16384;
+  constexpr int kManyKeys = 1024, kManyTiles = 4;
   const bool unequal = p.cu_seqlens_k != nullptr || p.seqused_k != nullptr;
   const std::int64_t tiles = std::int64_t{p.num_heads / sharing} * p.batch;
   return unequal && p.num_splits == 0 && p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
-         p.batch > 1 && p.batch <= kMostSequences && p.seqlen_q > 0 && p.seqlen_q * sharing <= tile.m &&
-         visible_keys(p, tile) >= kManyKeys && tiles > 0 && tiles <= std::int64_t{kManyTiles} * multiprocessors;
+         p.batch > 1 && p.seqlen_q > 0 && p.seqlen_q * sharing <= tile.m && visible_keys(p, tile) >= kManyKeys &&
+         tiles > 0 && tiles <= std::int64_t{kManyTiles} * multiprocessors;
 }
 
 // sharing: heads_sharing().
@@ -118,6 +121,21 @@ FLASHSDK_HD float planned_time(float blocks, float tiles, int longest, int multi
       static_cast<float>(blocks > static_cast<float>(multiprocessors) ? PartCosts::kSharedTile : PartCosts::kTile);
   if (blocks <= slots) return each * last + PartCosts::kStart;
   return each * last / 2 + (each * tiles + PartCosts::kStart * blocks) / slots;
+}
+
+// How a sequence of so many tiles of keys is cut into parts of equal length, none above a limit.
+struct PartCut {
+  int parts, longest;  // tiles of the longest
+  FLASHSDK_HD static PartCut of(int tiles, int limit) {
+    const int parts = max_of(1, ceil_div(tiles, limit));  // without a key, one: its output is written like any other
+    return {parts, ceil_div(tiles, parts)};
+  }
+};
+
+// The limits that a plan tries: the longest sequence's tiles over 1, 2, … 8, 10, 12, 14, 16, 20, …, up to `most`.
+inline constexpr int kTriedLimits = 32;
+FLASHSDK_HD int tried_limit(int index, int longest, int most) {
+  return ceil_div(max_of(1, longest), min_of(((4 + index % 4) << (index / 4)) >> 2, most));
 }
 
 // A part of a plan, and what a thread block learns of it.

@@ -8,26 +8,15 @@
 
 namespace flashsdk::sm80 {
 
-// How a sequence of so many tiles is cut.
-struct PartCut {
-  int parts, longest;  // tiles of the longest
-  FLASHSDK_HD static PartCut of(int tiles, int limit) {
-    const int parts = max_of(1, ceil_div(tiles, limit));  // without a key, one: its output is written like any other
-    return {parts, ceil_div(tiles, parts)};
-  }
-};
-
-// The limits that are tried are the longest sequence's tiles over each of these: 1, 2, … 8, 10, 12, 14, 16, 20, …
-inline constexpr int kTriedLimits = 32;
-FLASHSDK_HD int parts_tried(int index) { return ((4 + index % 4) << (index / 4)) >> 2; }
-
 // What planning asks of a call and its device.
 struct PlanProblem {
   int tile_keys, most_keys;  // of a tile; that a query sees
   int multiprocessors, blocks_each;
 
+  // Without a query nobody reads the keys.
   FLASHSDK_HD int tiles_of(const ForwardParams& p, int batch) const {
-    return ceil_div(min_of(SeqlenInfo(p, batch).seqlen_k, most_keys), tile_keys);
+    const SeqlenInfo seq(p, batch);
+    return seq.seqlen_q > 0 ? ceil_div(min_of(seq.seqlen_k, most_keys), tile_keys) : 0;
   }
 };
 
@@ -41,7 +30,8 @@ __device__ __forceinline__ int reduce_block(int value, int* shared, F&& join) {
   __syncthreads();
   shared[threadIdx.x / 32] = value;
   __syncthreads();
-  for (int i = 0; i < kPlanWarps; ++i) value = join(value, shared[i]);
+  value = shared[0];
+  for (int i = 1; i < kPlanWarps; ++i) value = join(value, shared[i]);
   return value;
 }
 
@@ -59,10 +49,10 @@ __device__ __forceinline__ int best_limit(const ForwardParams& p, const KeySplit
     tiles += own;
   }
   if (threadIdx.x == 0) best = ~0ull;
-  longest = max_of(1, reduce_block(longest, of_warps, kMost));
+  longest = reduce_block(longest, of_warps, kMost);
   tiles = reduce_block(tiles, of_warps, kAdd);
 
-  const int limit = ceil_div(longest, min_of(parts_tried(threadIdx.x / kLanes), split.parts));
+  const int limit = tried_limit(static_cast<int>(threadIdx.x) / kLanes, longest, split.parts);
   int parts = 0, longest_part = 0;
   for (int b = threadIdx.x % kLanes; b < p.batch; b += kLanes) {
     const PartCut cut = PartCut::of(problem.tiles_of(p, b), limit);
