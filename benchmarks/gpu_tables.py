@@ -282,9 +282,9 @@ def caches_table(rows: list[Record]) -> str:
     header += ["TB/s, used", "of a read"]
     text = (
         "Forward, bf16, µs a call as above. Each sequence uses so many keys of a cache of twice as "
-        "many. alone: the same keys without a cache. unequal: several "
-        "sequences of 1/16 to 31/16 of them. Pages lie in any order. Of a read: the rate beside that "
-        "of PyTorch's sum over the bytes."
+        "many. alone: the same keys without a cache. unequal: several sequences of 1/16 to 31/16 "
+        "of them. Pages lie in any order. Of a read: the rate beside that of PyTorch's sum over "
+        "the bytes."
     )
     header, table = with_spread(header, table, grouped(rows, shape).values(), "us")
     return f"{text}\n\n{markdown_table(header, table, 5)}"
