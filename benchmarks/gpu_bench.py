@@ -306,10 +306,7 @@ def caches_of(
     """
     mask = fs.Causal() if queries > 1 else None
     size = 4 * batch * keys * heads_kv * dim  # bytes of the used K and V
-    spread = torch.linspace(1 / 16, 31 / 16, batch) if batch > 1 else torch.ones(1)
-    unequal = (spread * keys).int()[torch.randperm(batch)].to(DEVICE)
-    unequal[0] += batch * keys - int(unequal.sum())
-    equal = torch.full_like(unequal, keys)
+    equal = torch.full((batch,), keys, dtype=torch.int32, device=DEVICE)
     turns = range(1 + BEYOND_CACHES // size)
 
     def random(*shape: int) -> Any:
@@ -331,6 +328,9 @@ def caches_of(
     cache = [random(2, batch, 2 * keys, heads_kv, dim) for _ in turns]
     add("used", cache, seqused_k=equal)
     if batch > 1:
+        spread = torch.linspace(1 / 16, 31 / 16, batch)
+        unequal = (spread * keys).int()[torch.randperm(batch)].to(DEVICE)
+        unequal[0] += batch * keys - int(unequal.sum())
         add("unequal", cache, seqused_k=unequal)
     for page in PAGE_SIZES:  # the same memory as the cache, its pages in any order
         each = 2 * keys // page

@@ -140,42 +140,29 @@ TEST(SharedRows, EachIsOneQueryOfOneHead) {
 const std::int32_t kSomeLengths[] = {4096, 100};
 
 TEST(PlannedParts, OfFewQueriesInSequencesOfUnequalLengths) {
-  ForwardParams p = problem(1, 4096);
-  const auto planned = [](const ForwardParams& problem) { return key_parts_of(problem).planned > 0; };
-  EXPECT_FALSE(planned(p));
-  p.seqused_k = kSomeLengths;
-  EXPECT_TRUE(planned(p));
-  const ForwardParams unequal = p;
-  p.num_splits = 4;  // parts must not depend on who shares the batch
-  EXPECT_FALSE(planned(p));
-  p = unequal;
-  p.batch = 1;
-  EXPECT_FALSE(planned(p));
-  p = unequal;
-  p.batch = 0;
-  EXPECT_FALSE(planned(p));
-  p = unequal;
-  p.seqlen_q = 0;
-  EXPECT_FALSE(planned(p));
-  p = unequal;
-  p.batch = 1000;  // balances without
-  EXPECT_FALSE(planned(p));
-  p = unequal;
-  p.seqlen_q = 64;
-  EXPECT_TRUE(planned(p));
-  p.seqlen_q = 65;
-  EXPECT_FALSE(planned(p));
-  p = unequal;
-  p.seqlen_k = 1000;
-  EXPECT_FALSE(planned(p));
-  p = unequal;
-  p.mask.kind = MaskKind::kBand;
-  p.mask.band.left = 500;
-  p.mask.band.right = 0;
-  EXPECT_FALSE(planned(p));
-  p = unequal;
-  p.mask.kind = MaskKind::kBlockSparse;
-  EXPECT_FALSE(planned(p));
+  using Problem = ForwardParams&;
+  const auto planned_with = [](auto change) {
+    ForwardParams p = problem(1, 4096);
+    p.seqused_k = kSomeLengths;
+    change(p);
+    return key_parts_of(p).planned > 0;
+  };
+  EXPECT_TRUE(planned_with([](Problem) {}));
+  EXPECT_FALSE(planned_with([](Problem p) { p.seqused_k = nullptr; }));
+  EXPECT_FALSE(planned_with([](Problem p) { p.num_splits = 4; }));  // parts must not depend on who shares the batch
+  EXPECT_FALSE(planned_with([](Problem p) { p.batch = 1; }));
+  EXPECT_FALSE(planned_with([](Problem p) { p.batch = 0; }));
+  EXPECT_FALSE(planned_with([](Problem p) { p.batch = 1000; }));  // balances without
+  EXPECT_FALSE(planned_with([](Problem p) { p.seqlen_q = 0; }));
+  EXPECT_TRUE(planned_with([](Problem p) { p.seqlen_q = 64; }));
+  EXPECT_FALSE(planned_with([](Problem p) { p.seqlen_q = 65; }));
+  EXPECT_FALSE(planned_with([](Problem p) { p.seqlen_k = 1000; }));
+  EXPECT_FALSE(planned_with([](Problem p) {
+    p.mask.kind = MaskKind::kBand;
+    p.mask.band.left = 500;
+    p.mask.band.right = 0;
+  }));
+  EXPECT_FALSE(planned_with([](Problem p) { p.mask.kind = MaskKind::kBlockSparse; }));
 }
 
 TEST(PlannedParts, EachSequenceHasOneAtLeast) {

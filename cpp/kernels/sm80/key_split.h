@@ -198,16 +198,18 @@ struct KeySplit {
   }
   // Of a sequence.
   FLASHSDK_HD int count(int batch_of) const {
-    return ends == nullptr ? parts : ends[batch_of] - (batch_of > 0 ? ends[batch_of - 1] : 0);
+    return ends == nullptr ? parts : ends[batch_of] - first_planned(batch_of);
   }
   FLASHSDK_HD int slot(int part, int batch_of) const {
-    return ends == nullptr ? part * batch + batch_of : part + (batch_of > 0 ? ends[batch_of - 1] : 0);
+    return ends == nullptr ? part * batch + batch_of : first_planned(batch_of) + part;
   }
   FLASHSDK_HD std::int64_t row(int slot, int head, int row_of_head) const {
     return (std::int64_t{slot} * heads + head) * rows_of_head + row_of_head;
   }
 
  private:
+  FLASHSDK_HD int first_planned(int batch_of) const { return batch_of > 0 ? ends[batch_of - 1] : 0; }
+
   std::size_t size_ = 0;
 };
 

@@ -75,6 +75,7 @@ __device__ __forceinline__ int best_limit(const ForwardParams& p, const KeySplit
   return static_cast<int>(best & 0xffffffffu);
 }
 
+// A template, as several files of kernels include it.
 template <int kThreads = kPlanThreads>
 __global__ void __launch_bounds__(kThreads)
     plan_parts_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ KeySplit split,
