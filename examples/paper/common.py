@@ -99,8 +99,8 @@ _Fatal: Any = getattr(torch, "AcceleratorError", ())
 def failure(error: Exception) -> Row:
     """The row of a call that failed: without memory, or with what a backend said of the problem."""
     cause: BaseException = error
-    while cause.__cause__:  # what torch.compile wraps
-        cause = cause.__cause__
+    while inner := cause.__cause__ or cause.__context__:  # torch.compile wraps what was raised
+        cause = inner
     text = str(cause).strip()
     # Libraries have their own words where memory that PyTorch does not hand out is short.
     if isinstance(cause, torch.OutOfMemoryError) or re.search("ALLOC_FAILED|out of memory", text):

@@ -169,9 +169,10 @@ def plain(text: str, package: str) -> str:
     return re.sub(re.escape(package), "_", "\n".join(kept), flags=re.IGNORECASE)
 
 
-def labelled(options, out: Path) -> tuple[list[np.ndarray], np.ndarray, list[str]]:
+def labelled(options) -> tuple[list[np.ndarray], np.ndarray, list[str]]:
     """Tokens and package of every long document, of the packages that have the most of them."""
-    kept = out / f"documents-{options.documents}-{options.vocabulary}.pt"
+    shared = common.folder(options.text, "text", options.smoke)
+    kept = shared / f"documents-{options.documents}-{options.vocabulary}.pt"
     if not kept.exists():
         given = {"characters": options.characters, "vocabulary": options.vocabulary}
         corpus(options.text, **given, smoke=options.smoke)
@@ -231,7 +232,7 @@ def count_right(model: nn.Module, rows: Tensor, targets: Tensor, batch: int) -> 
 
 
 def classify(options: argparse.Namespace, record: Record, clock: Clock, out: Path) -> None:
-    tokens, labels, names = labelled(options, out)
+    tokens, labels, names = labelled(options)
     held = len(labels) // 5
     if held == 0:
         raise ValueError(f"--documents: {options.documents}; more, as there are {len(labels)} long")

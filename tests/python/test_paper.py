@@ -124,6 +124,18 @@ def test_page_is_that_of_the_records():
     assert done.returncode == 0, done.stderr
 
 
+def test_page_says_what_was_compiled(data):
+    render = importlib.import_module("render")
+    ratios = [
+        {"size": "small", "seqlen": 1024, "compiled": compiled, "eager_as_shipped": value}
+        for compiled, value in ((False, 1.5), (True, 4.25))
+    ]
+    record = {"result": {"ratios": ratios}}
+    for how, words in (("layers", "each layer compiled"), ("whole", "compiled")):
+        text = render.gpt2_speed({**record, "settings": {"compile": how}})
+        assert text.startswith(f"small: 1.50×, {words} 4.25×; medium: –")
+
+
 def test_pathfinder_resumes_to_the_bit(program, tmp_path):
     """Two runs of half the images end where one of all does."""
 
@@ -379,19 +391,22 @@ def test_methods_without_a_turn_come_in_the_next_run(data, clock):
     """Minutes that are over in a turn leave out methods; faults of one leave the others."""
     steps = importlib.import_module("steps")
     model = torch.nn.Linear(2, 2)
-    turns = steps.Turns(model, {"one": [], "two": [], "three": []}, compiled=None)
+    methods = ("faulty", "right", "ended", "late")
+    turns = steps.Turns(model, dict.fromkeys(methods, []), compiled=None)
     minutes = clock(1)
 
     def steps_of(method):
-        if method == "one":
+        if method == "faulty":
             raise KeyError("cu_seq_lens_q")
-        minutes.limit = 0
+        if method == "ended":
+            minutes.limit = 0
+            raise RuntimeError("a compiling process is gone")
         return {"seconds": 2.0, "memory": None, "loss": 1.0}
 
     turns._steps = steps_of
     rows = turns.run(3, minutes)
-    assert list(rows) == ["one", "two"]
-    assert rows["one"]["error"] == "'cu_seq_lens_q'" and rows["two"]["turns"] == 1
+    assert list(rows) == ["faulty", "right"]
+    assert rows["faulty"]["error"] == "'cu_seq_lens_q'" and rows["right"]["turns"] == 1
 
 
 def test_layers_share_a_program(data):
