@@ -13,7 +13,8 @@ shorter, and short documents are short: that is the distribution of the lengths.
 ``documents``: the baselines pad every sequence of a batch to 512, with a mask; flashsdk's batches
 have no padding, as sequences lie one behind the other (``varlen_attention``) until as many rows are
 full. Speed is counted in tokens of text a second, padding left out. ``full``: every sequence has
-512 tokens, and nothing is to be gained by packing. All methods in turns, as they are and compiled.
+512 tokens, and nothing is to be gained by packing. All methods in turns, as they are and with each
+layer compiled. What a run had no time for, the next one measures.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ import argparse
 
 import common
 import numpy as np
+import text as texts
 import torch
 from common import Clock, Record, Row
 from flashsdk.torch import varlen_attention
 from steps import BACKENDS, METHODS, OURS, SHOWN, Inputs, Turns, sdpa_method
-from text import Corpus, corpus
+from text import VOCABULARIES, Corpus, corpus
 from torch import Tensor, nn
 
 MASK_TOKEN = 1  # of text.py's vocabulary
 MASKED = 0.15
+PROBLEMS = [(compiled, kind) for compiled in (False, True) for kind in ("documents", "full")]
 
 
 def register() -> None:
@@ -76,7 +79,8 @@ def build(options: argparse.Namespace) -> nn.Module:
         pad_token_id=0,
     )
     config._attn_implementation = "eager"
-    return BertForMaskedLM(config).to(options.device).train()
+    with torch.device(options.device):  # where random weights take no time
+        return BertForMaskedLM(config).train()
 
 
 # ---- batches
@@ -151,12 +155,21 @@ def to(device: str, inputs: Inputs) -> Inputs:
 # ---- measuring
 
 
-def measure(options: argparse.Namespace, record: Record, text: Corpus, kind: str, compiled: bool):
+def measure(
+    options: argparse.Namespace,
+    record: Record,
+    clock: Clock,
+    text: Corpus,
+    kind: str,
+    compiled: bool,
+    methods: list[str],
+) -> None:
     full = kind == "full"
     batches: dict[str, list[Inputs]] = {}
     tokens: dict[str, float] = {}
-    for method in options.methods:
-        found = sequences(text, options.seqlen, 0, full=full)
+    drawn = sequences(text, options.seqlen, 0, full=full)
+    for method in methods:
+        found = list(drawn)
         make = packed if method == OURS else padded
         made = [make(found, options.batch, options.seqlen, seed) for seed in range(4)]
         if full:
@@ -164,9 +177,9 @@ def measure(options: argparse.Namespace, record: Record, text: Corpus, kind: str
             made = [({k: v for k, v in b.items() if k != "attention_mask"}, n) for b, n in made]
         batches[method] = [to(options.device, inputs) for inputs, _ in made]
         tokens[method] = sum(count for _, count in made) / len(made)
-    times = {"warm": 1, "timed": 1} if options.smoke else {"warm": 4, "timed": 8}
-    turns = Turns(build(options), batches, compiled=compiled, **times)
-    for method, row in turns.run(options.rounds).items():
+    times = {"warm": 1, "timed": 1} if options.smoke else {"timed": 4}
+    turns = Turns(build(options), batches, compiled="layers" if compiled else None, **times)
+    for method, row in turns.run(options.rounds, clock).items():
         if "error" not in row:
             row["tokens_a_second"] = tokens[method] / row["seconds"]
         record.row(
@@ -211,11 +224,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of all methods")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of all methods")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--characters", type=int, default=100_000_000, help="of text")
-    parser.add_argument("--vocabulary", type=int, default=30522)
+    texts.arguments(parser, VOCABULARIES["bert"])
     options = parser.parse_args()
     if options.smoke:
         options.batch, options.seqlen, options.rounds = 2, 64, 1
@@ -225,25 +237,30 @@ def main() -> None:
     out = common.folder(options.out, "bert", options.smoke)
     torch.set_float32_matmul_precision("high")
     register()
-    text = corpus(out, characters=options.characters, vocabulary=options.vocabulary)
+    text = corpus(
+        options.text,
+        characters=options.characters,
+        vocabulary=options.vocabulary,
+        smoke=options.smoke,
+    )
     settings = {"seqlen": options.seqlen, "dropout": options.dropout, "text": text.digest}
+    # Methods are compared of which a later run may have measured some.
+    settings["device"] = common.device_name(options.device)
     record = Record(
         out / "record.json", "bert", settings, smoke=options.smoke, device=options.device
     )
-    done = {(row["kind"], row["compiled"]) for row in record.data["rows"]}
-    for kind in ("documents", "full"):
-        for compiled in (False, True):
-            if (kind, compiled) in done or (compiled and options.no_compile):
-                continue
-            if clock.over(reserve=0 if options.smoke else 60):
-                print("stopped; run again to go on")
-                break
-            measure(options, record, text, kind, compiled)
-            record.save()
-    share = np.minimum(text.lengths(), options.seqlen)
-    record.result.update(
-        ratios=ratios(record.data["rows"]), documents=len(share), vocabulary=text.vocabulary
-    )
+    done = {(row["kind"], row["compiled"], row["method"]) for row in record.rows}
+    record.result.update(documents=len(text.lengths()), vocabulary=text.vocabulary)
+    for compiled, kind in PROBLEMS:
+        methods = [m for m in options.methods if (kind, compiled, SHOWN[m]) not in done]
+        if not methods or (compiled and options.no_compile):
+            continue
+        if clock.over(reserve=0 if options.smoke else 10):
+            print("stopped; run again to go on")
+            break
+        measure(options, record, clock, text, kind, compiled, methods)
+        record.result.update(ratios=ratios(record.rows))
+        record.save()
     record.save()
 
 
