@@ -3,7 +3,8 @@
 ``attention`` and ``varlen_attention`` give all that the library does, and ``kv_append`` fills a
 cache for them. ``flash_attn_*`` take the arguments of flash-attn 2.8
 (github.com/Dao-AILab/flash-attention), and ``scaled_dot_product_attention`` those of
-torch.nn.functional, so that either can be swapped by changing an import. Semantics are those of
+torch.nn.functional, so that either can be swapped by changing an import. ``distributed``, which is
+imported by itself, is for a sequence over several processes. Semantics are those of
 docs/semantics.md of the sources, unless a docstring says otherwise.
 
 What all share:
