@@ -23,7 +23,7 @@ from torch.autograd import Function
 from .._errors import Unsupported
 from .._torch_checks import ONCE_IN_REVERSE
 from .._torch_eager import Keywords, Tensors, recorded
-from .._torch_ops import _mha
+from .._torch_ops import _mha, trusted_lse
 from ..masks import Causal, Mask
 
 Received = Callable[[], list[Tensor]]  # waits for them: the host on a CPU, the stream on a GPU
@@ -188,13 +188,12 @@ def _add(totals: list[Tensor], call: Call, parts: Tensors) -> None:
 class Sums:
     """Whether a backward may use lse as it is, known without waiting for a GPU.
 
-    Where it is large, kernels take the sum of a row anew (docs/numerics.md of the sources), of the
-    keys that they are given: here that were a part. A bias of -lse makes it 0, exactly.
+    Beyond ``trusted_lse`` kernels take the sum of a row anew, here that of a part of the keys. A
+    bias of -lse makes it 0, exactly.
     """
 
     def __init__(self, lse: Tensor, dtype: torch.dtype) -> None:
-        trusted = 32.0 if dtype == torch.float32 else 1024.0
-        self._large = (lse.abs() > trusted).any()  # also -inf, which costs time alone
+        self._large = (lse.abs() > trusted_lse(dtype)).any()  # also -inf, which costs time alone
         self._copied: torch.cuda.Event | None = None
         if lse.is_cuda:
             on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
