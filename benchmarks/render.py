@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import context_parallel_tables
 import cpu_goals
 import gpu_figure
 import gpu_goals
@@ -35,7 +36,10 @@ IMAGES = DOCS / "images"
 README = ROOT / "README.md"
 PAGES = (  # with marked blocks
     README,
-    *(DOCS / f"{name}.md" for name in ("benchmarks", "jax", "torch_sdpa", "versions")),
+    *(
+        DOCS / f"{name}.md"
+        for name in ("benchmarks", "context_parallel", "jax", "torch_sdpa", "versions")
+    ),
 )
 
 Record = dict[str, Any]
@@ -88,7 +92,8 @@ SECTIONS = {
     "gpu_tests": lambda _, record: gpu_tables.tests_section(record),
     transformers_step.KIND: lambda _, record: transformers_step.section(record, about(record)),
 }
-ELSEWHERE = {"torch_tests", "versions", jax_tables.KIND}  # in pages of their own
+# In pages of their own.
+ELSEWHERE = {"torch_tests", "versions", jax_tables.KIND, context_parallel_tables.KIND}
 
 
 def document(found: dict[str, Record]) -> str:
@@ -118,6 +123,9 @@ def blocks_of(found: dict[str, Record]) -> dict[str, str]:
         ),
         "jax": "\n\n".join(
             jax_tables.block(r) for r in found.values() if r["kind"] == jax_tables.KIND
+        ),
+        context_parallel_tables.KIND: context_parallel_tables.text(
+            [r for r in found.values() if r["kind"] == context_parallel_tables.KIND]
         ),
         "versions": "\n\n".join(versions(r) for r in found.values() if r["kind"] == "versions"),
     }

@@ -49,6 +49,7 @@ METHODS = ("standard", "flashsdk")
 PHASES = ("forward", "backward")
 COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum")
 BETWEEN = "spin_kernel"  # what torch.cuda._sleep launches: it stands between two cases
+DONE = "every case has run"  # a child's last line
 
 
 CASES = [(method, phase) for method in METHODS for phase in PHASES]
@@ -103,6 +104,7 @@ def child(problem: Problem) -> None:
     for method, phase in CASES:
         one(Bench(attention.METHODS[method], problem, "cuda"), phase)
         torch.cuda.empty_cache()
+    print(DONE, flush=True)
 
 
 def one(bench: Bench, phase: str) -> None:
@@ -140,7 +142,10 @@ def measured(ncu: str, problem: Problem, log: Path, clock: Clock) -> list[Row]:
 
 
 def run(command: list[str], log: Path, clock: Clock) -> str:
-    """What a command printed, or "" where it failed; it is ended when the minutes are over."""
+    """What a child printed, or "" where it did not come to its end, or the minutes are over.
+
+    Not by its exit status: PyTorch may abort a process that ends while autograd's threads wait.
+    """
     with log.open("w") as file:
         # A session of its own, as ncu does not end the program that it watches.
         started = subprocess.Popen(
@@ -152,8 +157,9 @@ def run(command: list[str], log: Path, clock: Clock) -> str:
         finally:
             if started.poll() is None:
                 os.killpg(started.pid, signal.SIGKILL)
-            code = started.wait()
-    return log.read_text(errors="replace") if code == 0 else ""
+            started.wait()
+    text = log.read_text(errors="replace")
+    return text if DONE in text.splitlines() else ""
 
 
 def split(output: str) -> list[Row]:

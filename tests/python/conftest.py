@@ -63,10 +63,10 @@ def seeded():
 def torch_way(request, monkeypatch) -> str:
     """The two ways of eager calls of flashsdk.torch: for tests of what both have to do."""
     from flashsdk import _flash_attn_func, _flash_attn_kvcache, _torch_eager
-    from flashsdk import torch as adapter
+    from flashsdk.torch import _attention, _sdpa
 
     if request.param == "python":
-        for module in (adapter, _flash_attn_func, _flash_attn_kvcache):
+        for module in (_attention, _sdpa, _flash_attn_func, _flash_attn_kvcache):
             monkeypatch.setattr(module, "native", _torch_eager.InPython)
     elif _torch_eager.native is _torch_eager.InPython:
         pytest.skip("flashsdk._torch_native is not built for this PyTorch")

@@ -327,7 +327,8 @@ def test_profiler_that_fails_leaves_the_counts(data, tmp_path, clock):
     mark = '"0","spin_kernel","lts__t_bytes.sum","5"'
     scripts = {
         "refused": "echo '==ERROR== ERR_NVGPUCTRPERM'; exit 1",
-        "no number": f'echo \'{table}\n{mark}\n"1","gemm","lts__t_bytes.sum","n/a"\'',
+        "no number": f'echo \'{table}\n{mark}\n"1","gemm","lts__t_bytes.sum","n/a"\''
+        f"; echo {traffic.DONE}",
         "cut short": f"printf '{table}\n{mark}'",
         "endless": "sleep 100 & echo $! >&2; wait",
     }
@@ -345,6 +346,22 @@ def test_profiler_that_fails_leaves_the_counts(data, tmp_path, clock):
     assert not running(sleeper)  # what it started ends with it
     rows = traffic.rows_of(problem, [], "cpu")
     assert len(rows) == 4 and not any("dram" in row for row in rows)
+
+
+def test_profiled_program_that_aborts_behind_its_last_case(data, tmp_path, clock):
+    traffic = importlib.import_module("traffic")
+    lines = ['"ID","Kernel Name","Metric Name","Metric Value"']
+    for case in range(len(traffic.CASES)):
+        lines += [
+            f'"{2 * case + i}","{kernel}","lts__t_bytes.sum","1,00{case}"'
+            for i, kernel in enumerate((traffic.BETWEEN, "gemm"))
+        ]
+    program = tmp_path / "aborts"
+    table = "\n".join(lines)
+    program.write_text(f"#!/bin/sh\necho {traffic.DONE}\necho '{table}'\nkill -ABRT $$\n")
+    program.chmod(0o755)
+    found = traffic.measured(str(program), traffic.PROBLEMS[1], tmp_path / "log", clock(1))
+    assert [case["lts__t_bytes.sum"] for case in found] == [1000, 1001, 1002, 1003]
 
 
 def running(pid):

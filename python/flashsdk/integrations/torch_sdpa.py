@@ -57,7 +57,7 @@ class _Overrides:
             built.override_sdpa("flash", "CUDA")
             built.override_sdpa("packed", "CUDA")
         self._nested = _sdpa_nested.Choice()
-        _sdpa_dtensor.prepare()
+        _sdpa_dtensor.prepare(enabled)
         _Overrides.active = self
 
     def remove(self) -> None:
@@ -121,7 +121,7 @@ def enable() -> Enabled:
     with _switching:
         before = _current()
         _switch_to(_NAME)
-        _sdpa_dtensor.prepare()  # again: DTensors may have been imported since
+        _sdpa_dtensor.prepare(enabled)  # again: DTensors may have been imported since
     return Enabled(before)
 
 
