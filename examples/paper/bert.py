@@ -13,7 +13,7 @@ shorter, and short documents are short: that is the distribution of the lengths.
 ``documents``: the baselines pad every sequence of a batch to 512, with a mask; flashsdk's batches
 have no padding, as sequences lie one behind the other (``varlen_attention``) until as many rows are
 full. Speed is counted in tokens of text a second, padding left out. ``full``: every sequence has
-512 tokens, and nothing is to be gained by packing. All methods in turns, as they are and with each
+512 tokens, and nothing is packed. All methods in turns, as they are and with each
 layer compiled. What a run had no time for, the next one measures.
 """
 
@@ -26,8 +26,17 @@ import numpy as np
 import text as texts
 import torch
 from common import Clock, Record, Row
-from flashsdk.torch import varlen_attention
-from steps import BACKENDS, METHODS, OURS, SHOWN, Inputs, Turns, sdpa_method
+from flashsdk.torch import attention, varlen_attention
+from steps import (
+    BACKENDS,
+    METHODS,
+    OURS,
+    SHOWN,
+    Inputs,
+    Turns,
+    padded_vocabulary,
+    sdpa_method,
+)
 from text import VOCABULARIES, Corpus, corpus
 from torch import Tensor, nn
 
@@ -46,6 +55,9 @@ def register() -> None:
     from transformers.masking_utils import sdpa_mask
 
     def ours(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **more):
+        if "cu_seq_lens_q" not in more:  # sequences of one length
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            return attention(q, k, v, softmax_scale=scaling, dropout_p=dropout), None
         cu_seqlens, longest = more["cu_seq_lens_q"], more["max_length_q"]
         # (1, heads, tokens, head_dim) to (tokens, heads, head_dim).
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -68,7 +80,7 @@ def build(options: argparse.Namespace) -> nn.Module:
     layers, heads = (2, 2) if options.smoke else (24, 16)
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=options.vocabulary,
+        vocab_size=padded_vocabulary(options.vocabulary),
         hidden_size=64 * heads,
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -148,6 +160,14 @@ def packed(found: list[np.ndarray], batch: int, seqlen: int, seed: int) -> tuple
     return answer, batch * seqlen
 
 
+def shorten(batches: list[Inputs]) -> None:
+    """Leaves out the sequences of no tokens that stand at the end of all batches."""
+    ends = [inputs["cu_seq_lens_q"] for inputs in batches]
+    most = max(int((e < e[-1]).sum()) for e in ends) + 1
+    for inputs, e in zip(batches, ends):
+        inputs["cu_seq_lens_q"] = e[:most]
+
+
 def to(device: str, inputs: Inputs) -> Inputs:
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
@@ -170,11 +190,13 @@ def measure(
     drawn = sequences(text, options.seqlen, 0, full=full)
     for method in methods:
         found = list(drawn)
-        make = packed if method == OURS else padded
+        make = packed if method == OURS and not full else padded
         made = [make(found, options.batch, options.seqlen, seed) for seed in range(4)]
         if full:
             # No padding, so that every backend may go without a mask.
             made = [({k: v for k, v in b.items() if k != "attention_mask"}, n) for b, n in made]
+        elif make is packed:
+            shorten([inputs for inputs, _ in made])
         batches[method] = [to(options.device, inputs) for inputs, _ in made]
         tokens[method] = sum(count for _, count in made) / len(made)
     times = {"warm": 1, "timed": 1} if options.smoke else {"timed": 4}
@@ -245,6 +267,7 @@ def main() -> None:
     )
     settings = {"seqlen": options.seqlen, "dropout": options.dropout, "text": text.digest}
     # Methods are compared of which a later run may have measured some.
+    settings["vocabulary"] = padded_vocabulary(options.vocabulary)
     settings["device"] = common.device_name(options.device)
     record = Record(
         out / "record.json", "bert", settings, smoke=options.smoke, device=options.device

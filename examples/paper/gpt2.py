@@ -10,8 +10,8 @@ times faster than as Hugging Face shipped it, to the same perplexity.
     python examples/paper/gpt2.py speed --smoke                # a check: seconds on a CPU
 
 Needs transformers and tokenizers: pip install '.[paper]'. Weights are random, the text is
-that of text.py, with a byte-level BPE of 50257 trained on it. bf16 autocast, AdamW (fused on a
-GPU), no dropout unless ``--dropout``.
+that of text.py, with a byte-level BPE of 50257 trained on it; every model has 50304 words, a
+multiple of 64. bf16 autocast, AdamW (fused on a GPU), no dropout unless ``--dropout``.
 
 ``speed`` takes whole training steps of all methods in turns, with one model and one optimizer, as
 they are and under torch.compile: each layer and the loss, or with ``--compile whole`` the model as
@@ -33,7 +33,18 @@ import text as texts
 import torch
 from common import Clock, Record, Row, Training
 from flashsdk.torch import attention
-from steps import BACKENDS, METHODS, OURS, SHOWN, Inputs, Turns, optimizer, sdpa_method, train_step
+from steps import (
+    BACKENDS,
+    METHODS,
+    OURS,
+    SHOWN,
+    Inputs,
+    Turns,
+    optimizer,
+    padded_vocabulary,
+    sdpa_method,
+    train_step,
+)
 from text import VOCABULARIES, Corpus, corpus
 from torch import Tensor, nn
 
@@ -74,7 +85,7 @@ def build(options: argparse.Namespace, size: str, context: int) -> nn.Module:
     torch.manual_seed(0)
     drop = options.dropout
     config = GPT2Config(
-        vocab_size=options.vocabulary,
+        vocab_size=padded_vocabulary(options.vocabulary),
         n_positions=context,
         n_layer=layers,
         n_head=heads,
@@ -278,6 +289,7 @@ def main() -> None:
         smoke=options.smoke,
     )
     settings = {"what": options.what, "dropout": options.dropout, "text": text.digest}
+    settings["vocabulary"] = padded_vocabulary(options.vocabulary)
     if options.what == "speed":
         # Methods are compared of which a later run may have measured some.
         settings |= {"device": common.device_name(options.device), "compile": options.compile}

@@ -51,6 +51,14 @@ def sdpa_method(backend: SDPBackend | None, *, causal: bool) -> Callable[..., tu
     return method
 
 
+def padded_vocabulary(words: int) -> int:
+    """The model's, in multiples of 64: fast matrix products want rows of whole 16-byte vectors.
+
+    The words at its end never occur.
+    """
+    return -(-words // 64) * 64
+
+
 def optimizer(model: nn.Module, rate: float) -> torch.optim.AdamW:
     """Weight decay for matrices alone; fused on a GPU."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]

@@ -481,6 +481,10 @@ def test_packed_batches_hold_the_same_sequences(data):
     assert lengths[lengths > 0].tolist() == [16, 4, 4]  # from the end of the list, the last cut
     ids = torch.where(inputs["labels"] == -100, inputs["input_ids"], inputs["labels"])
     assert (ids == inputs["position_ids"] + 2).all()
+    other, _ = bert.packed([np.arange(2, 2 + 6, dtype=np.uint16)] * 4, 3, 8, 0)
+    bert.shorten([inputs, other])  # of one size, as a compiled program wants it
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 16, 20, 24, 24]
+    assert other["cu_seq_lens_q"].tolist() == [0, 6, 12, 18, 24]
 
 
 def test_wilson(program, data):
