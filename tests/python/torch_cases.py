@@ -4,6 +4,12 @@ import flashsdk as fs
 import torch
 
 TORCH = tuple(int(x) for x in torch.__version__.split(".")[:2])
+OFFSETS = torch.tensor([0, 30, 30, 70], dtype=torch.int32)
+SINK = torch.linspace(-1, 1, 4)
+USED = {
+    "seqused_q": torch.tensor([70, 9], dtype=torch.int32),
+    "seqused_k": torch.tensor([33, 70], dtype=torch.int32),
+}
 
 
 def qkv(
