@@ -10,7 +10,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import pytest
-from runner import Runner, targets
+from runner import Runner, Target, targets
 
 
 @pytest.hookimpl(trylast=True)
@@ -50,6 +50,19 @@ def backend(request) -> str:
     if request.param.missing:
         pytest.skip(request.param.missing)
     return request.param.backend
+
+
+@pytest.fixture(
+    params=[Target("cpu"), *(target for target in targets() if target.backend != "cpu")],
+    ids=lambda target: target.name,
+)
+def place(request):
+    """A CPU or a GPU's backend, for what only differs in where its tensors lie: a Place."""
+    from gpu_cases import Place
+
+    if request.param.missing:
+        pytest.skip(request.param.missing)
+    return Place.of(request.param.backend)
 
 
 @pytest.fixture(autouse=True)

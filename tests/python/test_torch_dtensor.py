@@ -1,9 +1,14 @@
 """DTensors over batch and heads: two processes compute what one does, and nothing is gathered."""
 
+import contextlib
+import copy
+import functools
 import os
+import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +17,16 @@ torch = pytest.importorskip("torch")
 import flashsdk as fs  # noqa: E402
 import flashsdk.torch as ft  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
+from flashsdk import _torch_eager  # noqa: E402
+from flashsdk.integrations import torch_sdpa  # noqa: E402
+from standard_attention import assert_close  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
 distributed = pytest.importorskip("torch.distributed")
 pytestmark = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()), reason="no gloo"
 )
+PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
 
 
 def gradients(call, leaves):
@@ -221,6 +231,89 @@ def check_sinks_and_lengths(mesh):
         ft.kv_append(x[1], x[2], x[1], x[2], n)
 
 
+# ---- tensor parallel and FSDP2
+
+
+def of_the_page():
+    """The names of the page's example, which parallelizes a module over both processes."""
+    text = PAGE.read_text("utf-8").partition("## Tensor parallel and FSDP2")[2]
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+    return names
+
+
+def by_pytorch(q, k, v, mask):
+    assert mask == fs.Causal()
+    x = (t.transpose(1, 2) for t in (q, k, v))
+    return sdpa(*x, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def ways():
+    """Each with whether its tensors are DTensors, which PyTorch's own function takes on no CPU."""
+    yield "sdpa", by_pytorch, contextlib.nullcontext, False
+    for parts in (False, True):
+        yield f"flashsdk, {parts}", ft.attention, contextlib.nullcontext, parts
+        if _torch_eager.native is not _torch_eager.InPython:
+            yield f"enable, {parts}", by_pytorch, torch_sdpa.enable, parts
+
+
+def trained(model, x, weight):
+    """out, the gradients of sum(weight * out), and how often each collective ran."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as watched:
+        out = model(x)
+        (out * weight).sum().backward()
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in
+             model.parameters()]  # fmt: skip
+    return [out.detach(), *grads], dict(watched.get_comm_counts())
+
+
+def check_modules():
+    """A module in both wrappers: what the whole one gives, by the collectives that sdpa takes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    page = of_the_page()
+    weight = page["model"].q.weight
+    assert isinstance(weight, DTensor) and weight.grad.full_tensor().abs().sum() > 0
+    torch.manual_seed(0)
+    whole = page["Attention"](64, 8, 2, 16)
+    x, weight = torch.randn(2, 4, 50, 64).unbind(0)
+    page["attention"] = by_pytorch
+    exact, _ = trained(copy.deepcopy(whole).double(), x.double(), weight.double())
+    plain, _ = trained(copy.deepcopy(whole), x, weight)
+
+    for shape in ((1, 2), (2, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        rank, size = mesh["dp"].get_local_rank(), shape[0]
+        want = [[out.chunk(size)[rank], *grads] for out, *grads in (plain, exact)]
+        counts = {}
+        for name, attend, scope, as_dtensors in ways():
+            seen = []
+
+            def watched(q, k, v, mask, attend=attend, seen=seen):
+                seen.append(isinstance(q, DTensor))
+                return attend(q, k, v, mask=mask)
+
+            page["attention"] = watched
+            page["ColwiseParallel"] = functools.partial(
+                ColwiseParallel, use_local_output=not as_dtensors
+            )
+            model = page["parallelized"](copy.deepcopy(whole), mesh)
+            with scope():
+                (out, *grads), counts[name] = trained(
+                    model, *(t.chunk(size)[rank] for t in (x, weight))
+                )
+            assert seen == [as_dtensors]
+            assert_close([out, *(size * g for g in grads)], *want)  # FSDP has averaged them
+        assert sum(counts["sdpa"].values()) > 0
+        assert all(found == counts["sdpa"] for found in counts.values()), counts
+
+
 def work(rank, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
@@ -230,6 +323,8 @@ def work(rank, port):
     mesh = init_device_mesh("cpu", (2,))
     check_all(mesh)
     check_sinks_and_lengths(mesh)
+    if PAGE.exists():
+        check_modules()
     distributed.destroy_process_group()
 
 
