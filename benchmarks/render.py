@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import context_parallel_tables
 import cpu_goals
 import gpu_figure
 import gpu_goals
@@ -37,7 +38,14 @@ PAGES = (  # with marked blocks
     README,
     *(
         DOCS / f"{name}.md"
-        for name in ("benchmarks", "jax", "jax_details", "torch_sdpa", "versions")
+        for name in (
+            "benchmarks",
+            "context_parallel",
+            "jax",
+            "jax_details",
+            "torch_sdpa",
+            "versions",
+        )
     ),
 )
 
@@ -98,12 +106,13 @@ VERSIONED = {  # columns of the versions' record
     "jax": "JAX",
     "transformers": "transformers",
 }
-ELSEWHERE = {
+ELSEWHERE = {  # in pages of their own
     "torch_tests",
     "versions",
     jax_tables.KIND,
     jax_tables.EXAMPLE,
-}  # in pages of their own
+    context_parallel_tables.KIND,
+}
 
 
 def document(found: dict[str, Record]) -> str:
@@ -133,6 +142,9 @@ def blocks_of(found: dict[str, Record]) -> dict[str, str]:
         ),
         "jax": "\n\n".join(
             jax_tables.block(r) for r in found.values() if r["kind"] == jax_tables.KIND
+        ),
+        context_parallel_tables.KIND: context_parallel_tables.text(
+            [r for r in found.values() if r["kind"] == context_parallel_tables.KIND]
         ),
         "flax": "\n\n".join(
             jax_tables.example(r) for r in found.values() if r["kind"] == jax_tables.EXAMPLE

@@ -412,6 +412,14 @@ def attend(
         raise renamed(e, {"bias": "mask"}) from None
 
 
+def trusted_lse(dtype: torch.dtype) -> float:
+    """Up to which |lse| a backward relies on it; beyond, it takes the sum of the row anew.
+
+    One that is given a part of the keys must not: it would take that part's sum for the whole.
+    """
+    return 32.0 if dtype == torch.float32 else 1024.0  # docs/numerics.md of the sources
+
+
 def _checked(
     mask: object,
     bias: Tensor | None,

@@ -13,11 +13,12 @@ torch = pytest.importorskip("torch")
 import flashsdk as fs  # noqa: E402
 from flashsdk import _flash_attn_func, _flash_attn_kvcache, _torch_eager  # noqa: E402
 from flashsdk import torch as adapter  # noqa: E402
+from flashsdk.torch import _attention, _sdpa  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_cases import OFFSETS, SINK, USED, qkv, with_gradients  # noqa: E402
 
 built = _torch_eager.native is not _torch_eager.InPython
-ADAPTERS = (adapter, _flash_attn_func, _flash_attn_kvcache)
+ADAPTERS = (_attention, _sdpa, _flash_attn_func, _flash_attn_kvcache)
 needs_native = pytest.mark.skipif(not built, reason="flashsdk._torch_native is not built")
 
 CAUSAL, TOP_LEFT = fs.Causal(), fs.Causal("top_left")

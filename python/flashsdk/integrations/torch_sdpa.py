@@ -23,7 +23,7 @@ import torch.nn.attention as torch_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .. import Causal, build_info, ops
+from .. import Causal, _log, build_info, ops
 from .._errors import Error, Unsupported, renamed
 from .._torch_checks import flag, shape_of, tensor
 from .._torch_eager import InPython, built
@@ -56,14 +56,30 @@ class _Overrides:
         if build_info()["cuda"] and torch.version.cuda is not None:
             built.override_sdpa("flash", "CUDA")
             built.override_sdpa("packed", "CUDA")
+        if _log.ON:
+            built.watch_sdpa(_logged)
         self._nested = _sdpa_nested.Choice()
-        _sdpa_dtensor.prepare()
+        _sdpa_dtensor.prepare(enabled)
         _Overrides.active = self
 
     def remove(self) -> None:
         self._nested.remove()
         built.restore_sdpa()
         _Overrides.active = None
+
+
+def _logged(
+    backward: bool, taken: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    band: tuple[int | None, int | None, bool] | None, scale: float | None, dropout_p: float,
+    packed: tuple[Any, ...] | None,
+) -> None:  # fmt: skip
+    """A line of FLASHSDK_LOG for a call that came to the place of aten's kernels."""
+    rest = (None, None, None, None, None)  # what aten's kernels do not have
+    options = (scale, band, _as_bias(mask), None, 0.0, dropout_p, 0, 0, False, None, None, *rest)
+    op = f"torch_sdpa_{'bwd' if backward else 'fwd'}"
+    # Mostly the library refuses, which is told instead.
+    later = "" if taken else "PyTorch's kernel"
+    _log.call(op, backward, (q, k, v), packed or (), options, later=later)
 
 
 if _REGISTRY:
@@ -121,7 +137,7 @@ def enable() -> Enabled:
     with _switching:
         before = _current()
         _switch_to(_NAME)
-        _sdpa_dtensor.prepare()  # again: DTensors may have been imported since
+        _sdpa_dtensor.prepare(enabled)  # again: DTensors may have been imported since
     return Enabled(before)
 
 
@@ -207,12 +223,16 @@ def explain(
     if dropout_p != 0:
         return Explanation(False, choice.name, reason=f"dropout_p is {dropout_p}")
     causal = Causal("top_left") if flag("is_causal", is_causal) else None
-    bias = attn_mask
-    if bias is not None:
-        bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
-        bias = bias[..., :1] if bias.stride(-1) == 0 else bias
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return _kernel_of(q, k, v, op=op, mask=causal, bias=bias, softmax_scale=scale)
+    return _kernel_of(q, k, v, op=op, mask=causal, bias=_as_bias(attn_mask), softmax_scale=scale)
+
+
+def _as_bias(attn_mask: Tensor | None) -> Tensor | None:
+    """(batch, heads, seqlen_q, seqlen_k), with sizes of 1 where it broadcasts."""
+    if attn_mask is None:
+        return None
+    bias = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
+    return bias[..., :1] if bias.stride(-1) == 0 else bias
 
 
 def _explain_nested(

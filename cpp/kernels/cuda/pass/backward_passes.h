@@ -84,8 +84,8 @@ __device__ __forceinline__ void add_row_products(const BackwardParams& p, const 
   }
 }
 
-// Whether a query whose lse is the sink's sees no key. One whose keys weigh less than a rounding of the sink has the same
-// lse, but gradients of its own: its out is not all zeros.
+// Whether a query whose lse is the sink's sees no key. One whose keys weigh less than a rounding of the sink has the
+// same lse, but gradients of its own: its out is not all zeros.
 template <class Element>
 __device__ __noinline__ bool sees_nothing(const Element* out, int head_dim_v) {
   for (int c = 0; c < head_dim_v; ++c) {
