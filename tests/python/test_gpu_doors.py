@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
+from flashsdk._torch_private import sdp_order  # noqa: E402
 from flashsdk.integrations import flash_attn as door  # noqa: E402
 from flashsdk.integrations import torch_sdpa  # noqa: E402
 from flashsdk.torch import explain, varlen_attention  # noqa: E402
@@ -21,7 +22,6 @@ from sdpa_cases import (  # noqa: E402
     starts,
 )
 from standard_attention import assert_close, check, standard  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch_cases import one_thread, rotated, with_gradients  # noqa: E402, F401
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -162,8 +162,8 @@ def test_flash_attn_with_kvcache(place, dtype, flash_attn, interleaved, count, p
 
 @pytest.fixture
 def enabled():
-    """With flash attention alone: a GPU's first choice may be cuDNN."""
-    with torch_sdpa.enable(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    """And nothing else: on Hopper PyTorch's own first choice is cuDNN."""
+    with torch_sdpa.enable():
         yield
     torch._dynamo.reset()
 
@@ -181,6 +181,17 @@ def test_sdpa(place, dtype, enabled, seqlen_q, seqlen_k):
         place.ours(torch_sdpa.explain(*inputs, op=op))
     same_as_math(inputs)
     same_as_math(inputs, scale=0.3)
+
+
+@NOT_BUILT
+def test_the_order_of_pytorchs_backends_comes_back(place, dtype):
+    inputs = heads_first(place, dtype)
+    choice = torch_sdpa.explain(*inputs).backend  # PyTorch makes its order with the first call
+    before = sdp_order()
+    with torch_sdpa.enable():
+        assert torch_sdpa.explain(*inputs).backend == "FLASH_ATTENTION"
+    assert sdp_order() == before
+    assert torch_sdpa.explain(*inputs).backend == choice
 
 
 @NOT_BUILT

@@ -102,11 +102,11 @@ def test_generate(place, dtype, monkeypatch, kinds, name, lengths, cache):
         assert ("lengths" in kinds) == (cache == "static"), kinds
 
 
-def test_generate_as_transformers_compiles_it(place, monkeypatch):
+def test_generate_as_transformers_compiles_it(place):
     """It captures CUDA graphs of what torch.compile makes of a step."""
     if place.device == "cpu":
         pytest.skip("transformers compiles for a GPU alone")
-    if place.backend == "sm80":
-        force(monkeypatch, place.backend)
+    if place.shifted:
+        pytest.skip("once a card is enough, with the kernels that it chooses")
     options = {"cache_implementation": "static"}
     check_generation(place, torch.bfloat16, DECODERS["llama"], (9, 9), **options)

@@ -27,7 +27,7 @@ from .. import Causal, _log, build_info, ops
 from .._errors import Error, Unsupported, renamed
 from .._torch_checks import flag, shape_of, tensor
 from .._torch_eager import InPython, built
-from .._torch_private import sdp_choice
+from .._torch_private import sdp_choice, sdp_order, set_sdp_order, when_cuda_starts
 from . import _sdpa_dtensor, _sdpa_nested
 
 __all__ = ["Enabled", "Explanation", "disable", "enable", "enabled", "explain"]
@@ -40,6 +40,36 @@ _switching = threading.Lock()  # two threads that enable at once would put ours 
 
 
 # ---- on and off
+
+
+class _FlashFirst:
+    """On a GPU PyTorch asks its flash attention first, so ours, until ``remove``.
+
+    On Hopper it would ask cuDNN first. It decides so in the first call on a GPU, and then keeps
+    what it is told: so this waits for CUDA, and makes a choice before it says its own.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[int] | None = None
+        self._ours: list[int] | None = None
+        self._wanted = True
+        if build_info()["cuda"] and torch.version.cuda is not None and sdp_order() is not None:
+            when_cuda_starts(self._put)
+
+    def _put(self) -> None:
+        if not self._wanted:
+            return
+        x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
+        sdp_choice(x, x, x, None, 0.0, False, scale=None, enable_gqa=False)
+        flash = int(SDPBackend.FLASH_ATTENTION.value)
+        self._before = sdp_order() or []
+        self._ours = [flash, *(one for one in self._before if one != flash)]
+        set_sdp_order(self._ours)
+
+    def remove(self) -> None:
+        self._wanted = False
+        if self._before and sdp_order() == self._ours:  # else somebody has said another since
+            set_sdp_order(self._before)
 
 
 class _Overrides:
@@ -56,6 +86,7 @@ class _Overrides:
         if build_info()["cuda"] and torch.version.cuda is not None:
             built.override_sdpa("flash", "CUDA")
             built.override_sdpa("packed", "CUDA")
+        self._order = _FlashFirst()
         if _log.ON:
             built.watch_sdpa(_logged)
         self._nested = _sdpa_nested.Choice()
@@ -63,6 +94,7 @@ class _Overrides:
         _Overrides.active = self
 
     def remove(self) -> None:
+        self._order.remove()
         self._nested.remove()
         built.restore_sdpa()
         _Overrides.active = None
