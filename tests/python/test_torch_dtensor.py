@@ -108,10 +108,9 @@ def check_all(mesh):
 
     compare(varlen, packed, placed, (Shard(1),))
 
-    for refused in ({"dropout_p": 0.1}, {"mask": fs.layouts.dense(20, 20)}):
-        with pytest.raises(fs.Error, match="DTensor"):
-            x = distribute_tensor(q, mesh, [Shard(0)])
-            ft.attention(x, x, x, **refused)
+    with pytest.raises(fs.Unsupported, match=r"^dropout_p: 0\.1; 0, as a DTensor's"):
+        x = distribute_tensor(q, mesh, [Shard(0)])
+        ft.attention(x, x, x, dropout_p=0.1)
 
     seed = distribute_tensor(torch.tensor([7, 0]), mesh, [Replicate()])
     x = [distribute_tensor(t, mesh, [Replicate()]) for t in (q, k, v)]
@@ -314,6 +313,57 @@ def check_modules():
         assert all(found == counts["sdpa"] for found in counts.values()), counts
 
 
+def check_layouts(mesh):
+    """Every device has all lists of a layout; heads or sequences with lists of their own, too."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 40, 4, 16), torch.randn(2, 40, 2, 16), torch.randn(2, 40, 2, 16)
+    sink = torch.randn(4)
+    lengths = torch.tensor([0, 33, 80], dtype=torch.int32)
+    blocks = torch.rand(2, 4, 3, 3) < 0.6
+    sizes = {"block_size": 16, "seqlen_q": 40, "seqlen_k": 40, "band": fs.Causal()}
+    shared, of_heads, of_sequences, of_both = (
+        fs.BlockMask.from_dense(x.numpy(), **sizes)
+        for x in (blocks[0, 0], blocks[0], blocks[:, :1], blocks)
+    )
+    for mask, dim, kept in (
+        (shared, 0, Shard(0)),
+        (shared, 2, Shard(2)),
+        (shared, 1, Replicate()),
+        (of_heads, 0, Shard(0)),
+        (of_heads, 2, Replicate()),
+        (of_sequences, 0, Replicate()),
+        (of_sequences, 2, Shard(2)),
+        (of_both, 2, Replicate()),
+    ):
+        placed = [distribute_tensor(x, mesh, [Shard(dim)]) for x in (q, k, v)]
+
+        def call(q, k, v, mask=mask):
+            return ft.attention(q, k, v, mask=mask)
+
+        compare(call, (q, k, v), placed, (kept,))
+    placed = [distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)]
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    compare(lambda *x: compiled(*x, mask=shared), (q, k, v), placed, (Shard(2),))
+
+    placed.append(distribute_tensor(sink, mesh, [Shard(0)]))
+    compare(
+        lambda q, k, v, sink: ft.attention(q, k, v, mask=shared, sink=sink),
+        *((q, k, v, sink), placed, (Shard(2),), [Shard(0)]),
+    )
+    whole = distribute_tensor(lengths, mesh, [Replicate()])
+    of_packed = fs.layouts.random(47, 47, 16, density=0.6, seed=1)
+
+    def varlen(*x):
+        cu = lengths if type(x[0]) is torch.Tensor else whole
+        return ft.varlen_attention(*x, cu, cu, 47, 47, mask=of_packed)
+
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    placed = [distribute_tensor(x, mesh, [Shard(1)]) for x in packed]
+    compare(varlen, packed, placed, (Shard(1),))
+
+
 def work(rank, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
@@ -323,6 +373,7 @@ def work(rank, port):
     mesh = init_device_mesh("cpu", (2,))
     check_all(mesh)
     check_sinks_and_lengths(mesh)
+    check_layouts(mesh)
     if PAGE.exists():
         check_modules()
     distributed.destroy_process_group()

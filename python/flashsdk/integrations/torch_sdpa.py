@@ -255,7 +255,9 @@ def explain(
     if dropout_p != 0:
         return Explanation(False, choice.name, reason=f"dropout_p is {dropout_p}")
     causal = Causal("top_left") if flag("is_causal", is_causal) else None
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    # PyTorch 2.14 adds a batch of one to three dimensions, on a CPU.
+    four = (x[None] if x.dim() == 3 else x for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in four)
     return _kernel_of(q, k, v, op=op, mask=causal, bias=_as_bias(attn_mask), softmax_scale=scale)
 
 

@@ -23,8 +23,9 @@ What all share:
   ``flashsdk.set_num_threads`` or FLASHSDK_NUM_THREADS says how many: up to PyTorch's number of
   these run on its threads, more on the library's own, as all do with PyTorch before 2.10.
 - DTensors stay sharded over the batch and over heads, with what belongs to them; over the sequence
-  they are gathered, and pages are over the batch. Dropout and a ``BlockMask`` of theirs are an
-  Error, and so are DTensors given to ``kv_append``.
+  they are gathered, and pages are over the batch. So are heads and sequences that have lists of
+  their own in a ``BlockMask``. Dropout of theirs is an Error, and so are DTensors given to
+  ``kv_append``.
 - torch.utils.flop_counter counts them as it counts scaled_dot_product_attention: bands in full, of
   a ``BlockMask`` the share that is visited.
 - Bad input raises ``flashsdk.Error``, a ValueError, before anything runs; what torch.compile meets
