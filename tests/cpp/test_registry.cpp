@@ -269,7 +269,8 @@ TEST(Registry, TheCpuImplementsEveryCombination) {
           EXPECT_TRUE(std::any_of(all.begin(), all.end(),
                                   [&](const KernelInfo& k) {
                                     return k.backend == "cpu" && k.available && k.op == op && k.dtype == dtype &&
-                                           k.mask == mask && k.features.empty() != features && k.head_dim == 256;
+                                           k.mask == mask && k.features.empty() != features &&
+                                           k.head_dim == table::widest(table::kCpuHeadDims);
                                   }))
               << op << " " << dtype << " " << mask << (features ? " with features" : "");
         }
@@ -285,6 +286,7 @@ TEST(Registry, BuildInfo) {
   ASSERT_FALSE(info.cpu_isas.empty());
   EXPECT_NE(std::find(info.cpu_isas.begin(), info.cpu_isas.end(), info.cpu_isa), info.cpu_isas.end());
   EXPECT_TRUE(cpu_supports(info.cpu_isa));
+  EXPECT_EQ(info.cpu_head_dim, table::widest(table::kCpuHeadDims));
 }
 
 TEST(Registry, ExplainNamesTheKernelOfACall) {
