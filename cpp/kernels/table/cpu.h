@@ -21,6 +21,9 @@ constexpr bool cpu_has(std::string_view isa, DType dtype) {
   if (isa == "avx512_amx") return dtype != DType::kFloat32;
   return true;
 }
+// Wide heads take plain calls with features compiled in: beside their products these cost 0 to 2 %, and to leave them
+// out another half of the time and size that kernels of a head_dim take.
+constexpr bool cpu_has(int head_dim, Features features) { return head_dim <= 256 || features == kAll; }
 
 // The largest head_dim of a list, which no call on the device may exceed.
 template <std::size_t kCount>
