@@ -42,9 +42,8 @@ def test_few_queries(cpu, head_dim, queries, dtype):
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_one_query_of_many_keys(cpu, dtype):
     """The heads of the group are the rows of one head, and the keys are cut into parts."""
-    used = {"batch": 2, "used_k": (4500, 90)}
-    cpu.check(problem((1, 4500), (20, 1), MLA, dtype=dtype, **used))
-    cpu.check(problem((2, 4200), (1, 1), 512, dtype=dtype))
+    cpu.check(problem((1, 4500), (5, 1), MLA, dtype=dtype))
+    cpu.check(problem((1, 4200), 1, 512, dtype=dtype, used_k=(4150,)))
 
 
 FEATURES = {
@@ -60,7 +59,7 @@ FEATURES = {
             BandSpec(3, 5, "top_left"),
         )
     },
-    "row sums taken anew": {"magnitude": 1000.0, "mask": CAUSAL},
+    "row sums taken anew": {"magnitude": 20.0, "mask": CAUSAL},
 }
 
 
@@ -124,9 +123,8 @@ def test_jax_under_jit():
 
     assert_same_bits([np.asarray(attend(q, k))], [want])
     grad = jax.grad(lambda k: attend(q, k).sum())(k)  # of both places where k is
-    dq, dk, dv = fs.mha_bwd(
-        np.ones_like(want), q, k, k[..., :512], want, fs.mha_fwd(q, k, k[..., :512])[1]
-    )
+    out, lse = fs.mha_fwd(q, k, k[..., :512])
+    _, dk, dv = fs.mha_bwd(np.ones_like(out), q, k, k[..., :512], out, lse)
     dk[..., :512] += dv
     np.testing.assert_allclose(np.asarray(grad), dk, atol=1e-5)
 
@@ -138,7 +136,7 @@ def test_each_function_of_torch_takes_v_as_a_view_of_k():
     q, k, want = map(torch.from_numpy, (q, k, want))
     v = k[..., :512]
     compiled = torch.compile(lambda q, k: fst.attention(q, k, k[..., :512]), backend="aot_eager")
-    offsets = torch.tensor([0, 3, 6], dtype=torch.int32), torch.tensor([0, 40, 80], dtype=torch.int32)
+    offsets = [torch.arange(3, dtype=torch.int32) * n for n in (3, 40)]
     rows = [x.flatten(0, 1) for x in (q, k)]
     used = torch.full((2,), 40, dtype=torch.int32)
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
