@@ -183,3 +183,7 @@ def second_build(path: Path) -> ModuleType:
     sys.path.insert(0, str(folder))
     importlib.import_module(f"{name}.torch")
     return sys.modules[name]
+
+
+def named(kind: str, runs: Runs) -> Runs:
+    return {(kind, *key): run for key, run in runs.items()}

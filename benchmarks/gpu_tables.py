@@ -484,6 +484,11 @@ def tests_section(record: Record) -> str:
     several = f"{record['gpus']} × " if record.get("gpus", 1) > 1 else ""
     times = of("overhead").get("microseconds", {})
     row("host time of a call, µs", "overhead", ", ".join(f"{n} {t}" for n, t in times.items()))
+    if "sdpa_enabled" in times:
+        row(
+            "PyTorch's function with `enable()` over ours called directly, µs", "overhead",
+            enabled_text(times),
+        )  # fmt: skip
     parts = [
         f"## {several}{record['device']}: `make test-gpu`",
         about(record),
@@ -493,6 +498,15 @@ def tests_section(record: Record) -> str:
         parts.append(f"Not in this record: {', '.join(missing)}.")
     parts += [f"```text\n{step['why'].strip()}\n```" for step in steps.values() if "why" in step]
     return "\n\n".join(parts)
+
+
+def enabled_text(times: Record) -> str:
+    """What PyTorch's own way to our kernels adds to the host time of a call."""
+    forward, training = (
+        times[f"sdpa_enabled{both}"] - times[f"sdpa{both}"] for both in ("", "_train")
+    )
+    goal = "reached" if forward <= 3 else "missed"
+    return f"forward {forward:+.1f} (goal: at most 3, {goal}), with its backward {training:+.1f}"
 
 
 def machine_code_text(code: Record) -> str:

@@ -5,7 +5,8 @@
 Calls are so small that they are all host: on a GPU it keeps up, on a CPU its kernels take about a
 microsecond. All calls go in turns, so that each meets the same clocks. "<name>" is a forward that
 records nothing, "<name>_train" a forward and its backward by torch.autograd.grad. Of each call the
-median of all rounds is given, and the rounds' 10th and 90th percentile.
+median of all rounds is given, and the rounds' 10th and 90th percentile. "sdpa" is our function,
+"torch_sdpa" PyTorch's own, and "sdpa_enabled" that one with torch_sdpa.enable() on: our kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 import flashsdk as fs
 import torch
 from flashsdk import _torch_eager
+from flashsdk.integrations import torch_sdpa
 from flashsdk.torch import attention, flash_attn_func, scaled_dot_product_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Call = Callable[[], object]
+ENABLED = "sdpa_enabled"  # and with "_train" behind it
 
 
 def measure(
@@ -36,13 +41,22 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in calls}
     for n in range(rounds + 1):
         for name, call in calls.items():
-            settle()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                call()
+            with enabled() if name.startswith(ENABLED) else nullcontext():
+                settle()
+                start = time.perf_counter()
+                for _ in range(repeats):
+                    call()
+                seconds = time.perf_counter() - start
             if n > 0:  # the first round warms up
-                times[name].append((time.perf_counter() - start) / repeats * 1e6)
+                times[name].append(seconds / repeats * 1e6)
     return times
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """With flash attention alone: a GPU's first choice may be cuDNN, which is not ours."""
+    with torch_sdpa.enable(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        yield
 
 
 def training(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> Call:
@@ -66,10 +80,17 @@ def calls_of(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[st
         "sdpa": (scaled_dot_product_attention, heads_first),
         "torch_sdpa": (sdpa, heads_first),
     }
+    if _torch_eager.built is not _torch_eager.InPython:
+        with enabled():
+            why = torch_sdpa.explain(*heads_first)
+        if not why.taken:
+            sys.exit(f"host_overhead: {why}")
+        functions[ENABLED] = sdpa, heads_first
     calls: dict[str, Call] = {}
     for name, (function, inputs) in functions.items():
         calls[name] = lambda f=function, x=inputs: f(*x)  # type: ignore[misc]
-        calls[f"{name}_train"] = training(function, inputs)
+        with enabled() if name == ENABLED else nullcontext():
+            calls[f"{name}_train"] = training(function, inputs)
     return calls | {
         "mha_fwd": lambda: fs.mha_fwd(q, k, v),
         "mha_fwd_into": lambda: fs.mha_fwd(q, k, v, out=out, lse=lse),

@@ -1,7 +1,8 @@
 """flashsdk.jax beside jax.nn.dot_product_attention under jit, forward and backward: a JSON record.
 
     python benchmarks/jax_bench.py                      # on what JAX has, a GPU or a CPU
-    python benchmarks/jax_bench.py --out benchmarks/results/jax_h100.json
+    python benchmarks/jax_bench.py --out benchmarks/results/jax_h100.json    # or jax_cpu_avx512
+    python benchmarks/jax_bench.py --quick              # short sequences and few samples
 
 On a GPU the peer is JAX's cuDNN path, on a CPU its XLA path. Both go through one jitted function
 each: the forward, and the gradients of q, k and v of what a forward returned (jax.vjp, so that the
@@ -18,10 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -34,26 +33,31 @@ import flashsdk as fs
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flashsdk._commands import gpu_record, machine
 from flashsdk.jax import attention
 from jax_tables import KIND
 
-ROOT = Path(__file__).resolve().parent.parent
-GPU = {
+GPU: dict[str, Any] = {
     "tokens": 16384,
     "seqlens": (1024, 4096, 16384),
     "head_dims": (64, 128),
     "width": 2048,
     "dtype": "bfloat16",
     "goal": 1.0,
+    "rounds": 15,
+    "sample_ms": 20.0,
 }
-CPU = {
+CPU: dict[str, Any] = {
     "tokens": 2048,
     "seqlens": (512, 1024, 2048),
     "head_dims": (64, 128),
     "width": 512,
     "dtype": "float32",
     "goal": 3.0,
+    "rounds": 7,
+    "sample_ms": 50.0,
 }
+QUICK = {"tokens": 512, "seqlens": (512,), "width": 256, "rounds": 2, "sample_ms": 1.0}
 HOST_GOAL = 30.0  # microseconds a call under jit
 Call = Callable[[], Any]
 
@@ -137,49 +141,39 @@ def host_microseconds(dtype: str) -> dict[str, float]:
     return result
 
 
-def machine() -> dict[str, Any]:
+def header() -> dict[str, Any]:
+    """What a record begins with, as those of the other benchmarks do."""
     device = jax.devices()[0]
-    name = device.device_kind
-    if device.platform == "cpu":
-        info = Path("/proc/cpuinfo")
-        lines = info.read_text().splitlines() if info.exists() else []
-        name = next(
-            (x.partition(": ")[2] for x in lines if x.startswith("model name")), platform.machine()
-        )
-    git = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
-    )
-    return {
-        "device": name,
+    on_cpu = device.platform == "cpu"
+    where = {
+        "device": machine.cpu_name() if on_cpu else device.device_kind,
         "platform": device.platform,
-        "threads": fs.get_num_threads() if device.platform == "cpu" else None,
+        "threads": fs.get_num_threads() if on_cpu else None,
         "cpu_isa": fs.build_info()["cpu_isa"],
         "jax": jax.__version__,
-        "version": fs.__version__,
-        "commit": git.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
     }
+    sources = machine.kernel_sources_hash() if on_cpu else gpu_record.sources_hash()
+    return machine.header_of(KIND, sources, where, ("numpy", "jax", "jaxlib"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="where to write the record")
-    parser.add_argument("--rounds", type=int, help="default: 7 on a CPU, 15 on a GPU")
-    parser.add_argument("--sample-ms", type=float, default=0.0, help="least length of a sample")
-    parser.add_argument("--smoke", action="store_true", help="one tiny cell, once")
+    parser.add_argument(
+        "--rounds", type=int, help=f"{CPU['rounds']} on a CPU, {GPU['rounds']} else"
+    )
+    parser.add_argument("--sample-ms", type=float, help="least length of a sample")
+    parser.add_argument("--quick", action="store_true", help="short sequences, few samples")
     arguments = parser.parse_args()
     on_gpu = jax.default_backend() == "gpu"
-    settings = dict(GPU if on_gpu else CPU)
-    rounds = arguments.rounds or (15 if on_gpu else 7)
-    sample_ms = arguments.sample_ms or (20.0 if on_gpu else 50.0)
-    if arguments.smoke:
-        settings |= {"tokens": 64, "seqlens": (64,), "head_dims": (64,), "width": 128}
-        rounds, sample_ms = 1, 0.1
+    settings = (GPU if on_gpu else CPU) | (QUICK if arguments.quick else {})
+    rounds = arguments.rounds or settings["rounds"]
+    sample_ms = arguments.sample_ms or settings["sample_ms"]
     peer = "cudnn" if on_gpu else "xla"
     rows: list[dict[str, Any]] = []
     record = {
-        "kind": KIND,
-        **machine(),
+        **header(),
+        "quick": arguments.quick,
         "peer": f"jax.nn.dot_product_attention, {peer}",
         "rounds": rounds,
     }

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import context_parallel_tables
 import cpu_goals
 import gpu_figure
 import gpu_goals
@@ -35,7 +36,17 @@ IMAGES = DOCS / "images"
 README = ROOT / "README.md"
 PAGES = (  # with marked blocks
     README,
-    *(DOCS / f"{name}.md" for name in ("benchmarks", "jax", "torch_sdpa", "versions")),
+    *(
+        DOCS / f"{name}.md"
+        for name in (
+            "benchmarks",
+            "context_parallel",
+            "jax",
+            "jax_details",
+            "torch_sdpa",
+            "versions",
+        )
+    ),
 )
 
 Record = dict[str, Any]
@@ -88,7 +99,20 @@ SECTIONS = {
     "gpu_tests": lambda _, record: gpu_tables.tests_section(record),
     transformers_step.KIND: lambda _, record: transformers_step.section(record, about(record)),
 }
-ELSEWHERE = {"torch_tests", "versions", jax_tables.KIND}  # in pages of their own
+VERSIONED = {  # columns of the versions' record
+    "python": "Python",
+    "numpy": "NumPy",
+    "torch": "PyTorch",
+    "jax": "JAX",
+    "transformers": "transformers",
+}
+ELSEWHERE = {  # in pages of their own
+    "torch_tests",
+    "versions",
+    jax_tables.KIND,
+    jax_tables.EXAMPLE,
+    context_parallel_tables.KIND,
+}
 
 
 def document(found: dict[str, Record]) -> str:
@@ -118,6 +142,12 @@ def blocks_of(found: dict[str, Record]) -> dict[str, str]:
         ),
         "jax": "\n\n".join(
             jax_tables.block(r) for r in found.values() if r["kind"] == jax_tables.KIND
+        ),
+        context_parallel_tables.KIND: context_parallel_tables.text(
+            [r for r in found.values() if r["kind"] == context_parallel_tables.KIND]
+        ),
+        "flax": "\n\n".join(
+            jax_tables.example(r) for r in found.values() if r["kind"] == jax_tables.EXAMPLE
         ),
         "versions": "\n\n".join(versions(r) for r in found.values() if r["kind"] == "versions"),
     }
@@ -164,13 +194,13 @@ def versions(record: Record) -> str:
         else:
             found = cell["versions"]
             outcome = f"{cell['passed']} passed, {cell['failed']} failed, {cell['skipped']} skipped"
-        columns = [found.get(name, "–") for name in ("python", "numpy", "torch", "jax")]
-        rows.append([*columns, outcome])
-    header = ["Python", "NumPy", "PyTorch", "JAX", f"tests, {record['date']}"]
+        rows.append([*(found.get(name, "–") for name in VERSIONED), outcome])
+    header = [*VERSIONED.values(), f"tests, {record['date']}"]
     names = dict.fromkeys(name for cell in record["cells"] for name in cell.get("tests", []))
     tests = ", ".join(f"`{name}`" for name in names)
+    table = markdown_table(header, rows, len(header))
     return (
-        f"{markdown_table(header, rows, 5)}\n\nTest files of all rows (of each: the record): "
+        f"{table}\n\nTest files of all rows (of each: the record): "
         f"{tests}. pytest's options were `{' '.join(record['options'])}`."
     )
 

@@ -3,7 +3,7 @@
 set(FLASHSDK_BUILD_TORCH AUTO CACHE STRING "What is for PyTorch: AUTO (where Python has PyTorch 2.11 or newer), ON or OFF")
 set_property(CACHE FLASHSDK_BUILD_TORCH PROPERTY STRINGS AUTO ON OFF)
 set(FLASHSDK_OLDEST_TORCH 2.11)
-set(FLASHSDK_NEWEST_TORCH 2.13)  # of _torch_native, by its release series
+set(FLASHSDK_NEWEST_TORCH 2.14)  # of _torch_native, by its release series
 
 string(TOUPPER "${FLASHSDK_BUILD_TORCH}" wanted)
 if(wanted MATCHES "^(OFF|NO|FALSE|N|0)$")

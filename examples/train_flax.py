@@ -1,6 +1,6 @@
 """Trains a small GPT in Flax (nnx), on a CPU in a minute, with flashsdk's attention under nnx.jit.
 
-    python examples/train_flax.py             # a minute on 2 cores
+    python examples/train_flax.py             # trains for a minute; --record FILE keeps what it did
     python examples/train_flax.py --smoke     # seconds: the same with JAX's own attention beside it
 
 The text is the source of Python's standard library, which every machine has, one character at a
@@ -11,6 +11,7 @@ the losses differ by more than TOLERANCE. Needs flax (``pip install flax``).
 from __future__ import annotations
 
 import argparse
+import json
 import string
 import sysconfig
 import time
@@ -28,6 +29,7 @@ from flashsdk.jax import attention
 from flax import nnx
 
 TOLERANCE = 1e-3  # nats, between the two losses of any step
+LAST = 10  # steps whose mean loss is the last
 ALPHABET = {c: i for i, c in enumerate(sorted(string.printable), start=1)}  # 0 is any other
 
 
@@ -121,10 +123,10 @@ def train(
     config: Config, attend: Callable[..., jax.Array], seconds: float, steps: int | None = None
 ) -> list[float]:
     """The loss of each step, in nats a character."""
+    begin = time.perf_counter()
     text, losses = load_text(), []
     model = GPT(config, attend, nnx.Rngs(0, dropout=1))
     optimizer = nnx.Optimizer(model, optax.adamw(config.learning_rate), wrt=nnx.Param)
-    begin = time.perf_counter()
     while len(losses) != steps and time.perf_counter() - begin < seconds:
         rng = np.random.default_rng(len(losses))
         first = rng.integers(len(text) - config.context, size=(config.batch, 1))
@@ -136,14 +138,26 @@ def train(
     return losses
 
 
+def write_record(path: Path, losses: list[float], seconds: float) -> None:
+    """What docs/jax.md says of a run, by benchmarks/render.py of the sources."""
+    from flashsdk._commands import machine
+
+    done = {"steps": len(losses), "seconds": seconds}
+    done |= {"first_loss": losses[0], "last_loss": float(np.mean(losses[-LAST:]))}
+    header = machine.record_header("train_flax", ("numpy", "jax", "flax"))
+    path.write_text(json.dumps({**header, **done}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60, help="how long to train")
     parser.add_argument(
         "--smoke", action="store_true", help="a few steps of a tiny model, compared"
     )
+    parser.add_argument("--record", type=Path, help="where to write how far it came, as JSON")
     parser.add_argument("--dropout", type=float, default=0.0, help="of attention's probabilities")
     arguments = parser.parse_args()
+    begin = time.perf_counter()
     if arguments.smoke:
         losses = [train(SMOKE, attend, 600, steps=8) for attend in (ours, standard)]
         apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
@@ -151,10 +165,14 @@ def main() -> None:
         if apart > TOLERANCE or not losses[0][-1] < losses[0][0]:
             raise SystemExit("the two trainings differ, or do not learn")
         dropped = train(Config(**{**vars(SMOKE), "dropout": 0.2}), ours, 600, steps=3)
-        print(f"with dropout {dropped[-1]:.4f}")
+        print(f"with dropout {dropped[-1]:.4f}; {time.perf_counter() - begin:.1f} s")
         return
     losses = train(Config(dropout=arguments.dropout), ours, arguments.seconds)
-    print(f"{len(losses)} steps, loss {losses[0]:.3f} to {np.mean(losses[-10:]):.3f}")
+    seconds = time.perf_counter() - begin  # with what JAX took to compile
+    last = np.mean(losses[-LAST:])
+    print(f"{len(losses)} steps in {seconds:.1f} s, loss {losses[0]:.3f} to {last:.3f}")
+    if arguments.record:
+        write_record(arguments.record, losses, seconds)
 
 
 if __name__ == "__main__":

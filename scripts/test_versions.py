@@ -1,7 +1,8 @@
-"""Tests with other releases of Python, PyTorch, JAX and NumPy than .venv's.
+"""Tests with other releases of Python, PyTorch, JAX, transformers and NumPy than .venv's.
 
-    python scripts/test_versions.py [torch==2.11.0] [jax==0.8.3] [--tests torch_seeds jax]
-                                    [--record FILE] [-- options of pytest]
+    python scripts/test_versions.py [torch==2.11.0] [jax==0.8.3] [transformers==5.6.0,torch==2.13.0]
+                                    [--tests torch_seeds jax] [--record FILE]
+                                    [-- options of pytest]
     python scripts/test_versions.py matrix          every cell of MATRIX
     python scripts/test_versions.py --list          prints these cells, as JSON
 
@@ -11,8 +12,8 @@ stands behind a comma: torch==2.6.0,numpy==1.26.4. A name without a version is t
 With python==3.12 among them the environment is of that Python and has its wheel of dist/, which
 `make wheels` leaves there. Else it is of this Python, and has the build of python/flashsdk by
 links, but for the library that is compiled for that release: _torch_native (PyTorch 2.11 or newer)
-or libflashsdk_jax. `make build` comes first. Without an argument: the oldest of PyTorch and JAX
-that are supported, and ones between these and the newest.
+or libflashsdk_jax. `make build` comes first. Without an argument: the oldest PyTorch, JAX and
+transformers that are supported, and ones between these and the newest.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ import pythons
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = Path(sysconfig.get_path("scripts"))
 # Of the oldest series, and of one between. JAX: from the series two before the newest on.
-RELEASES = ("torch==2.6.0", "torch==2.11.0", "jax==0.8.3", "jax==0.9.2")
+# Of transformers the oldest, with a PyTorch that others are tested with.
+RELEASES = (
+    *("torch==2.6.0", "torch==2.11.0", "jax==0.8.3", "jax==0.9.2"),
+    "transformers==5.6.0,torch==2.13.0",
+)
 # Pythons that wheels are tested with, and the oldest PyTorch and NumPy that have wheels for each.
 OLDEST = {
     "3.10": ("torch==2.6.0", "numpy==1.23.5"),
@@ -50,6 +55,7 @@ PACKAGES = {
     "numpy": ("pytest", "ml_dtypes"),
     "torch": ("pytest", "ml_dtypes", "nanobind"),
     "jax": ("pytest", "ml_dtypes", "nanobind", "flax", "matplotlib"),
+    "transformers": ("pytest", "ml_dtypes", "nanobind", "torch"),
 }
 # What is about the framework itself: tracing, dispatch, seeds. Kernels are the same with all.
 TESTS = {
@@ -58,22 +64,29 @@ TESTS = {
         *("layouts", "masks", "strides", "varlen"),
     ),
     "torch": (
-        *("torch", "torch_compile", "torch_eager", "torch_errors", "torch_flash_attn"),
-        *("torch_native", "torch_seeds", "from_flex"),
+        *("torch", "torch_compile", "torch_dtensor", "torch_eager", "torch_errors"),
+        *("torch_flash_attn", "torch_native", "torch_operators", "torch_seeds", "torch_threads"),
+        *("torch_sdpa", "torch_sdpa_distributed", "torch_sdpa_integration", "torch_sdpa_nested"),
+        *("torch_sdpa_traced", "flash_attn_module", "from_flex"),
     ),
     "jax": ("jax", "jax_serving"),
+    "transformers": (
+        *("transformers", "transformers_batching", "transformers_generate", "transformers_masks"),
+    ),
 }
 LIBRARIES = {"torch": "_torch_native", "jax": "libflashsdk_jax"}
 
 
 def matrix() -> list[str]:
-    """Oldest and newest PyTorch by oldest and newest NumPy, without PyTorch, and JAX."""
+    """Oldest and newest PyTorch by oldest and newest NumPy, without PyTorch, JAX, transformers."""
     cells = []
     for python, (oldest_torch, oldest_numpy) in OLDEST.items():
         cells.append(f"{oldest_numpy},python=={python}")
         for torch in (oldest_torch, "torch"):
             cells += [f"{torch},{numpy},python=={python}" for numpy in (oldest_numpy, "numpy")]
-    return [*cells, "jax==0.8.3,python==3.12", "jax,python==3.12"]
+    for oldest in ("jax==0.8.3", "transformers==5.6.0"):
+        cells += [f"{name},python==3.12" for name in (oldest, oldest.partition("==")[0])]
+    return cells
 
 
 def run(*command: str | Path, **environment: str) -> None:
@@ -175,10 +188,12 @@ class Release:
                 (self.package / file.name).symlink_to(file)
 
     def has_library(self) -> bool:
+        if self.framework != "torch":
+            return self.framework in LIBRARIES
         text = (ROOT / "cmake" / "Torch.cmake").read_text()
         (oldest,) = re.findall(r"set\(FLASHSDK_OLDEST_TORCH ([\d.]+)\)", text)
         oldest, given = (tuple(map(int, x.split(".")[:2])) for x in (oldest, self.version))
-        return self.framework != "torch" or given >= oldest
+        return given >= oldest
 
     def build(self) -> None:
         """The library of the framework, of which the core is no part."""
@@ -232,7 +247,7 @@ class Release:
             "for name in sys.argv[1:]:\n"
             "    if list(m.distributions(name=name)): print(name, m.version(name))"
         )
-        command = [self.python, "-c", code, "numpy", *LIBRARIES]
+        command = [self.python, "-c", code, *TESTS]
         words = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
         return dict(zip(words[::2], words[1::2], strict=True))
 
@@ -273,7 +288,9 @@ def main() -> int:
     end = given.index("--") if "--" in given else len(given)
     options = given[end + 1 :]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("releases", nargs="*", default=RELEASES, metavar="torch==… | jax==…")
+    parser.add_argument(
+        "releases", nargs="*", default=RELEASES, metavar="torch==… | jax==… | transformers==…"
+    )
     known = sorted({name for names in TESTS.values() for name in names})
     parser.add_argument("--tests", nargs="+", choices=known, default=known, metavar="NAME")
     parser.add_argument("--list", action="store_true", help="print the cells of the matrix")

@@ -116,6 +116,7 @@ PyMODINIT_FUNC PyInit__torch_native() {
       {"register_operators", py::register_operators, METH_NOARGS, nullptr},
       flashsdk::torch_sdpa::kOverrideSdpa,
       flashsdk::torch_sdpa::kRestoreSdpa,
+      flashsdk::torch_sdpa::kWatchSdpa,
       {nullptr, nullptr, 0, nullptr},
   };
   static PyModuleDef definition = {

@@ -2,6 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -315,6 +316,31 @@ PyObject* override_sdpa(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* g_watching = nullptr;  // a function, never given back
+
+void tell(const Call& c, bool is_backward, bool taken) {
+  const pybind11::gil_scoped_acquire gil;
+  try {
+    pybind11::object band = pybind11::none(), packed = pybind11::none();
+    if (c.band) band = pybind11::make_tuple(c.band->left, c.band->right, c.band->alignment == Alignment::kTopLeft);
+    if (const Packed* p = c.packed)
+      packed = pybind11::make_tuple(p->cu_seqlens_q, p->cu_seqlens_k, p->max_seqlen_q, p->max_seqlen_k);
+    const auto rows_first = [&](const Tensor& t) { return c.heads_first && t.dim() == 4 ? t.transpose(1, 2) : t; };
+    const MaybeTensor mask = given(c.mask) ? c.mask : std::nullopt;
+    pybind11::reinterpret_borrow<pybind11::function>(g_watching)(is_backward, taken, rows_first(c.q), rows_first(c.k),
+                                                                 rows_first(c.v), mask, band, c.scale, c.dropout_p,
+                                                                 packed);
+  } catch (pybind11::error_already_set& e) {
+    e.discard_as_unraisable("flashsdk: a watched call");
+  }
+}
+
+PyObject* watch_sdpa(PyObject*, PyObject* function) {
+  g_watching = Py_NewRef(function);
+  set_sdpa_watcher(tell);
+  Py_RETURN_NONE;
+}
+
 PyObject* restore_sdpa(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   for (Override* o : {&g_for_cpu, &g_flash, &g_packed_cpu, &g_packed_cuda}) o->library.reset();
@@ -326,5 +352,6 @@ PyObject* restore_sdpa(PyObject*, PyObject*) {
 
 PyMethodDef const kOverrideSdpa{"override_sdpa", override_sdpa, METH_VARARGS, nullptr};
 PyMethodDef const kRestoreSdpa{"restore_sdpa", restore_sdpa, METH_NOARGS, nullptr};
+PyMethodDef const kWatchSdpa{"watch_sdpa", watch_sdpa, METH_O, nullptr};
 
 }  // namespace flashsdk::torch_sdpa

@@ -1,5 +1,6 @@
 #include "sdpa_call.h"
 
+#include <atomic>
 #include <cmath>
 #include <vector>
 
@@ -10,6 +11,7 @@ namespace flashsdk::torch_sdpa {
 namespace {
 
 torch_ops::Host g_host;
+std::atomic<Watcher> g_watcher{nullptr};
 
 // As the eager way has it; values that are still to be negated are not for our kernels.
 bool view_of(const Tensor& t, bool heads_first, TensorView& view) {
@@ -79,11 +81,7 @@ bool run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const
 
 Tensor last_contiguous(const Tensor& t) { return t.stride(-1) == 1 ? t : t.contiguous(); }
 
-}  // namespace
-
-bool given(const MaybeTensor& t) { return t && t->defined(); }
-
-bool forward(const Call& c, const Tensor& out, Tensor& lse) {
+bool run_forward(const Call& c, const Tensor& out, Tensor& lse) {
   ForwardArgs args;
   if (!fill(c, args)) return false;
   std::vector<std::int64_t> rows{args.q.shape[1], args.q.shape[0]};  // packed: (heads, total)
@@ -92,8 +90,8 @@ bool forward(const Call& c, const Tensor& out, Tensor& lse) {
   return view_of(out, c.heads_first, args.out) && view_of(lse, false, args.lse) && run(g_host.core->forward, args, c);
 }
 
-bool backward(const Call& c, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& dq,
-              const Tensor& dk, const Tensor& dv) {
+bool run_backward(const Call& c, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& dq,
+                  const Tensor& dk, const Tensor& dv) {
   BackwardArgs args;
   if (!fill(c, args)) return false;
   const Tensor rows = last_contiguous(dout), sums = last_contiguous(lse);
@@ -102,6 +100,24 @@ bool backward(const Call& c, const Tensor& dout, const Tensor& out, const Tensor
          view_of(dv, c.heads_first, args.dv) && run(g_host.core->backward, args, c);
 }
 
+bool watched(const Call& c, bool is_backward, bool taken) {
+  if (const Watcher watcher = g_watcher) watcher(c, is_backward, taken);
+  return taken;
+}
+
+}  // namespace
+
+bool given(const MaybeTensor& t) { return t && t->defined(); }
+
+bool forward(const Call& c, const Tensor& out, Tensor& lse) { return watched(c, false, run_forward(c, out, lse)); }
+
+bool backward(const Call& c, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& dq,
+              const Tensor& dk, const Tensor& dv) {
+  return watched(c, true, run_backward(c, dout, out, lse, dq, dk, dv));
+}
+
 void set_sdpa_host(const torch_ops::Host& host) { g_host = host; }
+
+void set_sdpa_watcher(Watcher watcher) { g_watcher = watcher; }
 
 }  // namespace flashsdk::torch_sdpa

@@ -42,4 +42,8 @@ bool backward(const Call& c, const Tensor& dout, const Tensor& out, const Tensor
 // Before any call.
 void set_sdpa_host(const torch_ops::Host& host);
 
+// Told of each call of both directions, and whether it was for our kernels; nullptr: nobody is.
+using Watcher = void (*)(const Call& c, bool is_backward, bool taken);
+void set_sdpa_watcher(Watcher watcher);
+
 }  // namespace flashsdk::torch_sdpa

@@ -48,10 +48,10 @@ class Problem:
 
 GPT2_MEDIUM = Problem("GPT-2 medium", 64, 1024, heads=16, causal=True, dropout=0.1)
 TOKENS = 65536  # of each problem of the lengths
-VARIANTS = {
+VARIANTS = {  # as GPT-2 trains first, as the page's rows are of that
+    "causal, dropout 0.1": {"causal": True, "dropout": 0.1},
     "plain": {},
     "causal": {"causal": True},
-    "causal, dropout 0.1": {"causal": True, "dropout": 0.1},
 }
 PHASES = ("forward", "backward", "both")
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # of (batch, seqlen, heads, head_dim)
@@ -157,69 +157,67 @@ class Bench:
         return self.call(*self.inputs)
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, self.inputs, self.dout, retain_graph=True)
+        # Without a graph that is kept, so that memory is that of a training step.
+        return torch.autograd.grad(out, self.inputs, self.dout)
 
     def memory(self) -> int | None:
         """Bytes at the peak of forward and backward, beyond inputs, output and gradients."""
         if not self.cuda:
             return None
         # Once before, so that what libraries keep for themselves is there.
-        torch.autograd.grad(self.forward(), self.inputs, self.dout)
+        self.backward(self.forward())
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        out = self.forward()
-        # Without a graph that is kept, so that the peak is that of a training step.
-        torch.autograd.grad(out, self.inputs, self.dout)
+        self.backward(self.forward())
         torch.cuda.synchronize()
         results = 4 * self.dout.nbytes
         return max(0, torch.cuda.max_memory_allocated() - before - results)
 
     def time(self, seconds: float) -> dict[str, float]:
         """Median seconds of each phase."""
-        out = self.forward()
-        calls = {
-            "forward": self.forward,
-            "backward": lambda: self.backward(out),
-            "both": lambda: self.backward(self.forward()),
+        calls: dict[str, tuple[Callable[..., object], Callable[[], tuple]]] = {
+            "forward": (self.forward, tuple),
+            "backward": (self.backward, lambda: (self.forward(),)),
+            "both": (lambda: self.backward(self.forward()), tuple),
         }
         return {
-            phase: statistics.median(common.measure(calls[phase], self.device, seconds=seconds))
-            for phase in PHASES
+            phase: statistics.median(
+                common.measure(call, self.device, seconds=seconds, prepare=prepare)
+            )
+            for phase, (call, prepare) in calls.items()
         }
 
 
-def attempt(method: str, problem: Problem, device: str, seconds: float) -> Row:
-    """Times and memory of a method, or why there are none."""
+def attempt(method: str, problem: Problem, device: str, seconds: float, memory: bool) -> Row:
+    """Times of a method, and its memory if asked for, or why there are none."""
     # PyTorch warns why a backend does not take a problem, and then raises.
     warnings.filterwarnings("ignore", module=__name__)
     try:
         bench = Bench(METHODS[method], problem, device)
-        memory = bench.memory()
-        return {**bench.time(seconds), "memory": memory}
-    except torch.OutOfMemoryError:
-        return {"error": "out of memory"}
-    except (RuntimeError, ValueError) as error:
-        return {"error": str(error).splitlines()[0][:100]}
+        row: Row = {"memory": bench.memory()} if memory else {}
+        return {**bench.time(seconds), **row}
+    except Exception as error:  # one method's fault is not to end the others' turns
+        return common.failure(error)
     finally:
         if torch.device(device).type == "cuda":
             torch.cuda.empty_cache()
 
 
 def measure(problem: Problem, device: str, *, rounds: int, seconds: float) -> dict[str, Row]:
-    """All methods, ``rounds`` times in turns; of times the median, of memory the last."""
+    """All methods, ``rounds`` times in turns; of times the median, memory of the first turn."""
     found: dict[str, list[Row]] = {method: [] for method in METHODS}
-    for _ in range(rounds):
+    for turn in range(rounds):
         for method, rows in found.items():
             if not rows or "error" not in rows[-1]:
-                rows.append(attempt(method, problem, device, seconds))
+                rows.append(attempt(method, problem, device, seconds, memory=turn == 0))
     merged: dict[str, Row] = {}
     for method, rows in found.items():
         if "error" in rows[-1]:
             merged[method] = rows[-1]
         else:
             times = {phase: statistics.median(row[phase] for row in rows) for phase in PHASES}
-            merged[method] = {**times, "memory": rows[-1]["memory"]}
+            merged[method] = {**times, "memory": rows[0]["memory"]}
     return merged
 
 
@@ -273,14 +271,16 @@ def pictures(rows: list[Row], out) -> None:
 
 def main() -> None:
     parser = common.arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of all methods")
-    parser.add_argument("--seconds", type=float, default=0.1, help="of one measurement")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of all methods")
+    parser.add_argument("--seconds", type=float, default=0.03, help="of one measurement")
     options = parser.parse_args()
     if options.smoke:
         options.rounds, options.seconds = 1, 0.0
     clock = Clock(options.minutes)
     out = common.folder(options.out, "attention", options.smoke)
+    # The device, as one picture shows lengths that two runs may have measured.
     settings = {"tokens": TOKENS, "dtype": "bfloat16" if options.device != "cpu" else "float32"}
+    settings["device"] = common.device_name(options.device)
     record = Record(
         out / "record.json", "attention", settings, smoke=options.smoke, device=options.device
     )
@@ -289,7 +289,7 @@ def main() -> None:
     for number, problem in enumerate(todo):
         if (problem.name, problem.seqlen) in done:
             continue
-        if clock.over():
+        if clock.over(reserve=3):
             print(f"stopped after {number} of {len(todo)} problems; run again to go on")
             break
         common.progress(number / len(todo), f"{problem.name}, {problem.seqlen}")
@@ -300,8 +300,8 @@ def main() -> None:
                 f"{phase} {values[phase] * 1e3:8.3f} ms" for phase in PHASES
             )
             print(f"{problem.name:20} {problem.seqlen:6} {method:22} {shown}")
+        record.result.update(summary(record.data["rows"]))
         record.save()
-    record.result.update(summary(record.data["rows"]))
     record.save()
     pictures(record.data["rows"], out)
 

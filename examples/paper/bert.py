@@ -13,7 +13,8 @@ shorter, and short documents are short: that is the distribution of the lengths.
 ``documents``: the baselines pad every sequence of a batch to 512, with a mask; flashsdk's batches
 have no padding, as sequences lie one behind the other (``varlen_attention``) until as many rows are
 full. Speed is counted in tokens of text a second, padding left out. ``full``: every sequence has
-512 tokens, and nothing is to be gained by packing. All methods in turns, as they are and compiled.
+512 tokens, and nothing is packed. All methods in turns, as they are and with each
+layer compiled. What a run had no time for, the next one measures.
 """
 
 from __future__ import annotations
@@ -22,15 +23,26 @@ import argparse
 
 import common
 import numpy as np
+import text as texts
 import torch
 from common import Clock, Record, Row
-from flashsdk.torch import varlen_attention
-from steps import BACKENDS, METHODS, OURS, SHOWN, Inputs, Turns, sdpa_method
-from text import Corpus, corpus
+from flashsdk.torch import attention, varlen_attention
+from steps import (
+    BACKENDS,
+    METHODS,
+    OURS,
+    SHOWN,
+    Inputs,
+    Turns,
+    padded_vocabulary,
+    sdpa_method,
+)
+from text import VOCABULARIES, Corpus, corpus
 from torch import Tensor, nn
 
 MASK_TOKEN = 1  # of text.py's vocabulary
 MASKED = 0.15
+PROBLEMS = [(compiled, kind) for compiled in (False, True) for kind in ("documents", "full")]
 
 
 def register() -> None:
@@ -43,6 +55,9 @@ def register() -> None:
     from transformers.masking_utils import sdpa_mask
 
     def ours(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **more):
+        if "cu_seq_lens_q" not in more:  # sequences of one length
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            return attention(q, k, v, softmax_scale=scaling, dropout_p=dropout), None
         cu_seqlens, longest = more["cu_seq_lens_q"], more["max_length_q"]
         # (1, heads, tokens, head_dim) to (tokens, heads, head_dim).
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -65,7 +80,7 @@ def build(options: argparse.Namespace) -> nn.Module:
     layers, heads = (2, 2) if options.smoke else (24, 16)
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=options.vocabulary,
+        vocab_size=padded_vocabulary(options.vocabulary),
         hidden_size=64 * heads,
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -76,7 +91,8 @@ def build(options: argparse.Namespace) -> nn.Module:
         pad_token_id=0,
     )
     config._attn_implementation = "eager"
-    return BertForMaskedLM(config).to(options.device).train()
+    with torch.device(options.device):  # where random weights take no time
+        return BertForMaskedLM(config).train()
 
 
 # ---- batches
@@ -144,6 +160,14 @@ def packed(found: list[np.ndarray], batch: int, seqlen: int, seed: int) -> tuple
     return answer, batch * seqlen
 
 
+def shorten(batches: list[Inputs]) -> None:
+    """Leaves out the sequences of no tokens that stand at the end of all batches."""
+    ends = [inputs["cu_seq_lens_q"] for inputs in batches]
+    most = max(int((e < e[-1]).sum()) for e in ends) + 1
+    for inputs, e in zip(batches, ends):
+        inputs["cu_seq_lens_q"] = e[:most]
+
+
 def to(device: str, inputs: Inputs) -> Inputs:
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
@@ -151,22 +175,33 @@ def to(device: str, inputs: Inputs) -> Inputs:
 # ---- measuring
 
 
-def measure(options: argparse.Namespace, record: Record, text: Corpus, kind: str, compiled: bool):
+def measure(
+    options: argparse.Namespace,
+    record: Record,
+    clock: Clock,
+    text: Corpus,
+    kind: str,
+    compiled: bool,
+    methods: list[str],
+) -> None:
     full = kind == "full"
     batches: dict[str, list[Inputs]] = {}
     tokens: dict[str, float] = {}
-    for method in options.methods:
-        found = sequences(text, options.seqlen, 0, full=full)
-        make = packed if method == OURS else padded
+    drawn = sequences(text, options.seqlen, 0, full=full)
+    for method in methods:
+        found = list(drawn)
+        make = packed if method == OURS and not full else padded
         made = [make(found, options.batch, options.seqlen, seed) for seed in range(4)]
         if full:
             # No padding, so that every backend may go without a mask.
             made = [({k: v for k, v in b.items() if k != "attention_mask"}, n) for b, n in made]
+        elif make is packed:
+            shorten([inputs for inputs, _ in made])
         batches[method] = [to(options.device, inputs) for inputs, _ in made]
         tokens[method] = sum(count for _, count in made) / len(made)
-    times = {"warm": 1, "timed": 1} if options.smoke else {"warm": 4, "timed": 8}
-    turns = Turns(build(options), batches, compiled=compiled, **times)
-    for method, row in turns.run(options.rounds).items():
+    times = {"warm": 1, "timed": 1} if options.smoke else {"timed": 4}
+    turns = Turns(build(options), batches, compiled="layers" if compiled else None, **times)
+    for method, row in turns.run(options.rounds, clock).items():
         if "error" not in row:
             row["tokens_a_second"] = tokens[method] / row["seconds"]
         record.row(
@@ -211,11 +246,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of all methods")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of all methods")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--characters", type=int, default=100_000_000, help="of text")
-    parser.add_argument("--vocabulary", type=int, default=30522)
+    texts.arguments(parser, VOCABULARIES["bert"])
     options = parser.parse_args()
     if options.smoke:
         options.batch, options.seqlen, options.rounds = 2, 64, 1
@@ -225,25 +259,31 @@ def main() -> None:
     out = common.folder(options.out, "bert", options.smoke)
     torch.set_float32_matmul_precision("high")
     register()
-    text = corpus(out, characters=options.characters, vocabulary=options.vocabulary)
+    text = corpus(
+        options.text,
+        characters=options.characters,
+        vocabulary=options.vocabulary,
+        smoke=options.smoke,
+    )
     settings = {"seqlen": options.seqlen, "dropout": options.dropout, "text": text.digest}
+    # Methods are compared of which a later run may have measured some.
+    settings["vocabulary"] = padded_vocabulary(options.vocabulary)
+    settings["device"] = common.device_name(options.device)
     record = Record(
         out / "record.json", "bert", settings, smoke=options.smoke, device=options.device
     )
-    done = {(row["kind"], row["compiled"]) for row in record.data["rows"]}
-    for kind in ("documents", "full"):
-        for compiled in (False, True):
-            if (kind, compiled) in done or (compiled and options.no_compile):
-                continue
-            if clock.over(reserve=0 if options.smoke else 60):
-                print("stopped; run again to go on")
-                break
-            measure(options, record, text, kind, compiled)
-            record.save()
-    share = np.minimum(text.lengths(), options.seqlen)
-    record.result.update(
-        ratios=ratios(record.data["rows"]), documents=len(share), vocabulary=text.vocabulary
-    )
+    done = {(row["kind"], row["compiled"], row["method"]) for row in record.rows}
+    record.result.update(documents=len(text.lengths()), vocabulary=text.vocabulary)
+    for compiled, kind in PROBLEMS:
+        methods = [m for m in options.methods if (kind, compiled, SHOWN[m]) not in done]
+        if not methods or (compiled and options.no_compile):
+            continue
+        if clock.over(reserve=0 if options.smoke else 10):
+            print("stopped; run again to go on")
+            break
+        measure(options, record, clock, text, kind, compiled, methods)
+        record.result.update(ratios=ratios(record.rows))
+        record.save()
     record.save()
 
 

@@ -24,6 +24,8 @@ import json
 import math
 import os
 import platform
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -58,10 +60,18 @@ def folder(out: Path | None, program: str, smoke: bool) -> Path:
 
 
 class Clock:
-    """Seconds since the program started, and whether its minutes are over."""
+    """Seconds since the program started, and whether its minutes are over.
+
+    SIGTERM, by which ``timeout`` ends a program, ends the minutes. A second one ends the program.
+    """
 
     def __init__(self, minutes: float):
         self.started, self.limit = time.monotonic(), minutes * 60
+        signal.signal(signal.SIGTERM, self._end)
+
+    def _end(self, number: int, frame: Any) -> None:
+        self.limit = 0.0
+        signal.signal(number, signal.SIG_DFL)
 
     def seconds(self) -> float:
         return time.monotonic() - self.started
@@ -80,6 +90,24 @@ def device_name(device: str) -> str:
 def synchronise(device: str | torch.device) -> None:
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
+
+
+# After it nothing runs on the GPU: what follows would fail as well, and be written down.
+_Fatal: Any = getattr(torch, "AcceleratorError", ())
+
+
+def failure(error: Exception) -> Row:
+    """The row of a call that failed: without memory, or with what a backend said of the problem."""
+    cause: BaseException = error
+    while inner := cause.__cause__ or cause.__context__:  # torch.compile wraps what was raised
+        cause = inner
+    text = str(cause).strip()
+    # Libraries have their own words where memory that PyTorch does not hand out is short.
+    if isinstance(cause, torch.OutOfMemoryError) or re.search("ALLOC_FAILED|out of memory", text):
+        return {"error": "out of memory"}
+    if isinstance(cause, _Fatal):
+        raise error
+    return {"error": (text.splitlines() or [type(cause).__name__])[0][:100]}
 
 
 def write(path: Path, save: Callable[[Path], None]) -> None:
@@ -116,6 +144,10 @@ class Record:
     @property
     def result(self) -> Row:
         return self.data["result"]
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.data["rows"]
 
     def point(self, **values: Any) -> None:
         self._add("curve", values)
@@ -265,23 +297,35 @@ def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def measure(call: Callable[[], Any], device: str, *, seconds: float, least: int = 3) -> list[float]:
-    """Seconds of single calls, after one that warms up, for about ``seconds``."""
-    call()
+def measure(
+    call: Callable[..., Any],
+    device: str,
+    *,
+    seconds: float,
+    least: int = 3,
+    prepare: Callable[[], tuple] = tuple,
+) -> list[float]:
+    """Seconds of single calls, after one that warms up, for about ``seconds``.
+
+    ``prepare`` makes the arguments of each call, and its time does not count.
+    """
+    call(*prepare())
     synchronise(device)
     times: list[float] = []
     started = time.perf_counter()
     while len(times) < least or time.perf_counter() - started < seconds:
+        given = prepare()
+        synchronise(device)
         if torch.device(device).type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            call()
+            call(*given)
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / 1e3)
         else:
             before = time.perf_counter()
-            call()
+            call(*given)
             times.append(time.perf_counter() - before)
         if len(times) >= 200:
             break

@@ -6,17 +6,19 @@ times faster than as Hugging Face shipped it, to the same perplexity.
     python examples/paper/gpt2.py speed                        # small and medium, 1K to 4K
     python examples/paper/gpt2.py speed --sizes medium --lengths 4096
     python examples/paper/gpt2.py train --steps 500            # equal steps, eager and flashsdk
+    python examples/paper/gpt2.py speed --sizes small --lengths 1024 --compile whole
     python examples/paper/gpt2.py speed --smoke                # a check: seconds on a CPU
 
 Needs transformers and tokenizers: pip install '.[paper]'. Weights are random, the text is
-that of text.py, with a byte-level BPE of 50257 trained on it and kept in ``--out``. bf16 autocast,
-AdamW (fused on a GPU), no dropout unless ``--dropout``.
+that of text.py, with a byte-level BPE of 50257 trained on it; every model has 50304 words, a
+multiple of 64. bf16 autocast, AdamW (fused on a GPU), no dropout unless ``--dropout``.
 
 ``speed`` takes whole training steps of all methods in turns, with one model and one optimizer, as
-they are and under torch.compile. Where eager attention does not fit, it recomputes its layers in
-the backward, and its row says so. ``train`` takes the same steps from the same weights with each of
-two methods. Both go on where a run was stopped: ``speed`` with the next problem, ``train`` with the
-next step, to the bit.
+they are and under torch.compile: each layer and the loss, or with ``--compile whole`` the model as
+one program, which takes minutes to compile. Where eager attention does not fit, it recomputes its
+layers in the backward, and its row says so. ``train`` takes the same steps from the same weights
+with each of two methods. Both go on where a run was stopped: ``speed`` with the methods that had no
+turn yet, ``train`` with the next step, to the bit.
 """
 
 from __future__ import annotations
@@ -27,11 +29,23 @@ from pathlib import Path
 
 import common
 import flashsdk as fs
+import text as texts
 import torch
 from common import Clock, Record, Row, Training
 from flashsdk.torch import attention
-from steps import BACKENDS, METHODS, OURS, SHOWN, Inputs, Turns, optimizer, sdpa_method, train_step
-from text import Corpus, corpus
+from steps import (
+    BACKENDS,
+    METHODS,
+    OURS,
+    SHOWN,
+    Inputs,
+    Turns,
+    optimizer,
+    padded_vocabulary,
+    sdpa_method,
+    train_step,
+)
+from text import VOCABULARIES, Corpus, corpus
 from torch import Tensor, nn
 
 SIZES = {"small": (12, 12, 768), "medium": (24, 16, 1024)}  # layers, heads, width
@@ -71,7 +85,7 @@ def build(options: argparse.Namespace, size: str, context: int) -> nn.Module:
     torch.manual_seed(0)
     drop = options.dropout
     config = GPT2Config(
-        vocab_size=options.vocabulary,
+        vocab_size=padded_vocabulary(options.vocabulary),
         n_positions=context,
         n_layer=layers,
         n_head=heads,
@@ -84,10 +98,11 @@ def build(options: argparse.Namespace, size: str, context: int) -> nn.Module:
         eos_token_id=0,
     )
     config._attn_implementation = "eager"
-    model = GPT2LMHeadModel(config)
+    with torch.device(options.device):  # where random weights take no time
+        model = GPT2LMHeadModel(config)
     # transformers finds no loss by this class's name, and logs it, at which torch.compile stops.
     model.loss_type = "ForCausalLM"
-    return model.to(options.device).train()
+    return model.train()
 
 
 def tokens(text: Corpus, batch: int, seqlen: int, seed: int, device: str) -> Inputs:
@@ -100,16 +115,22 @@ def tokens(text: Corpus, batch: int, seqlen: int, seed: int, device: str) -> Inp
 
 
 def speed(options: argparse.Namespace, clock: Clock, record: Record, text: Corpus) -> None:
-    done = {(row["size"], row["seqlen"], row["compiled"]) for row in record.data["rows"]}
+    done = {(row["size"], row["seqlen"], row["compiled"], row["method"]) for row in record.rows}
     problems = [
-        (size, seqlen, compiled)
+        (size, seqlen, compiled, methods)
         for size in options.sizes
         for seqlen in options.lengths
-        for compiled in (False, True)
-        if not (compiled and options.no_compile) and (size, seqlen, compiled) not in done
+        for compiled in ((False,) if options.compile == "no" else (False, True))
+        if (
+            methods := [
+                method
+                for method in options.methods
+                if (size, seqlen, compiled, SHOWN[method]) not in done
+            ]
+        )
     ]
-    for number, (size, seqlen, compiled) in enumerate(problems):
-        if clock.over(reserve=0 if options.smoke else 60):
+    for number, (size, seqlen, compiled, methods) in enumerate(problems):
+        if clock.over(reserve=0 if options.smoke else 10):
             print(f"stopped with {len(problems) - number} problems to go; run again to go on")
             break
         common.progress(number / len(problems), f"GPT-2 {size}, {seqlen}, compiled: {compiled}")
@@ -117,11 +138,11 @@ def speed(options: argparse.Namespace, clock: Clock, record: Record, text: Corpu
         batches = [tokens(text, batch, seqlen, seed, options.device) for seed in range(4)]
         turns = Turns(
             build(options, size, seqlen),
-            {method: batches for method in options.methods},
-            compiled=compiled,
+            {method: batches for method in methods},
+            compiled=options.compile if compiled else None,
             **({"warm": 1, "timed": 1} if options.smoke else {}),
         )
-        for method, row in turns.run(options.rounds).items():
+        for method, row in turns.run(options.rounds, clock).items():
             if "error" not in row:
                 row["tokens_a_second"] = batch * seqlen / row["seconds"]
             record.row(
@@ -134,9 +155,9 @@ def speed(options: argparse.Namespace, clock: Clock, record: Record, text: Corpu
             )
             shown = row.get("error") or f"{row['seconds'] * 1e3:.1f} ms a step"
             print(f"{size:7} {seqlen:5} compiled: {compiled!s:6} {SHOWN[method]:15} {shown}")
+        record.result.update(ratios=ratios(record.rows))
         record.save()
         del turns
-    record.result.update(ratios=ratios(record.data["rows"]))
 
 
 def ratios(rows: list[Row]) -> list[Row]:
@@ -171,7 +192,7 @@ def train(options: argparse.Namespace, clock: Clock, record: Record, text: Corpu
     size, seqlen = options.sizes[0], options.lengths[0]
     batch = 2 if options.smoke else max(1, BATCH[size] * 1024 // seqlen)
     out = record.path.parent
-    for method in ("eager", OURS):
+    for method in (OURS, "eager"):  # the faster first: steps of both are compared as they come
         model = build(options, size, seqlen)
         model.config._attn_implementation = method
         training = Training(out / f"{method}.pt", model, optimizer(model, options.rate), {})
@@ -189,8 +210,8 @@ def train(options: argparse.Namespace, clock: Clock, record: Record, text: Corpu
 
         # Rows of steps behind the last checkpoint will come again.
         at = training.state["step"]
-        record.data["rows"] = [
-            row for row in record.data["rows"] if row["method"] != SHOWN[method] or row["step"] < at
+        record.rows[:] = [
+            row for row in record.rows if row["method"] != SHOWN[method] or row["step"] < at
         ]
         training.run(
             step,
@@ -206,7 +227,7 @@ def train(options: argparse.Namespace, clock: Clock, record: Record, text: Corpu
         if clock.over():
             break
     curves: dict[str, list[float]] = {}
-    for row in record.data["rows"]:
+    for row in record.rows:
         curves.setdefault(row["method"], []).append(row["loss"])
     if len(curves) == 2:
         steps = min(map(len, curves.values()))
@@ -215,6 +236,7 @@ def train(options: argparse.Namespace, clock: Clock, record: Record, text: Corpu
         )
         record.result.update(size=size, seqlen=seqlen, steps=steps, apart=apart)
         print(f"{steps} equal steps: the losses are at most {apart:.3%} apart")
+    record.save()
     common.plot(
         out / "loss.png",
         {method: (range(1, len(losses) + 1), losses) for method, losses in curves.items()},
@@ -243,31 +265,44 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument(
+        "--compile", choices=("layers", "whole", "no"), default="layers", help="what is compiled"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns of all methods")
     parser.add_argument("--steps", type=int, default=500, help="of train")
     parser.add_argument("--rate", type=float, default=6e-4, help="learning rate of train")
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--characters", type=int, default=100_000_000, help="of text")
-    parser.add_argument("--vocabulary", type=int, default=50257)
+    texts.arguments(parser, VOCABULARIES["gpt2"])
     options = parser.parse_args()
     if options.smoke:
         options.sizes, options.lengths, options.rounds, options.steps = ["small"], [64], 1, 4
-        options.characters, options.vocabulary, options.no_compile = 200_000, 512, True
+        options.characters, options.vocabulary, options.compile = 200_000, 512, "no"
         options.methods = ["eager", "sdpa_pick", OURS]
     clock = Clock(options.minutes)
     out = common.folder(options.out, f"gpt2-{options.what}", options.smoke)
     torch.set_float32_matmul_precision("high")
     register()
-    text = corpus(out, characters=options.characters, vocabulary=options.vocabulary)
+    text = corpus(
+        options.text,
+        characters=options.characters,
+        vocabulary=options.vocabulary,
+        smoke=options.smoke,
+    )
     settings = {"what": options.what, "dropout": options.dropout, "text": text.digest}
+    settings["vocabulary"] = padded_vocabulary(options.vocabulary)
+    if options.what == "speed":
+        # Methods are compared of which a later run may have measured some.
+        settings |= {"device": common.device_name(options.device), "compile": options.compile}
+    else:
+        settings |= {"size": options.sizes[0], "seqlen": options.lengths[0]}
+        settings |= {"steps": options.steps, "rate": options.rate}
     record = Record(
         out / "record.json", "gpt2", settings, smoke=options.smoke, device=options.device
     )
     {"speed": speed, "train": train}[options.what](options, clock, record, text)
-    if options.what == "speed":
-        picture(record.data["rows"], out / "speed.png")
     record.save()
+    if options.what == "speed":
+        picture(record.rows, out / "speed.png")
 
 
 if __name__ == "__main__":

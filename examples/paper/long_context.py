@@ -4,88 +4,136 @@ The claims (FlashAttention, arXiv 2205.14135, tables 4 and 5): GPT-2 with a cont
 better in perplexity than with 1K, and still trains faster than others at 1K; long documents are
 classified 6.4 points of F1 better when more of them is read.
 
-    python examples/paper/long_context.py gpt2 --steps 3000 --minutes 9     # again, to go on
-    python examples/paper/long_context.py documents --steps 1500 --minutes 9
-    python examples/paper/long_context.py gpt2 --smoke                      # seconds on a CPU
+    python examples/paper/long_context.py gpt2 --minutes 9           # again, to go on
+    python examples/paper/long_context.py documents --minutes 9
+    python examples/paper/long_context.py gpt2 --smoke               # seconds on a CPU
 
 Needs transformers and tokenizers: pip install '.[paper]'. The text is that of text.py.
 
-``gpt2`` trains GPT-2 small at each length with the same number of tokens a step and the same steps.
-The perplexity is that of the same held-out tokens: windows of the longest length, which models of a
-shorter one read piece by piece. ``documents`` tells which package a source file of 8K to 16K tokens
-is of, with a small encoder that reads the first tokens alone, 512 to 16K. Comments at the top,
-import lines and the package's name are removed, so that what follows counts. With one label a
-document micro-F1 is the share that is right. A fifth of the documents is held out, for the F1 that
-is reported. Another fifth is for validation: it chooses the length that the summary names.
+``gpt2`` trains GPT-2 small at each length with the same number of tokens a step and the same steps,
+``--every`` steps of each in turns. After each turn it measures the perplexity on the same held-out
+tokens: windows of the longest length, which models of a shorter one read piece by piece. So a run
+that is stopped has compared all lengths at the turns that are over, and the learning rate falls
+with the step alone, so that there is no end which would have to be known before.
 
-Lengths are trained one after the other. Each has its checkpoint, resumes to the bit, and all add to
-one curve.
+``documents`` tells which package a source file of 8K to 16K tokens is of, with a small encoder that
+reads the first tokens alone, 512 to 16K, one length after the other, the same documents a step.
+Comments at the top, import lines and the package's name are removed, so that what follows counts.
+With one label a document micro-F1 is the share that is right. A fifth of the documents is held out,
+for the F1 that is reported. Another fifth is for validation: it chooses the length that the summary
+names.
+
+Each length has its checkpoint, resumes to the bit, and all add to one curve.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import math
 import re
 from pathlib import Path
 
 import common
 import numpy as np
+import text as texts
 import torch
 import torch.nn.functional as F
 from common import Clock, Record, Row, Training
 from flashsdk.torch import attention
-from text import Corpus, corpus, documents, tokenizer_of
+from steps import Inputs, compile_layers, loss_of
+from text import VOCABULARIES, Corpus, corpus, documents, encode, tokenizer_of
 from torch import Tensor, nn
+
+BF16 = torch.bfloat16
+WARM = 100  # steps until the learning rate is highest
+DEFAULTS = {
+    "gpt2": {
+        "lengths": [1024, 2048, 4096],
+        "steps": 3000,
+        "rate": 6e-4,
+        "characters": texts.CHARACTERS,
+        "vocabulary": VOCABULARIES["gpt2"],
+    },
+    "documents": {
+        "lengths": [512, 1024, 2048, 4096, 8192, 16384],
+        "steps": 600,
+        "rate": 1e-3,
+        "characters": 10_000_000,
+        "vocabulary": 8192,
+    },
+}
 
 # ---- GPT-2
 
 
-def gpt2(options: argparse.Namespace, record: Record, clock: Clock, out: Path) -> None:
+def gpt2(options: argparse.Namespace, record: Record, clock: Clock, out: Path, text: Corpus):
     import gpt2 as models
 
+    def inputs(seqlen: int, seed: int) -> Inputs:
+        return models.tokens(text, options.tokens // seqlen, seqlen, seed, options.device)
+
     models.register()
-    text = corpus(out, characters=options.characters, vocabulary=options.vocabulary)
-    longest = max(options.lengths)
+    trainings: dict[int, Training] = {}
     for seqlen in options.lengths:
-        batch = options.tokens // seqlen
         model = models.build(options, "small", seqlen)
         model.config._attn_implementation = models.OURS
-        training = Training(
+        trainings[seqlen] = Training(
             out / f"gpt2-{seqlen}.pt", model, models.optimizer(model, options.rate), {}
         )
+        if options.compile:
+            compile_layers(model)
+        # Compiles, and changes nothing, so that the time of steps is that of steps.
+        loss_of(model, inputs(seqlen, 0)).backward()
+        model.zero_grad(set_to_none=True)
 
-        def step(state: Row, training=training, seqlen=seqlen, batch=batch) -> dict[str, Tensor]:
-            number = state["step"]
-            warm = min(1.0, (number + 1) / 100)
-            left = 0.5 * (1 + math.cos(math.pi * number / options.steps))
-            training.learning_rate(options.rate * warm * (0.1 + 0.9 * left))
-            inputs = models.tokens(text, batch, seqlen, number, options.device)
-            loss = models.train_step(training.model, training.model, training.optimizer, inputs)
-            return {"loss": loss, "seqlen": torch.tensor(float(seqlen))}
+    def step(state: Row, training: Training, seqlen: int) -> dict[str, Tensor]:
+        number = state["step"]
+        # Falls without an end in sight: a run may always be continued.
+        share = min((number + 1) / WARM, (WARM / (number + 1)) ** 0.5)
+        training.learning_rate(options.rate * share)
+        model, given = training.model, inputs(seqlen, number)
+        loss = models.train_step(model, model, training.optimizer, given)
+        return {"loss": loss, "seqlen": torch.tensor(float(seqlen))}
 
-        finished(training, step, options, record, clock, f"{seqlen} tokens")
-        if training.state["step"] < options.steps:
-            return
-        value = perplexity(model, text, seqlen, longest, options)
-        seconds = training.state["seconds"]
-        row = {
-            "seqlen": seqlen,
-            "perplexity": value,
-            "steps": options.steps,
-            "tokens": options.steps * options.tokens,
-            "ns_a_token": 1e9 * seconds / (options.steps * options.tokens),
-        }
-        replace(record, row)
-        print(f"\n{seqlen}: perplexity {value:.3f}, {row['ns_a_token']:.0f} ns a token")
-    rows = {row["seqlen"]: row for row in record.data["rows"]}
-    short, long = rows[min(rows)], rows[max(rows)]
+    for target in range(options.every, options.steps + 1, options.every):
+        for seqlen, training in trainings.items():
+            if training.state["step"] < target:
+                part = functools.partial(step, training=training, seqlen=seqlen)
+                finished(training, part, target, options, record, clock, f"{seqlen} tokens")
+            if training.state["step"] < target:
+                return
+            measured = {(row["seqlen"], row["steps"]) for row in record.rows}
+            if training.state["step"] == target and (seqlen, target) not in measured:
+                measure(options, record, training, text, seqlen)
+        compare(record, options.lengths)
+
+
+def measure(options, record: Record, training: Training, text: Corpus, seqlen: int) -> None:
+    value = perplexity(training.model, text, seqlen, max(options.lengths), options)
+    steps, seconds = training.state["step"], training.state["seconds"]
+    tokens = steps * options.tokens
+    ns = 1e9 * seconds / tokens
+    record.row(seqlen=seqlen, steps=steps, tokens=tokens, perplexity=value, ns_a_token=ns)
+    record.save()
+    print(f"{seqlen}, {steps} steps: perplexity {value:.3f}, {ns:.0f} ns a token")
+
+
+def compare(record: Record, lengths: list[int]) -> None:
+    """The shortest and the longest length, after the most steps that all have done."""
+    found = {(row["steps"], row["seqlen"]): row for row in record.rows}
+    both = [s for s, n in found if n == min(lengths) and (s, max(lengths)) in found]
+    if not both:
+        return
+    steps = max(both)
+    short, long = found[steps, min(lengths)], found[steps, max(lengths)]
     record.result["summary"] = (
         f"{short['perplexity'] - long['perplexity']:.2f} less perplexity at {long['seqlen']} than "
-        f"at {short['seqlen']} ({long['perplexity']:.2f}, {short['perplexity']:.2f}), "
-        f"{long['ns_a_token'] / short['ns_a_token']:.2f}× the time a token"
+        f"at {short['seqlen']} ({long['perplexity']:.2f}, {short['perplexity']:.2f}) after {steps} "
+        f"steps, {long['ns_a_token'] / short['ns_a_token']:.2f}× the time a token"
     )
+    record.save()
 
 
 @torch.no_grad()
@@ -99,7 +147,8 @@ def perplexity(model: nn.Module, text: Corpus, seqlen: int, longest: int, option
     for window in range(count):
         tokens = text.held_out[window * longest : (window + 1) * longest].astype(np.int64)
         pieces = torch.from_numpy(tokens).view(-1, seqlen).to(options.device)
-        with torch.autocast(options.device, torch.bfloat16):
+        # Not compiled: for few calls that would take longer than it saves.
+        with torch.compiler.set_stance("force_eager"), torch.autocast(pieces.device.type, BF16):
             logits = model(input_ids=pieces).logits
         # The first token of every piece of the longest size has no context in any of the models.
         losses.append(
@@ -120,18 +169,20 @@ def plain(text: str, package: str) -> str:
     return re.sub(re.escape(package), "_", "\n".join(kept), flags=re.IGNORECASE)
 
 
-def labelled(options, out: Path) -> tuple[list[np.ndarray], np.ndarray, list[str]]:
+def labelled(options) -> tuple[list[np.ndarray], np.ndarray, list[str]]:
     """Tokens and package of every long document, of the packages that have the most of them."""
-    kept = out / f"documents-{options.documents}-{options.vocabulary}.pt"
+    shared = common.folder(options.text, "text", options.smoke)
+    kept = shared / f"documents-{options.documents}-{options.vocabulary}.pt"
     if not kept.exists():
-        corpus(out, characters=options.characters, vocabulary=options.vocabulary)
-        tokenizer = tokenizer_of(out, options.characters, options.vocabulary)
-        packages, texts = [], []
+        given = {"characters": options.characters, "vocabulary": options.vocabulary}
+        corpus(options.text, **given, smoke=options.smoke)
+        tokenizer = tokenizer_of(options.text, **given, smoke=options.smoke)
+        packages, read = [], []
         for file, text in documents(options.documents, least=2 * options.shortest):
             if file.path.suffix == ".py":
                 packages.append(file.path.parts[0].removesuffix(".py"))
-                texts.append(plain(text, packages[-1]))
-        encoded = [torch.tensor(e.ids, dtype=torch.int32) for e in tokenizer.encode_batch(texts)]
+                read.append(plain(text, packages[-1]))
+        encoded = [torch.tensor(ids, dtype=torch.int32) for ids in encode(tokenizer, read)]
         common.write(kept, lambda path: torch.save((packages, encoded), path))
     found: dict[str, list[np.ndarray]] = collections.defaultdict(list)
     for package, ids in zip(*torch.load(kept, weights_only=True)):
@@ -172,16 +223,16 @@ class Encoder(nn.Module):
 
 
 @torch.no_grad()
-def count_right(model: nn.Module, rows: Tensor, targets: Tensor, batch: int, device: str) -> int:
+def count_right(model: nn.Module, rows: Tensor, targets: Tensor, batch: int) -> int:
     right = 0
-    with torch.autocast(device, torch.bfloat16):
+    with torch.autocast(rows.device.type, BF16):
         for some, labels in zip(rows.split(batch), targets.split(batch)):
             right += int((model(some).argmax(1) == labels).sum())
     return right
 
 
 def classify(options: argparse.Namespace, record: Record, clock: Clock, out: Path) -> None:
-    tokens, labels, names = labelled(options, out)
+    tokens, labels, names = labelled(options)
     held = len(labels) // 5
     if held == 0:
         raise ValueError(f"--documents: {options.documents}; more, as there are {len(labels)} long")
@@ -189,14 +240,14 @@ def classify(options: argparse.Namespace, record: Record, clock: Clock, out: Pat
     print(f"{len(labels)} documents of {len(names)} packages, {held} held out, as many to validate")
     record.result.update(documents=len(labels), packages=len(names), held_out=held, validated=held)
     for seqlen in options.lengths:
-        batch = max(1, options.tokens // seqlen)
+        batch = options.batch
         # Documents are padded with token 0 where they end before the length.
         rows = torch.zeros(len(tokens), seqlen, dtype=torch.long)
         for row, ids in zip(rows, tokens):
             row[: min(seqlen, len(ids))] = torch.from_numpy(ids[:seqlen])
         rows = rows.to(options.device)
         torch.manual_seed(0)
-        width, layers = (64, 1) if options.smoke else (256, 4)
+        width, layers = (64, 1) if options.smoke else (128, 2)
         model = Encoder(options.vocabulary, seqlen, len(names), width, layers).to(options.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, weight_decay=0.05)
         training = Training(out / f"documents-{seqlen}.pt", model, optimizer, {})
@@ -207,8 +258,8 @@ def classify(options: argparse.Namespace, record: Record, clock: Clock, out: Pat
             generator = torch.Generator().manual_seed(state["step"])
             pick = torch.randint(2 * held, len(rows), (batch,), generator=generator).to(rows.device)
             left = 1 - state["step"] / options.steps
-            training.learning_rate(options.rate * min(1.0, (state["step"] + 1) / 100) * left)
-            with torch.autocast(options.device, torch.bfloat16):
+            training.learning_rate(options.rate * min(1.0, (state["step"] + 1) / WARM) * left)
+            with torch.autocast(rows.device.type, BF16):
                 logits = training.model(rows[pick])
             loss = F.cross_entropy(logits.float(), targets[pick])
             loss.backward()
@@ -216,11 +267,11 @@ def classify(options: argparse.Namespace, record: Record, clock: Clock, out: Pat
             training.optimizer.zero_grad(set_to_none=True)
             return {"loss": loss, "seqlen": torch.tensor(float(seqlen))}
 
-        finished(training, step, options, record, clock, f"{seqlen} tokens")
+        finished(training, step, options.steps, options, record, clock, f"{seqlen} tokens")
         if training.state["step"] < options.steps:
             return
         right, validated = (
-            count_right(model, rows[part], targets[part], batch, options.device)
+            count_right(model, rows[part], targets[part], batch)
             for part in (slice(held), slice(held, 2 * held))
         )
         low, high = common.wilson(right, held)
@@ -248,12 +299,14 @@ def classify(options: argparse.Namespace, record: Record, clock: Clock, out: Pat
 # ---- both
 
 
-def finished(training: Training, step, options, record: Record, clock: Clock, name: str) -> None:
+def finished(
+    training: Training, step, steps: int, options, record: Record, clock: Clock, name: str
+) -> None:
     training.run(
         step,
         record,
         clock,
-        until=lambda state: state["step"] >= options.steps,
+        until=lambda state: state["step"] >= steps,
         show=lambda state, means: f"{name}  step {state['step']}  loss {means['loss']:.4f}",
         share=lambda state: state["step"] / options.steps,
         device=options.device,
@@ -262,9 +315,9 @@ def finished(training: Training, step, options, record: Record, clock: Clock, na
 
 def replace(record: Record, row: Row) -> None:
     """The row of a length, which a run that finds the length trained measures again."""
-    record.data["rows"] = [r for r in record.data["rows"] if r["seqlen"] != row["seqlen"]]
+    record.rows[:] = [r for r in record.rows if r["seqlen"] != row["seqlen"]]
     record.row(**row)
-    record.data["rows"].sort(key=lambda r: r["seqlen"])
+    record.rows.sort(key=lambda r: r["seqlen"])
     record.save()
 
 
@@ -272,36 +325,44 @@ def main() -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("what", choices=("gpt2", "documents"))
     parser.add_argument("--lengths", nargs="+", type=int)
-    parser.add_argument("--steps", type=int, default=3000, help="of each length")
-    parser.add_argument("--tokens", type=int, default=65536, help="of a step")
+    parser.add_argument("--steps", type=int, help="of each length")
+    parser.add_argument("--every", type=int, default=100, help="steps of a turn of gpt2")
+    parser.add_argument("--tokens", type=int, default=32768, help="of a step of gpt2")
+    parser.add_argument("--batch", type=int, default=16, help="documents a step")
     parser.add_argument("--rate", type=float, help="learning rate")
-    parser.add_argument("--characters", type=int, default=100_000_000, help="of text")
+    texts.arguments(parser, vocabulary=0, characters=0)
     parser.add_argument("--documents", type=int, default=300_000_000, help="characters searched")
-    parser.add_argument("--vocabulary", type=int)
     parser.add_argument("--windows", type=int, default=64, help="of perplexity")
     parser.add_argument("--shortest", type=int, default=8192, help="tokens of a document")
     parser.add_argument("--packages", type=int, default=20, help="that are told apart")
     options = parser.parse_args()
-    options.dropout = 0.0
-    documents_too = options.what == "documents"
-    options.lengths = options.lengths or (
-        [512, 1024, 2048, 4096, 8192, 16384] if documents_too else [1024, 2048, 4096]
-    )
-    options.rate = options.rate or (3e-4 if documents_too else 6e-4)
-    options.vocabulary = options.vocabulary or (8192 if documents_too else 50257)
+    options.dropout, options.compile = 0.0, not options.smoke
+    for name, value in DEFAULTS[options.what].items():
+        setattr(options, name, getattr(options, name) or value)
     if options.smoke:
-        options.lengths, options.steps, options.tokens = [32, 64], 2, 128
+        options.lengths, options.steps, options.every, options.tokens = [32, 64], 2, 1, 128
         options.characters, options.vocabulary, options.windows = 800_000, 512, 2
         options.documents, options.shortest = 1_500_000, 64
     clock = Clock(options.minutes)
     out = common.folder(options.out, f"long_context-{options.what}", options.smoke)
-    settings = {"what": options.what, "lengths": options.lengths, "steps": options.steps}
-    settings |= {"tokens": options.tokens}
+    torch.set_float32_matmul_precision("high")
+    settings = {"what": options.what, "lengths": options.lengths}
+    if options.what == "gpt2":
+        text = corpus(
+            options.text,
+            characters=options.characters,
+            vocabulary=options.vocabulary,
+            smoke=options.smoke,
+        )
+        settings |= {"tokens": options.tokens, "rate": options.rate, "text": text.digest}
+        run = functools.partial(gpt2, text=text)
+    else:
+        settings |= {"steps": options.steps, "batch": options.batch, "rate": options.rate}
+        run = classify
     record = Record(
         out / "record.json", "long_context", settings, smoke=options.smoke, device=options.device
     )
-    torch.set_float32_matmul_precision("high")
-    {"gpt2": gpt2, "documents": classify}[options.what](options, record, clock, out)
+    run(options, record, clock, out)
     print(record.result.get("summary", "stopped; run again to go on"))
     record.save()
 

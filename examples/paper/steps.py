@@ -9,7 +9,7 @@ from collections.abc import Callable
 import common
 import torch
 import torch.nn.functional as F
-from common import Row
+from common import Clock, Row
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -22,7 +22,8 @@ BACKENDS = {
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-METHODS = ("eager", *BACKENDS, OURS)
+# What is claimed first, as minutes may be over before all had their turn.
+METHODS = (OURS, "eager", "sdpa_fa2", "sdpa_cudnn", "sdpa_pick", "sdpa_efficient")
 SHOWN = {
     "eager": "eager",
     "sdpa_pick": "SDPA",
@@ -50,6 +51,14 @@ def sdpa_method(backend: SDPBackend | None, *, causal: bool) -> Callable[..., tu
     return method
 
 
+def padded_vocabulary(words: int) -> int:
+    """The model's, in multiples of 64: fast matrix products want rows of whole 16-byte vectors.
+
+    The words at its end never occur.
+    """
+    return -(-words // 64) * 64
+
+
 def optimizer(model: nn.Module, rate: float) -> torch.optim.AdamW:
     """Weight decay for matrices alone; fused on a GPU."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -73,11 +82,26 @@ def train_step(forward: Callable, model: nn.Module, optimizer, inputs: Inputs) -
     return loss.detach()
 
 
+def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
+    """torch.compile of each layer and of the loss, in place.
+
+    All layers share one program for each method. The model as one program takes as many times
+    longer to compile as it has layers.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for layer in module:
+                layer.compile(dynamic=False, backend=backend)
+    # BERT's model calls no loss_function, and is not hurt by it.
+    model.loss_function = torch.compile(model.loss_function, dynamic=False, backend=backend)
+
+
 class Turns:
     """One model and optimizer, which all methods train in turns.
 
     ``batches`` are the inputs of each method; ``compiled`` runs the model under torch.compile,
-    which makes a program for each method, as its name is in the model's configuration.
+    which makes a program for each method, as its name is in the model's configuration: "layers" by
+    ``compile_layers``, "whole" the model at once.
     """
 
     def __init__(
@@ -85,7 +109,7 @@ class Turns:
         model: nn.Module,
         batches: dict[str, list[Inputs]],
         *,
-        compiled: bool,
+        compiled: str | None,
         warm: int = WARM,
         timed: int = TIMED,
     ):
@@ -93,21 +117,35 @@ class Turns:
         self.optimizer = optimizer(model, 1e-4)
         torch._dynamo.reset()
         torch._dynamo.config.recompile_limit = 64
-        self.forward = torch.compile(model) if compiled else model
+        # Of static shapes, as the methods' batches may have different ones.
+        self.forward = torch.compile(model, dynamic=False) if compiled == "whole" else model
+        if compiled == "layers":
+            compile_layers(model)
         self.recomputed: set[str] = set()  # methods that fit only so
 
-    def run(self, rounds: int) -> dict[str, Row]:
-        """For each method median seconds of a step, peak bytes and the last loss, or an error."""
+    def run(self, rounds: int, clock: Clock) -> dict[str, Row]:
+        """For each method median seconds of a step, peak bytes and the last loss, or an error.
+
+        Where the minutes are over, methods have fewer turns. Those without any are left out.
+        """
         rows: dict[str, list[Row]] = {method: [] for method in self.batches}
         for _ in range(rounds):
             for method, found in rows.items():
-                if not found or "error" not in found[-1]:
-                    found.append(self._turn(method))
+                if clock.over():
+                    break
+                if found and "error" in found[-1]:
+                    continue
+                row = self._turn(method)
+                # SIGTERM also ends the processes that compile: that is no fault of the method.
+                if "error" not in row or not clock.over():
+                    found.append(row)
         merged = {}
         for method, found in rows.items():
-            row = found[-1]
+            if not found:
+                continue
+            row = {**found[-1], "turns": len(found)}
             if "error" not in row:
-                row = {**row, "seconds": statistics.median(r["seconds"] for r in found)}
+                row["seconds"] = statistics.median(r["seconds"] for r in found)
             merged[method] = {"recomputed": method in self.recomputed, **row}
         return merged
 
@@ -125,13 +163,10 @@ class Turns:
     def _attempt(self, method: str) -> Row:
         try:
             return self._steps(method)
-        except torch.OutOfMemoryError:
-            reason = "out of memory"
-        except (RuntimeError, ValueError) as error:
-            # A backend that does not take the problem.
-            reason = (str(error).strip().splitlines() or ["failed"])[0][:100]
+        except Exception as error:  # one method's fault is not to end the others' turns
+            row = common.failure(error)
         self.optimizer.zero_grad(set_to_none=True)
-        return {"error": reason}
+        return row
 
     def _steps(self, method: str) -> Row:
         self.model.config._attn_implementation = method

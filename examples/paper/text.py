@@ -3,18 +3,28 @@
 Files are read in the order of a hash of their path below their root, up to so many bytes; each
 twentieth is held out. What is there differs from machine to machine, so that records carry the
 digest of what was read: compare losses of one digest only.
+
+    python examples/paper/text.py       # makes what gpt2.py, bert.py and long_context.py read
+
+The programs make it themselves where it is missing. To make it before, or beside what runs on a
+GPU, saves that time.
 """
 
 from __future__ import annotations
 
+import argparse
+import fcntl
 import hashlib
+import itertools
 import json
 import os
 import sysconfig
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import common
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,6 +32,9 @@ from torch import Tensor
 ENDINGS = (".py", ".pyi", ".md", ".rst", ".txt")
 LARGEST = 200_000  # bytes: above are tables and data more than text
 HELD_OUT = 20  # one file of so many
+CHARACTERS = 100_000_000
+SAMPLE = 20_000_000  # characters that the vocabulary is chosen by
+VOCABULARIES = {"gpt2": 50257, "bert": 30522}
 PACKAGES = ("site-packages", "dist-packages", "__pycache__")
 
 
@@ -101,15 +114,27 @@ class Corpus:
         return np.diff(ends, prepend=-1)
 
 
-def corpus(folder: Path, *, characters: int, vocabulary: int) -> Corpus:
+def arguments(
+    parser: argparse.ArgumentParser, vocabulary: int, characters: int = CHARACTERS
+) -> None:
+    """What programs that read the text take."""
+    parser.add_argument("--text", type=Path, help="folder of the text as tokens, of all programs")
+    parser.add_argument("--characters", type=int, default=characters, help="of text")
+    parser.add_argument("--vocabulary", type=int, default=vocabulary)
+
+
+def corpus(folder: Path | None, *, characters: int, vocabulary: int, smoke: bool = False) -> Corpus:
     """Tokens of the machine's text, by a byte-level BPE trained on it; kept in ``folder``.
 
     Needs the package tokenizers.
     """
-    stem = _stem(folder, characters, vocabulary)
+    stem = _stem(folder, characters, vocabulary, smoke)
     meta = stem.with_suffix(".json")
-    if not meta.exists():
-        _make(stem, characters, vocabulary)
+    # One program makes it, and those that start meanwhile wait for it.
+    with stem.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not meta.exists():
+            _make(stem, characters, vocabulary)
     found = json.loads(meta.read_text())
     train, held_out = (
         np.load(stem.with_suffix(f".{part}.npy"), mmap_mode="r") for part in ("train", "held_out")
@@ -117,16 +142,28 @@ def corpus(folder: Path, *, characters: int, vocabulary: int) -> Corpus:
     return Corpus(train, held_out, found["vocabulary"], found["digest"])
 
 
-def tokenizer_of(folder: Path, characters: int, vocabulary: int):
+def tokenizer_of(folder: Path | None, characters: int, vocabulary: int, smoke: bool = False):
     """The tokenizer of a corpus that is there."""
     from tokenizers import Tokenizer
 
-    stem = _stem(folder, characters, vocabulary)
+    stem = _stem(folder, characters, vocabulary, smoke)
     return Tokenizer.from_file(str(stem.with_suffix(".tokenizer.json")))
 
 
-def _stem(folder: Path, characters: int, vocabulary: int) -> Path:
-    return folder / f"text-{characters}-{vocabulary}"
+def _stem(folder: Path | None, characters: int, vocabulary: int, smoke: bool) -> Path:
+    return common.folder(folder, "text", smoke) / f"text-{characters}-{vocabulary}"
+
+
+def encode(tokenizer, texts: list[str]) -> Iterator[list[int]]:
+    """Tokens of each text. Some texts at a time, as tokenizers keeps more than numbers of each."""
+    for first in range(0, len(texts), 256):
+        yield from (found.ids for found in tokenizer.encode_batch_fast(texts[first : first + 256]))
+
+
+def _sample(texts: list[str], characters: int) -> Iterator[str]:
+    """Texts from all over, of about so many characters."""
+    every = max(1, sum(map(len, texts)) // characters)
+    return itertools.islice(texts, 0, None, every)
 
 
 def _make(stem: Path, characters: int, vocabulary: int) -> None:
@@ -143,13 +180,13 @@ def _make(stem: Path, characters: int, vocabulary: int) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # A third of the text is enough to choose the words by.
-    tokenizer.train_from_iterator(texts[::3], trainer)
+    # A part of the text is enough to choose the words by.
+    tokenizer.train_from_iterator(_sample(texts, SAMPLE), trainer)
     tokenizer.save(str(stem.with_suffix(".tokenizer.json")))
     parts: dict[str, list[np.ndarray]] = {"train": [], "held_out": []}
-    for (file, _), encoding in zip(found, tokenizer.encode_batch(texts)):
+    for (file, _), ids in zip(found, encode(tokenizer, texts)):
         part = "held_out" if file.held_out else "train"
-        parts[part].append(np.array([*encoding.ids, 0], dtype=np.uint16))
+        parts[part].append(np.array([*ids, 0], dtype=np.uint16))
     digest = hashlib.sha256()
     for part, arrays in parts.items():
         tokens = np.concatenate(arrays or [np.zeros(0, np.uint16)])
@@ -161,4 +198,29 @@ def _make(stem: Path, characters: int, vocabulary: int) -> None:
         "vocabulary": vocabulary,
         "digest": digest.hexdigest()[:16],
     }
-    stem.with_suffix(".json").write_text(json.dumps(meta))
+    # Last, as it says that the rest is there.
+    common.write(stem.with_suffix(".json"), lambda path: path.write_text(json.dumps(meta)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--text", type=Path, help="folder, as the programs' own --text")
+    parser.add_argument("--characters", type=int, default=CHARACTERS)
+    parser.add_argument(
+        "--vocabularies", type=int, nargs="+", default=[*VOCABULARIES.values()], help="of tokens"
+    )
+    options = parser.parse_args()
+    for vocabulary in options.vocabularies:
+        started = time.monotonic()
+        made = corpus(options.text, characters=options.characters, vocabulary=vocabulary)
+        print(
+            f"{vocabulary}: {len(made.train)} tokens to train, {len(made.held_out)} held out, "
+            f"digest {made.digest}, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

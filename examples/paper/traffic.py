@@ -3,7 +3,7 @@
 The claim (FlashAttention, arXiv 2205.14135, section 3.2 and figure 2): tiled attention is fast
 because it moves fewer bytes between the GPU's memory and its chip.
 
-    python examples/paper/traffic.py            # needs a GPU and Nsight Compute (ncu)
+    python examples/paper/traffic.py            # needs a GPU and Nsight Compute (ncu); --minutes N
     python examples/paper/traffic.py --smoke    # the counts alone: seconds, no GPU
 
 For GPT-2 medium's attention and four other problems, standard attention and flashsdk, forward and
@@ -11,6 +11,10 @@ backward: read and written bytes of ``flashsdk.io`` and of ncu's counters dram__
 dram__bytes_write and lts__t_bytes (L2). ncu empties the caches before every kernel, so that an
 operation finds nothing of the one before it: just what the counts suppose. A second table counts
 tiles of other sizes.
+
+Each problem is a run of ncu. One that fails, for want of the right to read counters or of time,
+leaves the counts alone for its problem, and the next run of the program tries it again. What it
+said is in ``ncu-*.log``.
 """
 
 from __future__ import annotations
@@ -18,9 +22,12 @@ from __future__ import annotations
 import argparse
 import csv
 import io as text_io
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import attention
@@ -28,7 +35,7 @@ import common
 import flashsdk as fs
 import torch
 from attention import Bench, Problem
-from common import Record, Row
+from common import Clock, Record, Row
 from flashsdk import io
 
 PROBLEMS = (
@@ -42,11 +49,10 @@ METHODS = ("standard", "flashsdk")
 PHASES = ("forward", "backward")
 COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum")
 BETWEEN = "spin_kernel"  # what torch.cuda._sleep launches: it stands between two cases
+DONE = "every case has run"  # a child's last line
 
 
-def cases(smoke: bool) -> list[tuple[Problem, str, str]]:
-    problems = PROBLEMS[:2] if smoke else PROBLEMS
-    return [(p, method, phase) for p in problems for method in METHODS for phase in PHASES]
+CASES = [(method, phase) for method in METHODS for phase in PHASES]
 
 
 # ---- counted
@@ -61,9 +67,9 @@ def shapes(problem: Problem) -> io.Problem:
 def tile(problem: Problem, phase: str, device: str) -> tuple[int, int]:
     """Of the kernel that the call takes."""
     kind = torch.bfloat16 if device != "cpu" else torch.float32
-    # A view of one number: the call looks at shapes alone.
+    # With the strides of the measured call, by which kernels are chosen too; never read.
     shape = (problem.batch, problem.seqlen, problem.heads, problem.head_dim)
-    x = torch.zeros(problem.head_dim, dtype=kind, device=device).expand(shape)
+    x = torch.empty(shape, dtype=kind, device=device)
     op = "fwd" if phase == "forward" else "bwd"
     mask = fs.Causal() if problem.causal else None
     return fs.explain(x, x, x, op=op, mask=mask, dropout_p=problem.dropout).tile
@@ -93,11 +99,12 @@ def counted(problem: Problem, method: str, phase: str, device: str) -> tuple[io.
 # ---- measured
 
 
-def child(smoke: bool) -> None:
+def child(problem: Problem) -> None:
     """Runs every case once behind a mark, under ncu, which counts where it is told to."""
-    for problem, method, phase in cases(smoke):
+    for method, phase in CASES:
         one(Bench(attention.METHODS[method], problem, "cuda"), phase)
         torch.cuda.empty_cache()
+    print(DONE, flush=True)
 
 
 def one(bench: Bench, phase: str) -> None:
@@ -113,30 +120,62 @@ def one(bench: Bench, phase: str) -> None:
     torch.cuda.profiler.stop()
 
 
-def measured(smoke: bool, log: Path) -> list[Row]:
-    """The counters' sums of each case, in the order of ``cases``."""
-    command = ["ncu", "--profile-from-start", "off", "--metrics", ",".join(COUNTERS), "--csv"]
+def profiler() -> str | None:
+    """ncu, where it is found: it comes with CUDA, whose folder need not be on the PATH."""
+    places = ("/usr/local/cuda/bin", *map(str, Path("/opt/nvidia/nsight-compute").glob("*")))
+    return shutil.which("ncu") or shutil.which("ncu", path=os.pathsep.join(places))
+
+
+def measured(ncu: str, problem: Problem, log: Path, clock: Clock) -> list[Row]:
+    """The counters' sums of each case, in the order of ``CASES``; of none if ncu fails."""
+    command = [ncu, "--profile-from-start", "off", "--metrics", ",".join(COUNTERS), "--csv"]
     command += ["--print-units", "base", "--clock-control", "none"]
-    command += [sys.executable, __file__, "--child", *(["--smoke"] if smoke else [])]
-    done = subprocess.run(command, capture_output=True, text=True)
-    log.write_text(done.stdout + done.stderr)
-    if done.returncode:
-        sys.exit(f"ncu ended with {done.returncode}; its output is in {log}")
-    return split(done.stdout)
+    command += [sys.executable, __file__, "--child", problem.name]
+    try:
+        found = split(run(command, log, clock))
+    except ValueError:  # a counter that has no number
+        found = []
+    if len(found) != len(CASES) or not all(case["kernels"] for case in found):
+        print(f"{problem.name}: no counters, see {log}", file=sys.stderr)
+        return []
+    return found
+
+
+def run(command: list[str], log: Path, clock: Clock) -> str:
+    """What a child printed, or "" where it did not come to its end, or the minutes are over.
+
+    Not by its exit status: PyTorch may abort a process that ends while autograd's threads wait.
+    """
+    with log.open("w") as file:
+        # A session of its own, as ncu does not end the program that it watches.
+        started = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            while started.poll() is None and not clock.over():
+                time.sleep(0.05)
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+    text = log.read_text(errors="replace")
+    return text if DONE in text.splitlines() else ""
 
 
 def split(output: str) -> list[Row]:
     """ncu's CSV, whose kernels are in order, cut where the kernel between two cases is."""
-    lines = output.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
+    # Its messages stand between the lines of the table.
+    lines = [line for line in output.splitlines() if line.startswith('"')]
     found: list[Row] = []
     last = None
-    for line in csv.DictReader(text_io.StringIO("\n".join(lines[start:]))):
+    for line in csv.DictReader(text_io.StringIO("\n".join(lines))):
         if BETWEEN in line["Kernel Name"]:
             if line["ID"] != last:
                 found.append(dict.fromkeys(COUNTERS, 0) | {"kernels": 0})
             last = line["ID"]
             continue
+        if not found:
+            raise ValueError(f"{line['Kernel Name']} before the first {BETWEEN}")
         case = found[-1]
         case["kernels"] += line["ID"] != last
         last = line["ID"]
@@ -157,41 +196,60 @@ def summary(rows: list[Row]) -> str:
     return text
 
 
-def main() -> None:
-    parser = common.arguments(__doc__)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        child(options.smoke)
-        return
-    out = common.folder(options.out, "traffic", options.smoke)
-    record = Record(out / "record.json", "traffic", {}, smoke=options.smoke, device=options.device)
-    record.data["rows"] = []  # of one run
-    counters: list[Row] = [{} for _ in cases(options.smoke)]
-    if torch.device(options.device).type == "cuda":
-        if shutil.which("ncu"):
-            counters = measured(options.smoke, out / "ncu.log")
-        else:
-            print("no ncu here: the counts alone", file=sys.stderr)
-    for (problem, method, phase), seen in zip(cases(options.smoke), counters):
-        traffic, asked = counted(problem, method, phase, options.device)
+def rows_of(problem: Problem, seen: list[Row], device: str) -> list[Row]:
+    """The counts of a problem's cases, with the counters beside them where there are any."""
+    rows = []
+    for (method, phase), counters in zip(CASES, seen or [{} for _ in CASES]):
+        traffic, asked = counted(problem, method, phase, device)
         row: Row = {"name": problem.name, "method": method, "phase": phase}
         row |= {"read": traffic.read, "written": traffic.written, "asked_of_l2": asked}
-        if seen:
-            row["dram"] = seen[COUNTERS[0]] + seen[COUNTERS[1]]
-            row |= {"dram_read": seen[COUNTERS[0]], "dram_written": seen[COUNTERS[1]]}
-            row |= {"l2": seen[COUNTERS[2]], "kernels": seen["kernels"]}
-        record.row(**row)
-        beside = f"; dram {row['dram'] / 1e6:10.1f}" if seen else ""
+        if counters:
+            row["dram"] = counters[COUNTERS[0]] + counters[COUNTERS[1]]
+            row |= {"dram_read": counters[COUNTERS[0]], "dram_written": counters[COUNTERS[1]]}
+            row |= {"l2": counters[COUNTERS[2]], "kernels": counters["kernels"]}
+        rows.append(row)
+        beside = f"; dram {row['dram'] / 1e6:10.1f}" if counters else ""
         print(
             f"{problem.name:14} {method:9} {phase:9} "
             f"counted, MB: {traffic.total / 1e6:10.1f}{beside}"
         )
+    return rows
+
+
+def main() -> None:
+    parser = common.arguments(__doc__)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    problems = PROBLEMS[:2] if options.smoke else PROBLEMS
+    if options.child:
+        child(next(problem for problem in PROBLEMS if problem.name == options.child))
+        return
+    clock = Clock(options.minutes)
+    out = common.folder(options.out, "traffic", options.smoke)
+    settings = {"device": common.device_name(options.device)}
+    record = Record(
+        out / "record.json", "traffic", settings, smoke=options.smoke, device=options.device
+    )
+    ncu = profiler() if torch.device(options.device).type == "cuda" else None
+    if ncu is None:
+        print("no GPU or no ncu here: the counts alone", file=sys.stderr)
+    for problem in problems:
+        if any(row["name"] == problem.name and row.get("dram") for row in record.rows):
+            continue
+        seen: list[Row] = []
+        if ncu and not clock.over(reserve=5):
+            log = out / f"ncu-{problem.name.replace(' ', '-').replace(',', '')}.log"
+            seen = measured(ncu, problem, log, clock)
+        record.rows[:] = [row for row in record.rows if row["name"] != problem.name]
+        for row in rows_of(problem, seen, options.device):
+            record.row(**row)
+        record.result["summary"] = summary(record.rows)
+        record.save()
     sizes = []
     for rows in (64, 128, 192, 256):
         forward = io.tiled_forward(shapes(attention.GPT2_MEDIUM), (rows, 128))
         sizes.append({"queries": rows, "forward_asked": forward.total})
-    record.result.update(tiles=sizes, summary=summary(record.data["rows"]))
+    record.result.update(tiles=sizes)
     print(record.result["summary"])
     record.save()
     common.plot(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _bindings, _contents, _frameworks
+from . import _bindings, _contents, _frameworks, _log
 from ._errors import InvalidArgument, has, shown
 
 
@@ -57,6 +57,8 @@ def kv_append(
                 f"{name}: an immutable array of JAX; flashsdk.jax.kv_append, which returns new ones"
             )
         _frameworks.own(name, cache)
+    if _log.ON:
+        _log.append(k_cache, v_cache, k, q, block_table, rotary_cos, rotary_interleaved)
     if _contents.ON:
         _contents.check_append(k_cache, k, seqused_k, block_table, rotary_cos, q, q_advances)
     turned = None

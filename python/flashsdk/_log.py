@@ -36,9 +36,7 @@ def call(
         text = f"{op} {_arrays(*qkv)}{_features(packed, options)}"
     except Exception:  # of what is no array: the call itself says so
         text = op
-    # Without a lock, which a child would wait for if another thread held it at the fork.
-    mine = object()
-    if len(_seen) >= MOST or _seen.setdefault(text, mine) is not mine:
+    if not _is_new(text):
         return
     try:
         kernel, refused, _, _ = _bindings.explain(backward, qkv, packed, options)
@@ -50,6 +48,28 @@ def call(
     _write(f"flashsdk: {text}: {outcome}\n")
 
 
+def append(
+    k_cache: Any, v_cache: Any, k: Any, q: Any, block_table: Any, rotary_cos: Any, interleaved: bool
+) -> None:
+    """The same of ``kv_append``, which one kernel does on every device."""
+    try:
+        text = f"kv_append {_shapes(k_cache=k_cache, v_cache=v_cache, k=k, q=q)} {_where(k)}"
+        text += ", block_table" * (block_table is not None)
+        if rotary_cos is not None:
+            pairs = "neighbours" if interleaved else "halves"
+            text += f", rotary of {2 * rotary_cos.shape[1]} in {pairs}"
+    except Exception:  # of what is no array: the call itself says so
+        text = "kv_append"
+    if _is_new(text):
+        _write(f"flashsdk: {text}\n")
+
+
+def _is_new(text: str) -> bool:
+    """Without a lock, which a child would wait for if another thread held it at the fork."""
+    mine = object()
+    return len(_seen) < MOST and _seen.setdefault(text, mine) is mine
+
+
 def _write(line: str) -> None:
     """As a whole, so that lines of several threads do not mix. No call fails for its log."""
     with contextlib.suppress(Exception):  # no stderr, a closed one, whatever stands in its place
@@ -58,11 +78,19 @@ def _write(line: str) -> None:
 
 
 def _arrays(q: Any, k: Any, v: Any) -> str:
-    shapes = [str(tuple(x.shape)).replace(" ", "") for x in (q, k, v)]
-    parts = [f"q {shapes[0]}", f"k {shapes[1]}"] + ([f"v {shapes[2]}"] * (shapes[1] != shapes[2]))
-    device = _frameworks.of(q).device(q)
-    where = "cpu" if device is None else in_short(str(device))
-    return f"{' '.join(parts)} {_dtype(q)} on {where}"
+    same = tuple(k.shape) == tuple(v.shape)
+    return f"{_shapes(q=q, k=k, v=None if same else v)} {_where(q)}"
+
+
+def _shapes(**arrays: Any) -> str:
+    """Of those that are there."""
+    given = {name: x for name, x in arrays.items() if x is not None}
+    return " ".join(f"{name} {tuple(x.shape)}".replace(", ", ",") for name, x in given.items())
+
+
+def _where(x: Any) -> str:
+    device = _frameworks.of(x).device(x)
+    return f"{_dtype(x)} on {'cpu' if device is None else in_short(str(device))}"
 
 
 # The last of the options, by their names.

@@ -79,7 +79,7 @@ class Operation:
         tensors = (q, k, v, *lengths[:2], keywords["bias"], keywords["alibi_slopes"], seed)
         if not unwatched(tensors):
             given = dict(zip(_PACKED if lengths else _BATCHED, tensors))
-            _torch_sharding.prepare(given, keywords["dropout_p"], keywords["mask"])
+            _torch_sharding.prepare(given, keywords["dropout_p"])
             return self.forward(q, k, v, *lengths, *self.encode(keywords, q))
         if keywords["dropout_p"] == 0:
             keywords["seed"] = 0

@@ -84,7 +84,7 @@ class More(NamedTuple):
                 q, k, v = map(detached, (q, k, v))
                 keywords = constant({**keywords, "seed": 0})
                 return _run_forward(q, k, v, _without_gradient(more), keywords)
-        if _torch_sharding.prepare(given, keywords["dropout_p"], keywords["mask"]):
+        if _torch_sharding.prepare(given, keywords["dropout_p"]):
             more = more.with_both_lengths(q, k)
         out, lse = _attention(q, k, v, *more, *_encoded(keywords, q))
         return out, lse

@@ -50,6 +50,7 @@ from ._torch_private import (
     with_forward_mode,
 )
 from ._torch_seed import draw_watched_seed
+from ._torch_sharding import replicated
 from ._torch_threads import on_torch_threads
 from .masks import Band, BlockMask, Dense, Mask
 
@@ -125,9 +126,14 @@ def _integers(mask: Mask | None) -> list[int]:
 
 
 def _blocks(mask: Mask | None, like: Tensor | None) -> Tensor | None:
-    """All lists of a layout in one tensor; a GPU gets them once for each mask."""
+    """All lists of a layout in one tensor, beside a DTensor as one."""
     if not isinstance(mask, BlockMask):
         return None
+    return replicated(_lists(mask, like), like)
+
+
+def _lists(mask: BlockMask, like: Tensor | None) -> Tensor:
+    """A GPU gets them once for each mask."""
     if like is None or not like.is_cuda:
         return torch.from_numpy(mask._flat)
     if torch.compiler.is_compiling():
@@ -404,6 +410,14 @@ def attend(
         if not boolean:
             raise
         raise renamed(e, {"bias": "mask"}) from None
+
+
+def trusted_lse(dtype: torch.dtype) -> float:
+    """Up to which |lse| a backward relies on it; beyond, it takes the sum of the row anew.
+
+    One that is given a part of the keys must not: it would take that part's sum for the whole.
+    """
+    return 32.0 if dtype == torch.float32 else 1024.0  # docs/numerics.md of the sources
 
 
 def _checked(

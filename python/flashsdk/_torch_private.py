@@ -12,6 +12,7 @@ What is imported only where it is used stands there: torch.nested and torch.dist
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,23 @@ def indexing_by_tensors() -> AbstractContextManager[Any]:
 
 
 # ---- scaled_dot_product_attention
+
+
+def when_cuda_starts(call: Callable[[], None]) -> None:
+    """Now, where CUDA is in use; else when it comes to be, as nothing here is to start it."""
+    later: Any = getattr(torch.cuda, "_lazy_call", None)
+    if later is not None:
+        later(call)
+
+
+def sdp_order() -> list[int] | None:
+    """In which order PyTorch asks its attention backends, by SDPBackend, if it tells."""
+    order: Any = getattr(_C, "_get_sdp_priority_order", None)
+    return None if order is None else list(order())
+
+
+def set_sdp_order(order: list[int]) -> None:
+    _C._set_sdp_priority_order(order)
 
 
 def sdp_choice(*tensors: Any, scale: float | None, enable_gqa: bool) -> Any:

@@ -29,7 +29,7 @@ _LSE = ("lse", "dlse")
 _registered = False
 
 
-def prepare(tensors: Mapping[str, Any], dropout_p: float, mask: object) -> bool:
+def prepare(tensors: Mapping[str, Any], dropout_p: float) -> bool:
     """What a call of ``tensors`` needs; returns whether these are DTensors. q is the first.
 
     Raises Error for what has no sharding, and for DTensors beside other tensors.
@@ -49,8 +49,6 @@ def prepare(tensors: Mapping[str, Any], dropout_p: float, mask: object) -> bool:
     if placed["q"] and dropout_p != 0:
         allowed = "0, as a DTensor's dropout would be another on each device"
         raise Unsupported(f"dropout_p: {dropout_p}; {allowed}")
-    if placed["q"] and hasattr(mask, "_flat"):
-        raise Unsupported("mask: a BlockMask, of DTensors; a band or None")
     # PyTorch replicates what holds one number, and with implicit_replication() everything.
     if not replicates_implicitly(module.DTensor):
         for name, x in given.items():
@@ -60,6 +58,16 @@ def prepare(tensors: Mapping[str, Any], dropout_p: float, mask: object) -> bool:
                 raise InvalidArgument(f"{name}: {what}; {allowed}, as q is")
     register()
     return True
+
+
+def replicated(x: torch.Tensor, like: Any) -> torch.Tensor:
+    """What every device has, as a DTensor where ``like`` is one."""
+    if not hasattr(like, "placements"):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def heads_stay_together(q: Any, k: Any, dim: int) -> bool:
@@ -98,10 +106,12 @@ def _shardings_of(operator: Any) -> Callable[..., Sequence[tuple[Placements, Pla
         specs = dict(zip(arguments, given, strict=True))
         tensors = {name for name, spec in specs.items() if hasattr(spec, "placements")}
         packed = specs.get("cu_seqlens_q") is not None
+        lists_of_sequences, lists_of_heads = _lists_differ(specs["mask"])
         ways: list[Placed] = [{}]
-        if not packed:
+        if not packed and not lists_of_sequences:
             ways.append(_over_the_batch(specs))
-        if heads_stay_together(specs["q"], specs["k"], 1 if packed else 2):
+        together = heads_stay_together(specs["q"], specs["k"], 1 if packed else 2)
+        if together and not lists_of_heads:
             ways.append(_over_heads(specs, packed))
         return [
             (
@@ -112,6 +122,12 @@ def _shardings_of(operator: Any) -> Callable[..., Sequence[tuple[Placements, Pla
         ]
 
     return shardings
+
+
+def _lists_differ(mask: Sequence[int]) -> tuple[bool, bool]:
+    """Whether a layout has lists of each sequence, and of each head, which are not dealt out."""
+    lists = mask[7:]  # four integers each, the first two of them the shape: _torch_ops.encode_mask
+    return any(n != 1 for n in lists[::4]), any(n != 1 for n in lists[1::4])
 
 
 def _over_the_batch(specs: Specs) -> Placed:

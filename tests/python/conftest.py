@@ -10,7 +10,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import pytest
-from runner import Runner, targets
+from runner import Runner, Target, targets
 
 
 @pytest.hookimpl(trylast=True)
@@ -52,6 +52,19 @@ def backend(request) -> str:
     return request.param.backend
 
 
+@pytest.fixture(
+    params=[Target("cpu"), *(target for target in targets() if target.backend != "cpu")],
+    ids=lambda target: target.name,
+)
+def place(request):
+    """A CPU or a GPU's backend, for what only differs in where its tensors lie: a Place."""
+    from gpu_cases import Place
+
+    if request.param.missing:
+        pytest.skip(request.param.missing)
+    return Place.of(request.param.backend)
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """PyTorch's generator, where a test has PyTorch: its numbers do not depend on other tests."""
@@ -63,10 +76,10 @@ def seeded():
 def torch_way(request, monkeypatch) -> str:
     """The two ways of eager calls of flashsdk.torch: for tests of what both have to do."""
     from flashsdk import _flash_attn_func, _flash_attn_kvcache, _torch_eager
-    from flashsdk import torch as adapter
+    from flashsdk.torch import _attention, _sdpa
 
     if request.param == "python":
-        for module in (adapter, _flash_attn_func, _flash_attn_kvcache):
+        for module in (_attention, _sdpa, _flash_attn_func, _flash_attn_kvcache):
             monkeypatch.setattr(module, "native", _torch_eager.InPython)
     elif _torch_eager.native is _torch_eager.InPython:
         pytest.skip("flashsdk._torch_native is not built for this PyTorch")

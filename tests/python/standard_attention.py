@@ -90,7 +90,7 @@ def check(
 
     double = [x.double() for x in inputs]
     with torch.no_grad():
-        weights = [torch.randn(y.shape, dtype=torch.float64) for y in defined(*double)]
+        weights = [torch.randn_like(y) for y in defined(*double)]
     exact = gradients(defined, double, weights)
     naive = gradients(defined, inputs, [w.to(inputs[0].dtype) for w in weights])
     mine = gradients(ours, inputs, [w.to(inputs[0].dtype) for w in weights])

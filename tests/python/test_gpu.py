@@ -460,6 +460,7 @@ def test_both_ways_of_the_adapter_are_the_same(backend, monkeypatch):
     """Also with few queries of many keys, whose parts a workspace holds."""
     from flashsdk import _torch_eager
     from flashsdk import torch as adapter
+    from flashsdk.torch import _attention
 
     def attend(**options):
         return lambda *x: adapter.attention(*x, backend=backend, **options, **FIXED)
@@ -476,7 +477,7 @@ def test_both_ways_of_the_adapter_are_the_same(backend, monkeypatch):
         (attend(), few, dout[:, :1]),
     ]
     native = [trained(*problem) for problem in problems]
-    monkeypatch.setattr(adapter, "native", _torch_eager.InPython)
+    monkeypatch.setattr(_attention, "native", _torch_eager.InPython)
     for problem, got in zip(problems, native, strict=True):
         assert_same(got, trained(*problem))
 
@@ -486,6 +487,7 @@ def test_both_ways_of_the_adapter_are_the_same(backend, monkeypatch):
 def test_both_ways_of_heads_first_are_the_same(monkeypatch, contiguous):
     from flashsdk import _torch_eager
     from flashsdk import torch as adapter
+    from flashsdk.torch import _sdpa
 
     x = [t.transpose(1, 2) for t in qkv()]
     *x, dout = [t.contiguous() for t in x] if contiguous else x
@@ -496,7 +498,7 @@ def test_both_ways_of_heads_first_are_the_same(monkeypatch, contiguous):
     torch.use_deterministic_algorithms(True)
     try:
         native = trained(call, x, dout)
-        monkeypatch.setattr(adapter, "native", _torch_eager.InPython)
+        monkeypatch.setattr(_sdpa, "native", _torch_eager.InPython)
         assert_same(native, trained(call, x, dout))
     finally:
         torch.use_deterministic_algorithms(False)

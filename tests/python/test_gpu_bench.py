@@ -77,7 +77,8 @@ class Card:
 @pytest.fixture
 def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("calls", "card", "bench", "tables", "goals")
+    names = ("calls", "card", "wanted", "dense", "masks", "decode", "features", "bench",
+             "tables", "goals")  # fmt: skip
     found = {n: importlib.import_module(f"gpu_{n}") for n in names}
     return types.SimpleNamespace(timing=gpu_timing, **found)
 
@@ -179,7 +180,7 @@ def test_a_part_does_not_replace_the_record(modules):
 
 
 def test_ops_pick_the_runs(modules):
-    wanted = modules.bench.Wanted(ops=("bwd",))
+    wanted = modules.wanted.Wanted(ops=("bwd",))
     runs = {("fwd", "sm90"): 0, ("bwd", "sm90"): 1, ("packed", "bwd", "fa2"): 2}
     assert list(wanted.of(runs).values()) == [1, 2]
 
@@ -190,23 +191,26 @@ def test_every_section_runs_and_renders(modules, put, monkeypatch, tmp_path):
 
     put(Card())
     bench, calls = modules.bench, modules.calls
-    for module in (bench, calls):
-        monkeypatch.setattr(module, "DEVICE", "cpu")
-        monkeypatch.setattr(module, "TOKENS", 512)
-        monkeypatch.setattr(module, "WIDTH", 256)
-    monkeypatch.setattr(calls, "SDPA", dict.fromkeys(calls.SDPA, SDPBackend.MATH))
-    monkeypatch.setattr(modules.card, "nvidia_smi", lambda query: ["no-such-program", query])
-    monkeypatch.setattr(bench, "backends", lambda: ["cpu"])
-    monkeypatch.setattr(bench, "MANY_SHORT", ((30, 1), (5, 17)))
-    monkeypatch.setattr(bench, "FEW", ((1, 1, 1024, 4, 2, 64), (1, 8, 64, 2, 2, 64)))
-    shapes = ((1, 1, 128, 4, 2, 64), (3, 1, 128, 4, 2, 64), (1, 20, 256, 2, 2, 64))
-    monkeypatch.setattr(bench, "CACHES", shapes)
-    monkeypatch.setattr(bench, "GPT2_MEDIUM", (1, 32, 2, 64))
-    monkeypatch.setattr(bench, "BEYOND_CACHES", 1 << 16)
+    small = {
+        "DEVICE": "cpu",
+        "TOKENS": 512,
+        "WIDTH": 256,
+        "backends": lambda: ["cpu"],
+        "SDPA": dict.fromkeys(calls.SDPA, SDPBackend.MATH),
+        "nvidia_smi": lambda query: ["no-such-program", query],
+        "MANY_SHORT": ((30, 1), (5, 17)),
+        "FEW": ((1, 1, 1024, 4, 2, 64), (1, 8, 64, 2, 2, 64)),
+        "CACHES": ((1, 1, 128, 4, 2, 64), (3, 1, 128, 4, 2, 64), (1, 20, 256, 2, 2, 64)),
+        "GPT2_MEDIUM": (1, 32, 2, 64),
+        "BEYOND_CACHES": 1 << 16,
+    }
+    for module in vars(modules).values():
+        for name in small.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, small[name])
     sections = {name: f for name, f in bench.SECTIONS.items() if name != "features_off"}
-    sections["sparse"] = lambda wanted: bench.sparse(wanted, block=16)
+    sections["sparse"] = lambda wanted: modules.masks.sparse(wanted, block=16)
     monkeypatch.setattr(bench, "SECTIONS", sections)
-    wanted = bench.Wanted(
+    wanted = modules.wanted.Wanted(
         dims=(64, 128), lengths=(64, 128), libraries=("cpu", "cudnn", "fa2"), baseline=calls.fs
     )
     monkeypatch.setattr(bench, "wanted_of", lambda _: wanted)
@@ -215,8 +219,10 @@ def test_every_section_runs_and_renders(modules, put, monkeypatch, tmp_path):
     text = (tmp_path / "record.json").read_text()
     record = json.loads(text.replace('"cpu"', '"sm90"'))
     rows = {name: record[name] for name in sections}
-    assert all(rows.values()) and all(r["way"] == "graph" for rs in rows.values() for r in rs)
-    assert record["timing"]["rounds"] == 15 and list(record["timing"]["ways"]) == ["graph"]
+    assert all(rows.values()) and record["timing"]["rounds"] == 15
+    for name, of_section in rows.items():  # a biased peer's dropout cannot be captured
+        queued = [r for r in of_section if r["way"] == "queued"]
+        assert queued == [r for r in of_section if name == "bias" and r["dropout"] > 0]
     assert {r["name"] for r in rows["dense"]} == {"sm90", "cudnn", "fa2"}
     assert all(r["ms_p10"] <= r["ms"] <= r["ms_p90"] for r in rows["dense"])
     assert all(r["extra_bytes"] == 3 << 20 for r in rows["many_short"])

@@ -1,6 +1,7 @@
 """flashsdk.jax: values and gradients, under JAX's transformations, sharded, and what it refuses."""
 
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -39,6 +40,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import jax_problems  # noqa: E402
 from flashsdk import _jax_call  # noqa: E402
+from flashsdk._commands import machine  # noqa: E402
 from flashsdk.jax import attention, varlen_attention  # noqa: E402
 
 CAUSAL = fs.Causal()
@@ -456,14 +458,26 @@ def test_the_example_trains():
         pytest.skip("flax is not installed")
     done = python(str(example), "--smoke")
     assert done.returncode == 0, done.stdout + done.stderr
+    (seconds,) = re.findall(r"; (\d+\.\d) s$", done.stdout, re.MULTILINE)
+    assert float(seconds) > 0
 
 
-def test_the_benchmark_runs(tmp_path):
+def test_the_benchmark_runs(tmp_path, monkeypatch):
+    """A record of a CPU, and the table that the page makes of it."""
     benchmark = ROOT / "benchmarks" / "jax_bench.py"
     if not benchmark.exists():
         pytest.skip("not a checkout")
-    done = python(str(benchmark), "--smoke", "--out", str(tmp_path / "record.json"))
+    done = python(str(benchmark), "--quick", "--out", str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "record.json").read_text())
-    assert len(record["rows"]) == 4
+    assert len(record["rows"]) == 8
     assert max(row["difference"] for row in record["rows"]) < 1e-3
+    sources = record["kernel_sources"]
+    assert sources == machine.kernel_sources_hash()  # None without the sources
+    monkeypatch.syspath_prepend(str(benchmark.parent))
+    tables = importlib.import_module("jax_tables")
+    text = tables.block(record)
+    assert (f", kernel sources {sources}. A quick run: " in text) == (sources is not None)
+    reached = sum(row["ratio"] >= 3 for row in record["rows"])
+    assert f"{reached} of 8 reach the goal of 3 ×" in text
+    assert "| 1 × 512, 4 heads of 64 | causal |" in text

@@ -138,23 +138,77 @@ def test_pytorch():
         assert line.startswith(f"flashsdk: {start}"), line
 
 
+APPEND = """
+import numpy as np, flashsdk as fs
+cache, new = np.zeros((2, 30, 2, 16), np.float32), np.zeros((2, 3, 2, 16), np.float32)
+q, used = np.zeros((2, 3, 4, 16), np.float32), np.zeros(2, np.int32)
+cos = np.ones((30, 4), np.float32)
+for _ in range(2):
+    fs.kv_append(cache, cache.copy(), new, new, used)
+    fs.kv_append(cache, cache.copy(), new, new, used, q=q, rotary_cos=cos, rotary_sin=cos)
+try:
+    fs.kv_append(cache, cache.copy(), 1.0, new, used)
+except fs.Error:
+    pass
+"""
+
+
+def test_kv_append():
+    shapes = "k_cache (2,30,2,16) v_cache (2,30,2,16) k (2,3,2,16)"
+    assert lines(APPEND, FLASHSDK_LOG="1") == [
+        f"flashsdk: kv_append {shapes} float32 on cpu",
+        f"flashsdk: kv_append {shapes} q (2,3,4,16) float32 on cpu, rotary of 8 in halves",
+        "flashsdk: kv_append",
+    ]
+
+
 SDPA = """
 import torch, torch.nn.functional as F
 from flashsdk.integrations import torch_sdpa
 q = torch.randn(1, 2, 40, 16, requires_grad=True)
+mask = torch.zeros(40, 40)
 (want,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)
 torch_sdpa.enable()
-(got,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)
+for _ in range(2):
+    (got,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)
+    F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    F.scaled_dot_product_attention(q, q, q, mask)
+    F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)  # which PyTorch does not give away
+    wide = torch.randn(1, 2, 40, 300)
+    F.scaled_dot_product_attention(wide, wide, wide)
+rows = torch.randn(15, 4, 16)
+nested = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 5, 15])).transpose(1, 2)
+F.scaled_dot_product_attention(nested, nested, nested)
+dense = torch.randn(1, 30, 4, 16)
+torch.ops.aten._flash_attention_forward(dense, dense, dense, None, None, 30, 30, 0.0, True, False)
+both = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which has no meaning to us
+both(q[:, :, :20], q[:, :, :20], q[:, :, :20], 0.0, True, attn_mask=mask[:20, :20])
 assert torch.allclose(got, want, atol=1e-5) and torch_sdpa.enabled()
 """
 
 
-def test_pytorch_s_own_function_goes_on():
+def test_pytorch_s_own_function():
     pytest.importorskip("torch")
     eager = importlib.import_module("flashsdk._torch_eager")
     if eager.built is eager.InPython:
         pytest.skip("flashsdk._torch_native is not built for this PyTorch")
-    lines(SDPA, FLASHSDK_LOG="1")  # which fails if the program does
+    found = lines(SDPA, FLASHSDK_LOG="1")
+    shapes = "q (1,40,2,16) k (1,40,2,16) float32 on cpu"
+    wide = "q (1,40,2,300) k (1,40,2,300) float32 on cpu"
+    starts = [
+        f"torch_sdpa_fwd {shapes}: cpu_",
+        f"torch_sdpa_bwd {shapes}: cpu_",
+        f"torch_sdpa_fwd {shapes}, causal, top-left: cpu_",
+        f"torch_sdpa_fwd {shapes}, float32 bias (1, 1, 40, 40): cpu_",
+        f"torch_sdpa_fwd {wide}: refused: q: head_dim 300; 1 to 256",
+        "torch_sdpa_fwd q (15,4,16) k (15,4,16) float32 on cpu, 2 sequences of at most 10 and 10: ",
+        "torch_sdpa_fwd q (1,30,4,16) k (1,30,4,16) float32 on cpu, causal: cpu_",
+        "torch_sdpa_fwd q (1,20,2,16) k (1,20,2,16) float32 on cpu, causal, top-left, float32 bias "
+        "(1, 1, 20, 20): PyTorch's kernel",
+    ]
+    assert len(found) == len(starts), found
+    for line, start in zip(found, starts, strict=True):
+        assert line.startswith(f"flashsdk: {start}"), line
 
 
 def test_jax():

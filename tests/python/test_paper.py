@@ -7,9 +7,12 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import runpy
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -41,8 +44,9 @@ if not PROGRAMS.exists():
 
 @pytest.fixture
 def program(monkeypatch):
-    """Runs one with arguments, as a command line would; torch's settings stay as they were."""
+    """Runs one with arguments, as a command line would; settings stay as they were."""
     precision = torch.get_float32_matmul_precision()
+    ended = signal.getsignal(signal.SIGTERM)
 
     def run(name, *arguments):
         path = PROGRAMS / name
@@ -53,14 +57,24 @@ def program(monkeypatch):
             runpy.run_path(str(path), run_name="__main__")
 
     yield run
+    signal.signal(signal.SIGTERM, ended)
     torch.set_float32_matmul_precision(precision)
 
 
 @pytest.fixture
 def data(monkeypatch):
+    """The modules of the folder; this one is that of Pathfinder's images."""
     monkeypatch.syspath_prepend(str(PROGRAMS))
     monkeypatch.syspath_prepend(str(PROGRAMS / "lra"))
     return importlib.import_module("pathfinder_data")
+
+
+@pytest.fixture
+def clock(data):
+    """Clocks of so many minutes; SIGTERM is taken as before when the test is over."""
+    ended = signal.getsignal(signal.SIGTERM)
+    yield importlib.import_module("common").Clock
+    signal.signal(signal.SIGTERM, ended)
 
 
 @pytest.mark.parametrize("command", SMOKES)
@@ -109,6 +123,18 @@ def test_page_is_that_of_the_records():
         [sys.executable, PROGRAMS / "render.py", "--check"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_page_says_what_was_compiled(data):
+    render = importlib.import_module("render")
+    ratios = [
+        {"size": "small", "seqlen": 1024, "compiled": compiled, "eager_as_shipped": value}
+        for compiled, value in ((False, 1.5), (True, 4.25))
+    ]
+    record = {"result": {"ratios": ratios}}
+    for how, words in (("layers", "each layer compiled"), ("whole", "compiled")):
+        text = render.gpt2_speed({**record, "settings": {"compile": how}})
+        assert text.startswith(f"small: 1.50×, {words} 4.25×; medium: –")
 
 
 def test_pathfinder_resumes_to_the_bit(program, tmp_path):
@@ -288,6 +314,160 @@ def test_counters_of_a_profile(data):
     assert first["dram__bytes_read.sum"] == first["lts__t_bytes.sum"] == 1032
     assert first["dram__bytes_write.sum"] == 0 and first["kernels"] == 2
     assert second["kernels"] == 0
+    lines.insert(5, "==WARNING== of a kernel")
+    assert traffic.split("\n".join(lines)) == [first, second]
+    assert traffic.split("==ERROR== ERR_NVGPUCTRPERM") == []
+
+
+def test_profiler_that_fails_leaves_the_counts(data, tmp_path, clock):
+    """No right to read counters, a counter without a number, and one that takes too long."""
+    traffic = importlib.import_module("traffic")
+    problem = traffic.PROBLEMS[1]
+    table = '"ID","Kernel Name","Metric Name","Metric Value"'
+    mark = '"0","spin_kernel","lts__t_bytes.sum","5"'
+    scripts = {
+        "refused": "echo '==ERROR== ERR_NVGPUCTRPERM'; exit 1",
+        "no number": f'echo \'{table}\n{mark}\n"1","gemm","lts__t_bytes.sum","n/a"\''
+        f"; echo {traffic.DONE}",
+        "cut short": f"printf '{table}\n{mark}'",
+        "endless": "sleep 100 & echo $! >&2; wait",
+    }
+    for name, script in scripts.items():
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        log = tmp_path / f"{name}.log"
+        minutes = clock(0.01 if name == "endless" else 1)
+        assert traffic.measured(str(program), problem, log, minutes) == [], name
+    sleeper = int((tmp_path / "endless.log").read_text())
+    wait = time.monotonic() + 30
+    while running(sleeper) and time.monotonic() < wait:  # a signal takes its time
+        time.sleep(0.05)
+    assert not running(sleeper)  # what it started ends with it
+    rows = traffic.rows_of(problem, [], "cpu")
+    assert len(rows) == 4 and not any("dram" in row for row in rows)
+
+
+def test_profiled_program_that_aborts_behind_its_last_case(data, tmp_path, clock):
+    traffic = importlib.import_module("traffic")
+    lines = ['"ID","Kernel Name","Metric Name","Metric Value"']
+    for case in range(len(traffic.CASES)):
+        lines += [
+            f'"{2 * case + i}","{kernel}","lts__t_bytes.sum","1,00{case}"'
+            for i, kernel in enumerate((traffic.BETWEEN, "gemm"))
+        ]
+    program = tmp_path / "aborts"
+    table = "\n".join(lines)
+    program.write_text(f"#!/bin/sh\necho {traffic.DONE}\necho '{table}'\nkill -ABRT $$\n")
+    program.chmod(0o755)
+    found = traffic.measured(str(program), traffic.PROBLEMS[1], tmp_path / "log", clock(1))
+    assert [case["lts__t_bytes.sum"] for case in found] == [1000, 1001, 1002, 1003]
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def test_sigterm_ends_the_minutes(clock):
+    """What ``timeout`` sends lets a program save; a second one ends it."""
+    minutes = clock(1)
+    assert not minutes.over()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert minutes.over() and minutes.limit == 0
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_what_fails_is_a_row(data):
+    """Memory by any of its names, what torch.compile wraps, and no row when the GPU is gone."""
+    common = importlib.import_module("common")
+    memory = {"error": "out of memory"}
+    assert common.failure(torch.OutOfMemoryError("Tried to allocate")) == memory
+    assert common.failure(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")) == memory
+    wrapped = RuntimeError("while tracing")
+    wrapped.__cause__ = RuntimeError("No available kernel.\nmore")
+    assert common.failure(wrapped) == {"error": "No available kernel."}
+    assert common.failure(KeyError()) == {"error": "KeyError"}
+    if hasattr(torch, "AcceleratorError"):
+        assert common.failure(torch.AcceleratorError("CUDA error: out of memory")) == memory
+        with pytest.raises(torch.AcceleratorError):
+            common.failure(torch.AcceleratorError("CUDA error: an illegal memory access"))
+
+
+def test_attention_goes_on(program, tmp_path):
+    """A run without minutes leaves a record, to which the next one adds every problem once."""
+    given = ["attention.py", "--smoke", "--device", "cpu", "--out", tmp_path]
+    program(*given, "--minutes", 0)
+    assert json.loads((tmp_path / "record.json").read_text())["rows"] == []
+    program(*given)
+    program(*given)
+    record = json.loads((tmp_path / "record.json").read_text())
+    cells = [(row["name"], row["seqlen"], row["method"]) for row in record["rows"]]
+    assert len(set(cells)) == len(cells) > 6 and {row["run"] for row in record["rows"]} == {1}
+
+
+def test_methods_without_a_turn_come_in_the_next_run(data, clock):
+    """Minutes that are over in a turn leave out methods; faults of one leave the others."""
+    steps = importlib.import_module("steps")
+    model = torch.nn.Linear(2, 2)
+    methods = ("faulty", "right", "ended", "late")
+    turns = steps.Turns(model, {method: [] for method in methods}, compiled=None)
+    minutes = clock(1)
+
+    def steps_of(method):
+        if method == "faulty":
+            raise KeyError("cu_seq_lens_q")
+        if method == "ended":
+            minutes.limit = 0
+            raise RuntimeError("a compiling process is gone")
+        return {"seconds": 2.0, "memory": None, "loss": 1.0}
+
+    turns._steps = steps_of
+    rows = turns.run(3, minutes)
+    assert list(rows) == ["faulty", "right"]
+    assert rows["faulty"]["error"] == "'cu_seq_lens_q'" and rows["right"]["turns"] == 1
+
+
+def test_layers_share_a_program(data):
+    """A compiled layer serves all layers, and the loss is that of the model as it is."""
+    pytest.importorskip("transformers")
+    gpt2, steps = (importlib.import_module(name) for name in ("gpt2", "steps"))
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    options = gpt2.argparse.Namespace(smoke=True, vocabulary=64, dropout=0.0, device="cpu")
+    gpt2.register()
+    model = gpt2.build(options, "small", 16)
+    model.config._attn_implementation = gpt2.OURS
+    ids = torch.arange(32).view(2, 16)
+    inputs = {"input_ids": ids, "labels": ids}
+    plain = steps.loss_of(model, inputs)
+    torch._dynamo.reset()
+    counters.clear()
+    steps.compile_layers(model, backend="aot_eager")
+    torch.testing.assert_close(steps.loss_of(model, inputs), plain)
+    assert counters["stats"]["unique_graphs"] == 2  # of two layers, and of the loss
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+def test_text_is_made_once(data, tmp_path, monkeypatch):
+    """Programs that start together wait for the one that makes it; the parts are of one digest."""
+    pytest.importorskip("tokenizers")
+    text = importlib.import_module("text")
+    given = {"characters": 20_000, "vocabulary": 300}
+    command = [sys.executable, PROGRAMS / "text.py", "--text", tmp_path]
+    command += ["--characters", "20000", "--vocabularies", "300"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    shown = [program.communicate()[0].split(", ")[:3] for program in both]
+    made = text.corpus(tmp_path, **given)
+    assert shown[0] == shown[1] and shown[0][2] == f"digest {made.digest}"
+    monkeypatch.setattr(text, "_make", None)  # it is there
+    assert text.corpus(tmp_path, **given).digest == made.digest
+    # What is read is what was written: tokens of whole documents, in order, split by hold-out.
+    tokenizer = text.tokenizer_of(tmp_path, **given)
+    train = [t for file, t in text.documents(20_000) if not file.held_out]
+    assert tokenizer.decode(made.train[: made.lengths()[0] - 1].tolist()) == train[0]
 
 
 def test_packed_batches_hold_the_same_sequences(data):
@@ -301,6 +481,10 @@ def test_packed_batches_hold_the_same_sequences(data):
     assert lengths[lengths > 0].tolist() == [16, 4, 4]  # from the end of the list, the last cut
     ids = torch.where(inputs["labels"] == -100, inputs["input_ids"], inputs["labels"])
     assert (ids == inputs["position_ids"] + 2).all()
+    other, _ = bert.packed([np.arange(2, 2 + 6, dtype=np.uint16)] * 4, 3, 8, 0)
+    bert.shorten([inputs, other])  # of one size, as a compiled program wants it
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 16, 20, 24, 24]
+    assert other["cu_seq_lens_q"].tolist() == [0, 6, 12, 18, 24]
 
 
 def test_wilson(program, data):

@@ -8,6 +8,7 @@ import json
 import operator
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -381,6 +382,24 @@ def test_bench_has_every_row_of_the_goals(monkeypatch):
     elsewhere = {**measured, "cpu": "Intel Xeon", "isa": "avx512"}
     assert bench_cpu_tables.left_out(elsewhere, goals) == ratios
     assert bench_cpu_tables.left_out({**elsewhere, "quick": True}, goals) == 0
+
+
+def test_what_enabling_adds_to_a_call_is_measured_and_shown(monkeypatch):
+    eager = pytest.importorskip("flashsdk._torch_eager")
+    if eager.built is eager.InPython:
+        pytest.skip("flashsdk._torch_native is not built for this PyTorch")
+    script = ROOT / "benchmarks" / "host_overhead.py"
+    command = [sys.executable, script, "--device", "cpu", "--rounds", "2", "--repeats", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    overhead = {"ok": True, **json.loads(done.stdout)}
+    added = {"sdpa": 2.5, "sdpa_enabled": 6.0, "sdpa_train": 8.0, "sdpa_enabled_train": 13.5}
+    assert added.keys() <= overhead["microseconds"].keys()
+    overhead["microseconds"] |= added
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    record = json.loads((ROOT / gpu_record.TESTS).read_text())
+    steps = {**record["steps"], "overhead": overhead}
+    page = importlib.import_module("gpu_tables").tests_section({**record, "steps": steps})
+    assert "| forward +3.5 (goal: at most 3, missed), with its backward +5.5 |" in page
 
 
 def test_goals_are_counted(monkeypatch):

@@ -42,6 +42,13 @@ def test_logits_whose_row_sums_are_taken_anew(runner, magnitude):
         )
 
 
+def test_keys_that_weigh_less_than_a_rounding_of_the_sink(runner):
+    """The lse of every third row is the sink's to the last bit, as where no key is seen."""
+    for dtype in runner.dtypes:
+        bias = (dtype, (1, 2, 40, 60))
+        runner.check(problem((40, 60), 2, 64, dtype=dtype, bias=bias, low_bias=-30.0, sink=True))
+
+
 def test_random_problems_have_sinks():
     assert sum(generate(seed).sink for seed in range(60)) > 5
 

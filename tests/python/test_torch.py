@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
+import flashsdk.torch as ft  # noqa: E402
 from flashsdk.torch import attention, flash_attn_func, varlen_attention  # noqa: E402
 from standard_attention import check, standard  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
@@ -554,3 +555,12 @@ def test_deterministic_means_the_same_everywhere(way, monkeypatch):
         finally:
             torch.use_deterministic_algorithms(False)
     assert asked == [True, False, True, False, False, False, True, False]
+
+
+@pytest.mark.parametrize("name", ft.__all__)
+def test_functions_are_pickled_by_reference(name):
+    """Those of flashsdk.torch itself by that name, wherever in the package they are written."""
+    function = getattr(ft, name)
+    assert pickle.loads(pickle.dumps(function)) is function
+    if name in ("attention", "varlen_attention", "scaled_dot_product_attention"):
+        assert function.__module__ == "flashsdk.torch"

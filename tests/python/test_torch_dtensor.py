@@ -1,9 +1,14 @@
 """DTensors over batch and heads: two processes compute what one does, and nothing is gathered."""
 
+import contextlib
+import copy
+import functools
 import os
+import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +17,16 @@ torch = pytest.importorskip("torch")
 import flashsdk as fs  # noqa: E402
 import flashsdk.torch as ft  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
+from flashsdk import _torch_eager  # noqa: E402
+from flashsdk.integrations import torch_sdpa  # noqa: E402
+from standard_attention import assert_close  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
 distributed = pytest.importorskip("torch.distributed")
 pytestmark = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()), reason="no gloo"
 )
+PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
 
 
 def gradients(call, leaves):
@@ -98,10 +108,9 @@ def check_all(mesh):
 
     compare(varlen, packed, placed, (Shard(1),))
 
-    for refused in ({"dropout_p": 0.1}, {"mask": fs.layouts.dense(20, 20)}):
-        with pytest.raises(fs.Error, match="DTensor"):
-            x = distribute_tensor(q, mesh, [Shard(0)])
-            ft.attention(x, x, x, **refused)
+    with pytest.raises(fs.Unsupported, match=r"^dropout_p: 0\.1; 0, as a DTensor's"):
+        x = distribute_tensor(q, mesh, [Shard(0)])
+        ft.attention(x, x, x, dropout_p=0.1)
 
     seed = distribute_tensor(torch.tensor([7, 0]), mesh, [Replicate()])
     x = [distribute_tensor(t, mesh, [Replicate()]) for t in (q, k, v)]
@@ -221,6 +230,140 @@ def check_sinks_and_lengths(mesh):
         ft.kv_append(x[1], x[2], x[1], x[2], n)
 
 
+# ---- tensor parallel and FSDP2
+
+
+def of_the_page():
+    """The names of the page's example, which parallelizes a module over both processes."""
+    text = PAGE.read_text("utf-8").partition("## Tensor parallel and FSDP2")[2]
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = {}
+    exec(compile(code, str(PAGE), "exec"), names)
+    return names
+
+
+def by_pytorch(q, k, v, mask):
+    assert mask == fs.Causal()
+    x = (t.transpose(1, 2) for t in (q, k, v))
+    return sdpa(*x, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def ways():
+    """Each with whether its tensors are DTensors, which PyTorch's own function takes on no CPU."""
+    yield "sdpa", by_pytorch, contextlib.nullcontext, False
+    for parts in (False, True):
+        yield f"flashsdk, {parts}", ft.attention, contextlib.nullcontext, parts
+        if _torch_eager.native is not _torch_eager.InPython:
+            yield f"enable, {parts}", by_pytorch, torch_sdpa.enable, parts
+
+
+def trained(model, x, weight):
+    """out, the gradients of sum(weight * out), and how often each collective ran."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as watched:
+        out = model(x)
+        (out * weight).sum().backward()
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in
+             model.parameters()]  # fmt: skip
+    return [out.detach(), *grads], dict(watched.get_comm_counts())
+
+
+def check_modules():
+    """A module in both wrappers: what the whole one gives, by the collectives that sdpa takes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    page = of_the_page()
+    weight = page["model"].q.weight
+    assert isinstance(weight, DTensor) and weight.grad.full_tensor().abs().sum() > 0
+    torch.manual_seed(0)
+    whole = page["Attention"](64, 8, 2, 16)
+    x, weight = torch.randn(2, 4, 50, 64).unbind(0)
+    page["attention"] = by_pytorch
+    exact, _ = trained(copy.deepcopy(whole).double(), x.double(), weight.double())
+    plain, _ = trained(copy.deepcopy(whole), x, weight)
+
+    for shape in ((1, 2), (2, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        rank, size = mesh["dp"].get_local_rank(), shape[0]
+        want = [[out.chunk(size)[rank], *grads] for out, *grads in (plain, exact)]
+        counts = {}
+        for name, attend, scope, as_dtensors in ways():
+            seen = []
+
+            def watched(q, k, v, mask, attend=attend, seen=seen):
+                seen.append(isinstance(q, DTensor))
+                return attend(q, k, v, mask=mask)
+
+            page["attention"] = watched
+            page["ColwiseParallel"] = functools.partial(
+                ColwiseParallel, use_local_output=not as_dtensors
+            )
+            model = page["parallelized"](copy.deepcopy(whole), mesh)
+            with scope():
+                (out, *grads), counts[name] = trained(
+                    model, *(t.chunk(size)[rank] for t in (x, weight))
+                )
+            assert seen == [as_dtensors]
+            assert_close([out, *(size * g for g in grads)], *want)  # FSDP has averaged them
+        assert sum(counts["sdpa"].values()) > 0
+        assert all(found == counts["sdpa"] for found in counts.values()), counts
+
+
+def check_layouts(mesh):
+    """Every device has all lists of a layout; heads or sequences with lists of their own, too."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 40, 4, 16), torch.randn(2, 40, 2, 16), torch.randn(2, 40, 2, 16)
+    sink = torch.randn(4)
+    lengths = torch.tensor([0, 33, 80], dtype=torch.int32)
+    blocks = torch.rand(2, 4, 3, 3) < 0.6
+    sizes = {"block_size": 16, "seqlen_q": 40, "seqlen_k": 40, "band": fs.Causal()}
+    shared, of_heads, of_sequences, of_both = (
+        fs.BlockMask.from_dense(x.numpy(), **sizes)
+        for x in (blocks[0, 0], blocks[0], blocks[:, :1], blocks)
+    )
+    for mask, dim, kept in (
+        (shared, 0, Shard(0)),
+        (shared, 2, Shard(2)),
+        (shared, 1, Replicate()),
+        (of_heads, 0, Shard(0)),
+        (of_heads, 2, Replicate()),
+        (of_sequences, 0, Replicate()),
+        (of_sequences, 2, Shard(2)),
+        (of_both, 2, Replicate()),
+    ):
+        placed = [distribute_tensor(x, mesh, [Shard(dim)]) for x in (q, k, v)]
+
+        def call(q, k, v, mask=mask):
+            return ft.attention(q, k, v, mask=mask)
+
+        compare(call, (q, k, v), placed, (kept,))
+    placed = [distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)]
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    compare(lambda *x: compiled(*x, mask=shared), (q, k, v), placed, (Shard(2),))
+
+    placed.append(distribute_tensor(sink, mesh, [Shard(0)]))
+    compare(
+        lambda q, k, v, sink: ft.attention(q, k, v, mask=shared, sink=sink),
+        *((q, k, v, sink), placed, (Shard(2),), [Shard(0)]),
+    )
+    whole = distribute_tensor(lengths, mesh, [Replicate()])
+    of_packed = fs.layouts.random(47, 47, 16, density=0.6, seed=1)
+
+    def varlen(*x):
+        cu = lengths if type(x[0]) is torch.Tensor else whole
+        return ft.varlen_attention(*x, cu, cu, 47, 47, mask=of_packed)
+
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    placed = [distribute_tensor(x, mesh, [Shard(1)]) for x in packed]
+    compare(varlen, packed, placed, (Shard(1),))
+
+
 def work(rank, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
@@ -230,6 +373,9 @@ def work(rank, port):
     mesh = init_device_mesh("cpu", (2,))
     check_all(mesh)
     check_sinks_and_lengths(mesh)
+    check_layouts(mesh)
+    if PAGE.exists():
+        check_modules()
     distributed.destroy_process_group()
 
 

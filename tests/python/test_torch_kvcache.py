@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flashsdk.torch import attention, flash_attn_with_kvcache  # noqa: E402
+from torch_cases import rotated  # noqa: E402
 
 BATCH, ROOM, HEADS, HEADS_KV, DIM = 3, 40, 4, 2, 32
 USED = torch.tensor([7, 0, 30], dtype=torch.int32)
@@ -22,17 +23,6 @@ def new(count):
     return torch.randn(BATCH, count, HEADS, DIM), *(
         torch.randn(BATCH, count, HEADS_KV, DIM) for _ in "kv"
     )
-
-
-def rotated(x, cos, sin, positions, interleaved):
-    """x (rows, heads, dim)."""
-    cos, sin = cos[positions, None], sin[positions, None]
-    pairs = cos.shape[-1]
-    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
-    a, b = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
-    return torch.cat((turned, rest), -1)
 
 
 def expected(q, k_cache, v_cache, used, mask=None, first=None):

@@ -12,7 +12,7 @@ import flashsdk as fs  # noqa: E402
 import flashsdk.torch as adapter  # noqa: E402
 import torch.nn.functional as functional  # noqa: E402
 from flashsdk import _torch_eager  # noqa: E402
-from flashsdk.torch import scaled_dot_product_attention  # noqa: E402
+from flashsdk.torch import _sdpa, scaled_dot_product_attention  # noqa: E402
 from standard_attention import check  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
@@ -142,7 +142,7 @@ def test_masks_expanded_over_keys(shape):
     """As one for padded queries is: without a copy of the size of the scores."""
     mask = torch.randn(shape).expand(2, 4, 40, 50)
     same_as_torch(qkv(2), mask)
-    bias = adapter._bias(mask, torch.Size([2]), (4, 40, 50))
+    bias = _sdpa._bias(mask, torch.Size([2]), (4, 40, 50))
     assert bias.untyped_storage().nbytes() <= 2 * 4 * 40 * bias.element_size()
 
 
@@ -327,15 +327,15 @@ def test_mask_repeats_along_leading_dimensions(batch, leading, expanded):
 @pytest.mark.parametrize("expanded", [False, True])
 def test_mask_is_not_copied(batch, leading, expanded, monkeypatch):
     """Not even once where it repeats (case 3): what attention gets is the caller's memory."""
-    monkeypatch.setattr(adapter, "native", _torch_eager.InPython)
+    monkeypatch.setattr(_sdpa, "native", _torch_eager.InPython)
     given = []
 
     def attend(*tensors, bias=None, **options):
         given.append(bias)
         return original(*tensors, bias=bias, **options)
 
-    original = adapter.attend
-    monkeypatch.setattr(adapter, "attend", attend)
+    original = _sdpa.attend
+    monkeypatch.setattr(_sdpa, "attend", attend)
     mask = torch.randn(*leading, 1, 10, 12)
     wide = mask.expand(*batch, 2, 10, 12) if expanded else mask
     inputs = qkv(*batch, heads=2, seqlen_q=10, seqlen_k=12, dim=8, dim_v=8)

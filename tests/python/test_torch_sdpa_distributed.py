@@ -85,6 +85,14 @@ def check_ring(mesh):
         ours = over_the_sequence(mesh, inputs, weight.float(), True)
     assert not all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
+    # Beyond, ours would take a part's sum for that of all keys, and PyTorch's kernels do not.
+    large = [30 * inputs[0], *inputs[1:]]
+    with torch_sdpa.enable(), pytest.raises(fs.Error, match=r"^logsumexp: up to .*; at most 32"):
+        over_the_sequence(mesh, large, weight.float(), True)
+    exact, _ = exact_and_plain(large, weight.float(), True)
+    for one, other in zip(over_the_sequence(mesh, large, weight.float(), True), exact, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-3, atol=1e-3)
+
     with torch_sdpa.enable(), pytest.raises(fs.Error, match="attn_mask: given; None under"):
         from torch.distributed.tensor.experimental import context_parallel
 

@@ -10,16 +10,13 @@ varlen = pytest.importorskip("torch.nn.attention.varlen", reason="PyTorch 2.10 h
 import flashsdk as fs  # noqa: E402
 import flashsdk.torch as ft  # noqa: E402
 import torch.nn.functional as functional  # noqa: E402
-from flashsdk import _torch_eager  # noqa: E402
 from flashsdk.integrations import torch_sdpa  # noqa: E402
-from standard_attention import assert_close, gradients, standard  # noqa: E402
+from sdpa_cases import NOT_BUILT, each_alone, jagged, nested, rows, starts  # noqa: E402
+from standard_attention import assert_close, gradients  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 pytestmark = [
-    pytest.mark.skipif(
-        _torch_eager.native is _torch_eager.InPython,
-        reason="flashsdk._torch_native is not built for this PyTorch",
-    ),
+    NOT_BUILT,
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
 ]
 sdpa = functional.scaled_dot_product_attention
@@ -30,49 +27,6 @@ QUERIES, KEYS = (5, 9, 1), (7, 3, 40)
 def off_again():
     yield
     torch_sdpa.disable()
-
-
-def starts(lengths):
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-
-
-def rows(lengths, heads=4, dim=16, dtype=torch.float32):
-    """Of sequences behind one another: (total, heads, dim)."""
-    return torch.randn(sum(lengths), heads, dim, dtype=dtype)
-
-
-def nested(x, offsets):
-    """(batch, heads, ragged, dim), with the gradient of x."""
-    return torch.nested.nested_tensor_from_jagged(x, offsets).transpose(1, 2)
-
-
-def jagged(lengths_q, lengths_k, **options):
-    """A function of packed rows that calls PyTorch's of nested tensors."""
-    offsets_q = starts(lengths_q).long()
-    offsets_k = offsets_q if lengths_k is lengths_q else starts(lengths_k).long()
-
-    def call(q, k, v):
-        q, k, v = nested(q, offsets_q), nested(k, offsets_k), nested(v, offsets_k)
-        return (sdpa(q, k, v, **options).transpose(1, 2).values(),)
-
-    return call
-
-
-def each_alone(lengths_q, lengths_k, is_causal=False, scale=None):
-    """The same by standard attention, a sequence at a time."""
-
-    def call(q, k, v):
-        parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
-        out = []
-        for one in parts:
-            visible = None
-            if is_causal:
-                visible = torch.ones(len(one[0]), len(one[1]), dtype=torch.bool).tril()
-            first = (x[None] for x in one)
-            out.append(standard(*first, visible=visible, softmax_scale=scale)[0][0])
-        return (torch.cat(out),)
-
-    return call
 
 
 @contextlib.contextmanager

@@ -10,14 +10,11 @@ torch = pytest.importorskip("torch")
 import flashsdk as fs  # noqa: E402
 import flashsdk.torch as ft  # noqa: E402
 import torch.nn.functional as functional  # noqa: E402
-from flashsdk import _torch_eager  # noqa: E402
 from flashsdk.integrations import torch_sdpa  # noqa: E402
+from sdpa_cases import NOT_BUILT  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    _torch_eager.native is _torch_eager.InPython,
-    reason="flashsdk._torch_native is not built for this PyTorch",
-)
+pytestmark = NOT_BUILT
 sdpa = functional.scaled_dot_product_attention
 
 

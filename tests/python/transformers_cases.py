@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from flashsdk.integrations import transformers as door  # noqa: E402
+from torch_cases import one_thread  # noqa: E402, F401
 
 NAME = door.register()
 BATCH, SEQLEN, VOCABULARY = 3, 24, 64
@@ -122,8 +123,8 @@ DECODERS = {f.__name__: f for f in (gpt2, llama, mistral, gemma2, qwen3, gpt_oss
 ENCODERS = {f.__name__: f for f in (bert, modernbert)}
 
 
-def model_of(make, attention=NAME, dtype=torch.float32, seed=0):
-    """In evaluation; all models of one make have the same parameters."""
+def model_of(make, attention=NAME, dtype=torch.float32, seed=0, device="cpu"):
+    """In evaluation; all models of one make have the same parameters, on any device."""
     kind, config = make()
     torch.manual_seed(seed)
     config = copy.deepcopy(config)
@@ -134,7 +135,7 @@ def model_of(make, attention=NAME, dtype=torch.float32, seed=0):
             p.data.normal_(std=0.15)  # so that scores are of the order of 1
         elif name.endswith("sinks"):
             p.data.normal_()
-    return model.to(dtype).eval()
+    return model.to(device, dtype).eval()
 
 
 def kind_of(mask):
@@ -172,15 +173,6 @@ def padded(side, lengths=(SEQLEN, 7, 17), seqlen=SEQLEN):
     return mask
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Nothing here is large enough for two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def softmax_in_float64(monkeypatch):
     """Models' own attention asks for float32 softmax, in which a float64 mask is -inf."""
@@ -206,7 +198,7 @@ def results(model, inputs, valid, gradients=True):
     if not gradients:
         return {"logits": logits.double()}
     torch.manual_seed(2)
-    weights = torch.randn(logits.shape).to(logits.dtype)
+    weights = torch.randn(logits.shape).to(logits)
     names, leaves = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
     found = torch.autograd.grad((logits * weights).sum(), leaves, allow_unused=True)
     modules: dict[str, list[torch.Tensor]] = {}
@@ -216,11 +208,25 @@ def results(model, inputs, valid, gradients=True):
     return {"logits": logits.detach().double(), **{k: torch.cat(x) for k, x in modules.items()}}
 
 
-def compare(make, inputs, valid=None, dtype=torch.float32, gradients=True):
-    truth = results(model_of(make, "eager", torch.float64), inputs, valid, gradients)
-    eager = results(model_of(make, "eager", dtype), inputs, valid, gradients)
-    ours = results(model_of(make, NAME, dtype), inputs, valid, gradients)
+def compare(
+    make, inputs, valid=None, dtype=torch.float32, gradients=True, *, device="cpu", seeds=(0,)
+):
+    """The errors of the models of all seeds count as one."""
+    inputs = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in inputs.items()}
+    valid = None if valid is None else valid.to(device)
+
+    def of(attention, dtype):
+        models = (model_of(make, attention, dtype, seed, device) for seed in seeds)
+        found = [results(model, inputs, valid, gradients) for model in models]
+        return {name: torch.cat([one[name].flatten() for one in found]) for name in found[0]}
+
+    truth, eager, ours = of("eager", torch.float64), of("eager", dtype), of(NAME, dtype)
     assert truth.keys() == ours.keys() and len(truth) > (10 if gradients else 0)
+    assert_as_good(ours, eager, truth, dtype)
+
+
+def assert_as_good(ours, eager, truth, dtype):
+    """By name: ours is at most twice as far from the truth as eager attention."""
     bad = {}
     for name, want in truth.items():
         error, yardstick = ((x[name] - want).norm().item() for x in (ours, eager))

@@ -13,6 +13,7 @@ from flashsdk.torch import (
     kv_append,
     varlen_attention,
 )
+from flashsdk.torch.distributed import context_parallel, positions, shard_sequence
 from torch import Tensor
 from typing_extensions import assert_type
 
@@ -34,6 +35,9 @@ def calls(q: Tensor, offsets: Tensor, wanted: bool) -> None:
     assert_type(varlen_attention(q, q, q, *lengths, softcap=2.0, sink=q), Tensor)
     assert_type(varlen_attention(q, q, q, *lengths, return_lse=True), tuple[Tensor, Tensor])
     assert_type(kv_append(q, q, q, q, offsets, q=q), Tensor | None)
+    assert_type(context_parallel(q, q, q, mask=fs.Causal(), deterministic=True), Tensor)
+    assert_type(context_parallel(q, q, q, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(shard_sequence(positions(8)), Tensor)
     assert_type(flash_attn_func(q, q, q, 0.0, None, True), Tensor)
     assert_type(flash_attn_func(q, q, q, causal=True, return_attn_probs=True), Three)
     assert_type(flash_attn_func(q, q, q, return_attn_probs=wanted), Tensor | Three)

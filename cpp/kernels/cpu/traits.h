@@ -55,7 +55,8 @@ struct Traits {
   // Queries that share a packed K and V tile in the forward. Packing reads rows that are pages apart: at head_dim 64
   // and 128 queries it costs 15 % of the products. Their operands and accumulators take 256 KiB of L2; beside tile
   // registers 0.75 to 1 MiB, which is 5 to 9 % faster than half of it.
-  static constexpr int kForwardQueries = (Dot::kTiles ? 1024 : 256) / (kHeadDim > 128 ? 2 : 1);
+  static constexpr int kForwardQueries =
+      Dot::kTiles ? (kHeadDim > 256 ? 256 : (kHeadDim > 128 ? 512 : 1024)) : (kHeadDim > 128 ? 128 : 256);
   // So few read K and V where they lie (cpu/few_queries.h): with more, packed tiles are as fast. In two parts packing
   // costs more.
   static constexpr int kFewQueries = kParts == 2 ? 16 : 4;

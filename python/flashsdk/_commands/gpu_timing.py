@@ -77,16 +77,21 @@ class Sample:
     host: float  # seconds to queue it
 
 
-def timed(runs: dict[Key, Run], rounds: int = ROUNDS) -> dict[Key, Times]:
-    """Of each run, all of them in turns."""
+def timed(runs: dict[Key, Run], rounds: int = ROUNDS, graphs: bool = True) -> dict[Key, Times]:
+    """Of each run, all of them in turns.
+
+    graphs: False where one of them cannot be captured, and does not say so.
+    """
     if not runs:
         return {}
-    samples, way = prepared(runs, SAMPLE_MS)
+    samples, way = prepared(runs, SAMPLE_MS, graphs)
     found = measured(samples, rounds)
     return {key: Times(*percentiles(ms), way) for key, ms in found.items()}
 
 
-def prepared(runs: dict[Key, Run], sample_ms: float) -> tuple[dict[Key, Sample], str]:
+def prepared(
+    runs: dict[Key, Run], sample_ms: float, may_capture: bool = True
+) -> tuple[dict[Key, Sample], str]:
     """Warmed up and, if all of them can be, captured."""
     calls = {}
     for key, run in runs.items():
@@ -101,7 +106,7 @@ def prepared(runs: dict[Key, Run], sample_ms: float) -> tuple[dict[Key, Sample],
         end.synchronize()
         calls[key] = calls_in(begin.elapsed_time(end), sample_ms)
     repeated = {key: _repeated(run, calls[key]) for key, run in runs.items()}
-    graphs = captured(repeated)
+    graphs = captured(repeated) if may_capture else {}
     queues = graphs or repeated
     samples = {}
     for key, queue in queues.items():

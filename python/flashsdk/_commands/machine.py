@@ -17,14 +17,14 @@ import flashsdk as fs
 PEERS = ("numpy", "torch")
 
 
-def record_header(kind: str) -> dict[str, Any]:
-    """`kind` is the command that makes the record."""
+def record_header(kind: str, peers: Sequence[str] = PEERS) -> dict[str, Any]:
+    """`kind` is the command that makes the record, `peers` are packages whose versions it tells."""
     where = {
         "cpu": cpu_name(),
         "isa": fs.build_info()["cpu_isa"],
         "threads": fs.get_num_threads(),
     }
-    return header_of(kind, kernel_sources_hash(), where, PEERS)
+    return header_of(kind, kernel_sources_hash(), where, peers)
 
 
 def header_of(

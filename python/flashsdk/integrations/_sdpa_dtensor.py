@@ -9,11 +9,13 @@ matter, so this stays when ours go.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .._errors import Unsupported
+from .._torch_ops import trusted_lse
 from .._torch_sharding import heads_stay_together
 
 Named = dict[str, Any]
@@ -22,8 +24,11 @@ _SEQUENCE = 2  # of (batch, heads, seqlen, dim)
 _prepared = False
 
 
-def prepare() -> None:
-    """Once torch.distributed.tensor was imported; before that nothing happens."""
+def prepare(ours: Callable[[], bool]) -> None:
+    """Once torch.distributed.tensor was imported; before that nothing happens.
+
+    ``ours`` says whether it is our kernels that compute.
+    """
     global _prepared
     if _prepared or "torch.distributed.tensor" not in sys.modules:
         return
@@ -38,7 +43,7 @@ def prepare() -> None:
     if ring is not None:
         # Handlers that context_parallel puts in place while it lasts.
         ring.custom_ops[forward] = lambda *call: _ring_forward(ring, *call)
-        ring.custom_ops[backward] = lambda *call: _ring_backward(ring, *call)
+        ring.custom_ops[backward] = lambda *call: _ring_backward(ring, ours, *call)
 
 
 def _named(operator: Any, args: tuple[Any, ...], keywords: Named) -> Named:
@@ -106,8 +111,14 @@ def _ring_forward(ring: Any, operator: Any, args: tuple[Any, ...], keywords: Nam
 
 
 @torch.no_grad()
-def _ring_backward(ring: Any, operator: Any, args: tuple[Any, ...], keywords: Named) -> Any:
+def _ring_backward(
+    ring: Any, ours: Callable[[], bool], operator: Any, args: tuple[Any, ...], keywords: Named
+) -> Any:
     mesh, given = _locals(operator, args, keywords)
+    lse, trusted = given["logsumexp"], trusted_lse(given["query"].dtype)
+    if ours() and (lse.abs() > trusted).any():
+        allowed = f"at most {trusted:g} under context_parallel, or flashsdk.torch.distributed's"
+        raise Unsupported(f"logsumexp: up to {float(lse.abs().amax()):g}; {allowed}")
     parts = ring._templated_ring_attention_backward(
         mesh.get_group(), _SEQUENCE, operator, grad_out_name="grad_out", **given
     )

@@ -23,11 +23,11 @@ import torch.nn.attention as torch_attention
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .. import Causal, build_info, ops
+from .. import Causal, _log, build_info, ops
 from .._errors import Error, Unsupported, renamed
 from .._torch_checks import flag, shape_of, tensor
 from .._torch_eager import InPython, built
-from .._torch_private import sdp_choice
+from .._torch_private import sdp_choice, sdp_order, set_sdp_order, when_cuda_starts
 from . import _sdpa_dtensor, _sdpa_nested
 
 __all__ = ["Enabled", "Explanation", "disable", "enable", "enabled", "explain"]
@@ -40,6 +40,36 @@ _switching = threading.Lock()  # two threads that enable at once would put ours 
 
 
 # ---- on and off
+
+
+class _FlashFirst:
+    """On a GPU PyTorch asks its flash attention first, so ours, until ``remove``.
+
+    On Hopper it would ask cuDNN first. It decides so in the first call on a GPU, and then keeps
+    what it is told: so this waits for CUDA, and makes a choice before it says its own.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[int] | None = None
+        self._ours: list[int] | None = None
+        self._wanted = True
+        if build_info()["cuda"] and torch.version.cuda is not None and sdp_order() is not None:
+            when_cuda_starts(self._put)
+
+    def _put(self) -> None:
+        if not self._wanted:
+            return
+        x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
+        sdp_choice(x, x, x, None, 0.0, False, scale=None, enable_gqa=False)
+        flash = int(SDPBackend.FLASH_ATTENTION.value)
+        self._before = sdp_order() or []
+        self._ours = [flash, *(one for one in self._before if one != flash)]
+        set_sdp_order(self._ours)
+
+    def remove(self) -> None:
+        self._wanted = False
+        if self._before and sdp_order() == self._ours:  # else somebody has said another since
+            set_sdp_order(self._before)
 
 
 class _Overrides:
@@ -56,14 +86,32 @@ class _Overrides:
         if build_info()["cuda"] and torch.version.cuda is not None:
             built.override_sdpa("flash", "CUDA")
             built.override_sdpa("packed", "CUDA")
+        self._order = _FlashFirst()
+        if _log.ON:
+            built.watch_sdpa(_logged)
         self._nested = _sdpa_nested.Choice()
-        _sdpa_dtensor.prepare()
+        _sdpa_dtensor.prepare(enabled)
         _Overrides.active = self
 
     def remove(self) -> None:
+        self._order.remove()
         self._nested.remove()
         built.restore_sdpa()
         _Overrides.active = None
+
+
+def _logged(
+    backward: bool, taken: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    band: tuple[int | None, int | None, bool] | None, scale: float | None, dropout_p: float,
+    packed: tuple[Any, ...] | None,
+) -> None:  # fmt: skip
+    """A line of FLASHSDK_LOG for a call that came to the place of aten's kernels."""
+    rest = (None, None, None, None, None)  # what aten's kernels do not have
+    options = (scale, band, _as_bias(mask), None, 0.0, dropout_p, 0, 0, False, None, None, *rest)
+    op = f"torch_sdpa_{'bwd' if backward else 'fwd'}"
+    # Mostly the library refuses, which is told instead.
+    later = "" if taken else "PyTorch's kernel"
+    _log.call(op, backward, (q, k, v), packed or (), options, later=later)
 
 
 if _REGISTRY:
@@ -121,7 +169,7 @@ def enable() -> Enabled:
     with _switching:
         before = _current()
         _switch_to(_NAME)
-        _sdpa_dtensor.prepare()  # again: DTensors may have been imported since
+        _sdpa_dtensor.prepare(enabled)  # again: DTensors may have been imported since
     return Enabled(before)
 
 
@@ -207,12 +255,18 @@ def explain(
     if dropout_p != 0:
         return Explanation(False, choice.name, reason=f"dropout_p is {dropout_p}")
     causal = Causal("top_left") if flag("is_causal", is_causal) else None
-    bias = attn_mask
-    if bias is not None:
-        bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
-        bias = bias[..., :1] if bias.stride(-1) == 0 else bias
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return _kernel_of(q, k, v, op=op, mask=causal, bias=bias, softmax_scale=scale)
+    # PyTorch 2.14 adds a batch of one to three dimensions, on a CPU.
+    four = (x[None] if x.dim() == 3 else x for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in four)
+    return _kernel_of(q, k, v, op=op, mask=causal, bias=_as_bias(attn_mask), softmax_scale=scale)
+
+
+def _as_bias(attn_mask: Tensor | None) -> Tensor | None:
+    """(batch, heads, seqlen_q, seqlen_k), with sizes of 1 where it broadcasts."""
+    if attn_mask is None:
+        return None
+    bias = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
+    return bias[..., :1] if bias.stride(-1) == 0 else bias
 
 
 def _explain_nested(

@@ -236,8 +236,8 @@ class _Pattern(NamedTuple):
 def make_mask(**call: Any) -> Seen | Tensor:
     """The function of AttentionMaskInterface, with the arguments of transformers' own.
 
-    For a step of decoding with a cache of one size, on a CPU, int32 (batch, 1, 1, 1): how many of
-    its keys are used. Booleans (batch, 1, 1, seqlen_k), True = attend, for others of these and for
+    For a step of decoding with a cache of one size, int32 (batch, 1, 1, 1): how many of its keys
+    are used. Booleans (batch, 1, 1, seqlen_k), True = attend, for others of these and for
     a step with padding; else ``Seen``. On a GPU the host waits once where there may be padding, or
     where documents are packed, and never while torch.compile traces.
 
@@ -288,18 +288,26 @@ def _used_keys(call: dict[str, Any], pattern: _Pattern | None, tracing: bool) ->
     Four dimensions, as models may slice the last one.
     """
     kv_length, given = call["kv_length"], call.get("attention_mask")
-    if torch.device(call.get("device", "cpu")).type != "cpu":  # where kernels take no lengths
-        return None
     if pattern is None or pattern.right != 0 or pattern.documents is not None:
         return None
     if pattern.left is not None and pattern.left < kv_length - 1:  # the first one is not seen
         return None
+    device = torch.device(call.get("device", "cpu"))
     kv_offset = call.get("kv_offset", 0)
-    used = torch.as_tensor(call.get("q_offset", 0)) + 1 - kv_offset
-    if given is not None and (tracing or not bool(given[:, kv_offset:][:, : int(used)].all())):
-        return None
-    used = used.clamp(0, kv_length).to(torch.int32).reshape(1, 1, 1, 1)
-    of_each: Tensor = used.repeat(call["batch_size"], 1, 1, 1)
+    at = call.get("q_offset", 0)  # a number, or a tensor where the cache keeps one
+    if isinstance(at, Tensor):
+        used = at.to(device, torch.int32).reshape(1)
+    else:
+        used = torch.full((1,), at, dtype=torch.int32, device=device)
+    used = (used + 1 - kv_offset).clamp(0, kv_length)
+    if given is not None:
+        if tracing:
+            return None
+        keys = given[:, kv_offset:]
+        unused = torch.arange(keys.shape[1], device=device) >= used
+        if not bool((keys.bool() | unused).all()):  # the one time that the host waits
+            return None
+    of_each: Tensor = used.reshape(1, 1, 1, 1).repeat(call["batch_size"], 1, 1, 1)
     return of_each
 
 

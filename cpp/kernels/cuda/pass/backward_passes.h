@@ -84,6 +84,16 @@ __device__ __forceinline__ void add_row_products(const BackwardParams& p, const 
   }
 }
 
+// Whether a query whose lse is the sink's sees no key. One whose keys weigh less than a rounding of the sink has the
+// same lse, but gradients of its own: its out is not all zeros.
+template <class Element>
+__device__ __noinline__ bool sees_nothing(const Element* out, int head_dim_v) {
+  for (int c = 0; c < head_dim_v; ++c) {
+    if (static_cast<float>(out[c]) != 0.f) return false;
+  }
+  return true;
+}
+
 // What a query adds to dsink: exp(sink − lse)·(−delta). One that sees no key has out 0, and all of the sum is the sink.
 __device__ __forceinline__ float sink_term(float sink, float lse, float minus_delta) {
   return exp2_approx((sink - lse) * kLog2e) * minus_delta;
@@ -131,7 +141,8 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
       if (threadIdx.x % kLanes != 0 || r >= ws.tile_rows) continue;
       const bool valid = m0 + r < seq.seqlen_q;
       // To a row that sees nothing, lse +inf gives probabilities of zero. Its out and dout may hold anything.
-      const bool sees = valid && !(known && row_lse[i] == unseen);
+      const bool sees = valid && !(known && row_lse[i] == unseen &&
+                                   (p.sink.ptr == nullptr || sees_nothing(out + rows[i] * p.out.row, p.head_dim_v)));
       of_tile.lse_log2[r] = sees ? row_lse[i] * kLog2e : INFINITY;
       const float dlse = valid && p.dlse.ptr != nullptr ? seq.rows(p.dlse, batch, head)[rows[i] * p.dlse.row] : 0.f;
       const std::int64_t place = tile * ws.tile_rows + r;

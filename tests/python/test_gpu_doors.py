@@ -1,0 +1,250 @@
+"""flash_attn's module and torch_sdpa.enable() on a GPU, and by the same tests on a CPU."""
+
+import functools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flashsdk as fs  # noqa: E402
+from flashsdk._torch_private import sdp_order  # noqa: E402
+from flashsdk.integrations import flash_attn as door  # noqa: E402
+from flashsdk.integrations import torch_sdpa  # noqa: E402
+from flashsdk.torch import explain, varlen_attention  # noqa: E402
+from flashsdk.torch import scaled_dot_product_attention as ours_alone  # noqa: E402
+from sdpa_cases import (  # noqa: E402
+    NOT_BUILT,
+    each_alone,
+    gradients,
+    jagged,
+    same_as_math,
+    sdpa,
+    starts,
+)
+from standard_attention import assert_close, check, standard  # noqa: E402
+from torch_cases import one_thread, rotated, with_gradients  # noqa: E402, F401
+
+BF16, F16 = torch.bfloat16, torch.float16
+QUERIES, KEYS = (50, 9, 141), (70, 3, 400)
+
+
+@pytest.fixture(params=[BF16, F16], ids=["bf16", "fp16"])
+def dtype(request):
+    return request.param
+
+
+# ---- flash_attn
+
+
+@pytest.fixture
+def flash_attn():
+    """What ``import flash_attn`` finds, also where the real one is installed."""
+    yield door.install(force=True)
+    door.uninstall()
+
+
+SLOPES = torch.tensor([0.5, 0.2, 0.1, 0.0])
+CALLS = {
+    "dense": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window_size": (20, 0), "softcap": 3.0},
+    "alibi": {"softmax_scale": 0.3, "alibi_slopes": SLOPES},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_flash_attn_func(place, dtype, flash_attn, name):
+    options = {
+        k: x.to(place.device) if isinstance(x, torch.Tensor) else x for k, x in CALLS[name].items()
+    }
+    q = place.randn(2, 140, 4, 64, dtype=dtype)
+    k, v = (place.randn(2, 200, 2, 64, dtype=dtype) for _ in "kv")
+    place.ours(explain(flash_attn.flash_attn_func, q, k, v, **options))
+    scores = {k: x for k, x in options.items() if k not in ("causal", "window_size")}
+    visible = None
+    if "causal" in options:
+        visible = torch.ones(140, 200, dtype=torch.bool, device=place.device).tril(60)
+        visible = visible.triu(60 - options.get("window_size", (200,))[0])
+    check(
+        lambda *x: flash_attn.flash_attn_func(*x, **options, return_attn_probs=True)[:2],
+        (q, k, v),
+        visible=visible,
+        **scores,
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attn_varlen_func(place, dtype, flash_attn, causal):
+    lengths_k = QUERIES if causal else KEYS
+    q, k, v = (place.randn(sum(n), 4, 64, dtype=dtype) for n in (QUERIES, lengths_k, lengths_k))
+    lengths = [starts(n, place.device) for n in (QUERIES, lengths_k)]
+    lengths += [max(QUERIES), max(lengths_k)]
+    call = functools.partial(flash_attn.flash_attn_varlen_func, causal=causal)
+    place.ours(explain(call, q, k, v, *lengths))
+    definition = each_alone(QUERIES, lengths_k, is_causal=causal)
+    check(lambda *x: (call(*x, *lengths),), (q, k, v), definition)
+
+
+def test_padding_is_taken_out_and_put_back(place, dtype, flash_attn):
+    from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+
+    q, k, v = (place.randn(3, 150, 4, 64, dtype=dtype) for _ in "qkv")
+    mask = torch.arange(150) < torch.tensor([150, 80, 7])[:, None]
+    mask = mask.to(place.device)
+
+    def unpadded(q, k, v):
+        rows, indices, cu_seqlens, longest, _ = unpad_input(q, mask)
+        k, v = (index_first_axis(x.flatten(0, 1), indices) for x in (k, v))
+        out = flash_attn.flash_attn_varlen_func(
+            *map(place.put, (rows, k, v)),
+            *(cu_seqlens, cu_seqlens, longest, longest),
+            causal=True,
+        )
+        return (pad_input(out, indices, 3, 150),)
+
+    visible = mask[:, None, None] & torch.ones_like(mask[0]).expand(150, 150).tril()
+
+    def padded(q, k, v):
+        return (standard(q, k, v, visible=visible)[0] * mask[..., None, None],)
+
+    place.ours(explain(lambda *x: unpadded(*x)[0], q, k, v))
+    check(unpadded, (q, k, v), padded)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_flash_attn_with_kvcache(place, dtype, flash_attn, interleaved, count, page_size):
+    """New keys are rotated and written behind the used ones, and all are attended to."""
+    batch, room, used = 3, 96, [70, 0, 31]
+    q = place.randn(batch, count, 4, 64, dtype=dtype)
+    k, v = (place.randn(batch, count, 2, 64, dtype=dtype) for _ in "kv")
+    caches = [torch.randn(batch, room, 2, 64).to(place.device, dtype) for _ in "kv"]
+    angles = torch.arange(room)[:, None] / 2.0 ** torch.arange(12)
+    cos, sin = (x.to(place.device) for x in (angles.cos(), angles.sin()))
+
+    def attended(at):
+        """By the definition, in this dtype; tables are rounded as float32."""
+        held, outs = torch.promote_types(at, torch.float32), []
+        for b, n in enumerate(used):
+            turn = cos.to(held), sin.to(held), torch.arange(n, n + count, device=place.device)
+            turned = [rotated(x[b].to(held), *turn, interleaved).to(at) for x in (q, k)]
+            keys = torch.cat((caches[0][b, :n].to(at), turned[1]))[None]
+            values = torch.cat((caches[1][b, :n], v[b])).to(at)[None]
+            visible = torch.ones(count, n + count, dtype=torch.bool, device=place.device).tril(n)
+            outs.append(standard(turned[0][None], keys, values, visible=visible)[0])
+        return torch.cat(outs)
+
+    plain, exact = attended(dtype), attended(torch.float64)
+    given, table = [x.clone() for x in caches], None
+    if page_size is not None:  # in any order
+        order = torch.randperm(batch * room // page_size)
+        table = order.argsort().to(place.device, torch.int32).view(batch, -1)
+        pages = (x.unflatten(1, (-1, page_size)).flatten(0, 1) for x in caches)
+        given = [x[order.to(place.device)] for x in pages]
+    lengths = torch.tensor(used, dtype=torch.int32, device=place.device)
+    out = flash_attn.flash_attn_with_kvcache(
+        q, *given, k, v, cos, sin, lengths, block_table=table, causal=True,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+    assert_close([out], [plain], [exact])
+    if table is not None:
+        given = [x[table.long()].flatten(1, 2) for x in given]
+    for b, n in enumerate(used):
+        assert torch.equal(given[1][b, n : n + count], v[b])
+        for written, before in zip(given, caches, strict=True):
+            assert torch.equal(written[b, :n], before[b, :n])
+            assert torch.equal(written[b, n + count :], before[b, n + count :])
+
+
+# ---- PyTorch's own function
+
+
+@pytest.fixture
+def enabled():
+    """And nothing else: on Hopper PyTorch's own first choice is cuDNN."""
+    with torch_sdpa.enable():
+        yield
+    torch._dynamo.reset()
+
+
+def heads_first(place, dtype, seqlen_q=140, seqlen_k=None, heads_kv=4):
+    shapes = (4, seqlen_q), *[(heads_kv, seqlen_k or seqlen_q)] * 2
+    return with_gradients([place.randn(2, *s, 64, dtype=dtype) for s in shapes])
+
+
+@NOT_BUILT
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(140, 140), (11, 300), (300, 11)])
+def test_sdpa(place, dtype, enabled, seqlen_q, seqlen_k):
+    inputs = heads_first(place, dtype, seqlen_q, seqlen_k)
+    for op in ("fwd", "bwd"):
+        place.ours(torch_sdpa.explain(*inputs, op=op))
+    same_as_math(inputs)
+    same_as_math(inputs, scale=0.3)
+
+
+@NOT_BUILT
+def test_the_order_of_pytorchs_backends_comes_back(place, dtype):
+    inputs = heads_first(place, dtype)
+    choice = torch_sdpa.explain(*inputs).backend  # PyTorch makes its order with the first call
+    before = sdp_order()
+    with torch_sdpa.enable():
+        assert torch_sdpa.explain(*inputs).backend == "FLASH_ATTENTION"
+    assert sdp_order() == before
+    assert torch_sdpa.explain(*inputs).backend == choice
+
+
+@NOT_BUILT
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_causal_and_grouped_heads(place, dtype, enabled, heads_kv):
+    inputs = heads_first(place, dtype, heads_kv=heads_kv)
+    options = {"is_causal": True, "enable_gqa": heads_kv != 4}
+    place.ours(torch_sdpa.explain(*inputs, **options))
+    same_as_math(inputs, **options)
+
+
+@NOT_BUILT
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_sdpa_under_compile(place, dtype, enabled, backend):
+    if backend == "inductor" and (place.device == "cpu" or place.shifted):
+        pytest.skip("test_torch_sdpa_integration.py has a CPU's; its code aligns tensors for sm90")
+
+    def attend(q, k, v, mask, is_causal):
+        return sdpa(q, k, v, mask, is_causal=is_causal)
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    same_as_math(heads_first(place, dtype), function=compiled, is_causal=True)
+
+
+@NOT_BUILT
+def test_sdpa_under_autocast(place, dtype, enabled):
+    """Float32 before and after, as a model's parameters are."""
+    inputs = heads_first(place, torch.float32)
+    cast = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    if place.shifted:
+        pytest.skip("what autocast copies is where sm90 takes it")
+    with torch.autocast(place.device, dtype):
+        place.ours(torch_sdpa.explain(*inputs))
+        got = gradients(sdpa, inputs)
+    want = gradients(ours_alone, cast)
+    assert got[0].dtype == dtype and torch.equal(got[0], want[0])
+    for one, other in zip(got[1:], want[1:], strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one.to(dtype), other)
+
+
+@NOT_BUILT
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nested_tensors(place, dtype, enabled, is_causal):
+    """By the definition, and bit by bit our own of the same rows."""
+    lengths_k = QUERIES if is_causal else KEYS
+    inputs = [place.randn(sum(n), 4, 64, dtype=dtype) for n in (QUERIES, lengths_k, lengths_k)]
+    call = jagged(QUERIES, lengths_k, device=place.device, is_causal=is_causal)
+    definition = each_alone(QUERIES, lengths_k, is_causal=is_causal)
+    check(call, inputs, definition)
+    lengths = [starts(n, place.device) for n in (QUERIES, lengths_k)]
+    lengths += [max(QUERIES), max(lengths_k)]
+    mask = fs.Causal() if is_causal else None
+    place.ours(explain(varlen_attention, *inputs, *lengths, mask=mask))
+    assert torch.equal(call(*inputs)[0], varlen_attention(*inputs, *lengths, mask=mask))
