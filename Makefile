@@ -36,9 +36,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 isa_of_x86_64 := avx2
 isa_of_aarch64 := neon
-# Builds that watch compile the kernels of one head dimension, the one that takes every smaller one too.
+# Builds that watch compile the kernels of two head dimensions: one that takes every smaller one too, and of wide heads.
 VECTOR_ISA := $(or $(isa_of_$(shell uname -m)),portable)
-WATCHED = $(CONFIGURE) -DFLASHSDK_BUILD_TESTS=ON -DFLASHSDK_CUDA=OFF -DFLASHSDK_CPU_HEAD_DIMS=256
+WATCHED = $(CONFIGURE) -DFLASHSDK_BUILD_TESTS=ON -DFLASHSDK_CUDA=OFF '-DFLASHSDK_CPU_HEAD_DIMS=256;576'
 SANITIZED = $(WATCHED) -DCMAKE_BUILD_TYPE=RelWithDebInfo
 
 PY_DIRS = $(wildcard python tests benchmarks examples scripts)

@@ -24,7 +24,7 @@ endif()
 set(FLASHSDK_CPU_ISAS all CACHE STRING
   "Instruction sets of the CPU kernels: all, native (the fastest that this machine runs) or part of: ${all_isas}")
 set(FLASHSDK_CPU_DTYPES "" CACHE STRING "Data types of the CPU kernels, part of: fp32 bf16 fp16; empty: all")
-set(FLASHSDK_CPU_HEAD_DIMS "" CACHE STRING "Head dimensions of the CPU kernels, part of: 128 256; empty: all")
+set(FLASHSDK_CPU_HEAD_DIMS "" CACHE STRING "Head dimensions of the CPU kernels, part of: 128 256 576; empty: all")
 
 # The instruction sets asked for, less those that the compiler refuses.
 function(flashsdk_select_isas result)

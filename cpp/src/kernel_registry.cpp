@@ -317,6 +317,14 @@ std::vector<std::string> KernelRegistry::cpu_isas() const {
   return isas;
 }
 
+int KernelRegistry::cpu_head_dim() const {
+  int widest = 0;
+  for_each_key([&](const KernelKey& key) {
+    if (key.backend == Backend::kCpu) widest = std::max(widest, key.head_dim);
+  });
+  return widest;
+}
+
 std::string KernelRegistry::cpu_isa() const {
   if (isa_error_) throw *isa_error_;
   return cpu_isa_;

@@ -39,6 +39,7 @@ class KernelRegistry {
   std::vector<KernelInfo> list() const;
   std::vector<std::string> cpu_isas() const;    // built in, slowest first
   std::string cpu_isa() const;                  // the one in use; throws like select
+  int cpu_head_dim() const;                     // the largest of the CPU kernels
   std::vector<std::string> cuda_archs() const;  // built in
 
  private:

@@ -38,6 +38,7 @@ BuildInfo build_info() {
   info.compiler.erase(info.compiler.find_last_not_of(' ') + 1);  // Debian's Clang ends with one
   info.cpu_isas = registry.cpu_isas();
   info.cpu_isa = registry.cpu_isa();
+  info.cpu_head_dim = registry.cpu_head_dim();
   info.cuda = FLASHSDK_HAVE_CUDA != 0;
   info.cuda_archs = registry.cuda_archs();
   info.nvtx = FLASHSDK_HAVE_NVTX != 0;

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "check.h"
+#include "table/cpu.h"
 #include "validate_mask.h"
 
 namespace flashsdk {
@@ -62,8 +63,8 @@ void read_sizes(const AttentionArgs& args, bool packed, ForwardParams& p) {
   check_extent("k", packed ? "total_k" : "seqlen_k", args.k.shape[row], 0, kMaxRows);
   check_extent("q", "num_heads", num_heads, 1, kMaxRows);
   check_extent("k", "num_heads_kv", num_heads_kv, 1, kMaxRows);
-  check_extent("q", "head_dim", args.q.shape[row + 2], 1, kMaxHeadDim);
-  check_extent("v", "head_dim_v", args.v.shape[row + 2], 1, kMaxHeadDim);
+  check_head_dim("q", "head_dim", args.q.shape[row + 2], args.q.device);
+  check_head_dim("v", "head_dim_v", args.v.shape[row + 2], args.q.device);
   if (num_heads % num_heads_kv != 0)
     fail("k", "num_heads_kv " + std::to_string(num_heads_kv),
          "a divisor of num_heads, which is " + std::to_string(num_heads));
@@ -352,6 +353,14 @@ void check_kernels_for(const char* name, Device device) {
   fail(name, "on " + to_string(device), "cpu, as this build has no CUDA kernels (build flashsdk with FLASHSDK_CUDA=ON)",
        ErrorCode::kUnsupported);
 #endif
+}
+
+void check_head_dim(const char* name, const char* dim, std::int64_t head_dim, Device device) {
+  constexpr int kCpu = table::widest(table::kCpuHeadDims), kGpu = table::widest(table::kGpuHeadDims);
+  if (device.type == DeviceType::kCPU) return check_extent(name, dim, head_dim, 1, kCpu);
+  if (head_dim <= kGpu || head_dim > kCpu) return check_extent(name, dim, head_dim, 1, kGpu);
+  fail(name, dim + (' ' + std::to_string(head_dim)),
+       "1 to " + std::to_string(kGpu) + " on a GPU, to " + std::to_string(kCpu) + " on a CPU", ErrorCode::kUnsupported);
 }
 
 std::optional<Backend> forced_backend(const AttentionArgs& args) {

@@ -18,11 +18,13 @@ BackwardParams validate(const BackwardArgs& args, Completeness completeness = Co
 // Throws where this build has no kernels for a device, on which `name` is.
 void check_kernels_for(const char* name, Device device);
 
+// Throws where no kernel for a device has heads so wide: the tables of kernels say how wide they are.
+void check_head_dim(const char* name, const char* dim, std::int64_t head_dim, Device device);
+
 // The backend the caller insists on, if any. Fits the device of the tensors.
 std::optional<Backend> forced_backend(const AttentionArgs& args);
 
 // Largest extents that kernels count in 32 bits with room to round up.
 inline constexpr std::int64_t kMaxRows = std::int64_t{1} << 30;
-inline constexpr std::int64_t kMaxHeadDim = 256;
 
 }  // namespace flashsdk

@@ -83,9 +83,9 @@ def build_info() -> dict[str, Any]:
     """What this build is and uses.
 
     Keys: version, compiler, cpu_isas (instruction sets built in, slowest first), cpu_isa (the one
-    in use; FLASHSDK_CPU_ISA names the fastest to use), cuda (built with CUDA), cuda_archs, nvtx
-    (calls are ranges of NVTX, which profilers show), num_threads. Raises Error if FLASHSDK_CPU_ISA
-    names one that this build or processor lacks.
+    in use; FLASHSDK_CPU_ISA names the fastest to use), cpu_head_dim (the largest on a CPU), cuda
+    (built with CUDA), cuda_archs, nvtx (calls are ranges of NVTX, which profilers show),
+    num_threads. Raises Error if FLASHSDK_CPU_ISA names one that this build or processor lacks.
     """
     return _bindings.build_info()
 

@@ -359,6 +359,7 @@ nb::dict describe_build() {
   d["compiler"] = info.compiler;
   d["cpu_isas"] = info.cpu_isas;
   d["cpu_isa"] = info.cpu_isa;
+  d["cpu_head_dim"] = info.cpu_head_dim;
   d["cuda"] = info.cuda;
   d["cuda_archs"] = info.cuda_archs;
   d["nvtx"] = info.nvtx;

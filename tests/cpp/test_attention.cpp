@@ -97,6 +97,24 @@ TEST_F(Attention, HeadDimsFrom1To256) {
   }
 }
 
+TEST_F(Attention, WideHeads) {
+  for (int d : {257, 320, 511, 512, 576}) {
+    for (int queries : {1, 3, 70}) {
+      Problem p({.batch = 2,
+                 .seqlen_q = queries,
+                 .seqlen_k = 110,
+                 .num_heads = 4,
+                 .num_heads_kv = 1,
+                 .head_dim = d,
+                 .head_dim_v = 833 - d},
+                kDTypes[(d + queries) % 3]);
+      if (d % 2 == 0) p.options.mask = Causal();
+      if (d == 320) p.options.softcap = 3;
+      p.check("head_dim " + std::to_string(d) + ", queries " + std::to_string(queries));
+    }
+  }
+}
+
 TEST_F(Attention, RowsThatSeeNoKey) {
   for (DType dtype : kDTypes) {
     Problem p({.seqlen_q = 90, .seqlen_k = 40}, dtype);

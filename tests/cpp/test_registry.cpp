@@ -266,12 +266,16 @@ TEST(Registry, TheCpuImplementsEveryCombination) {
     for (const char* dtype : {"float32", "float16", "bfloat16"}) {
       for (const char* mask : {"dense", "band", "block_sparse"}) {
         for (bool features : {false, true}) {
-          EXPECT_TRUE(std::any_of(all.begin(), all.end(),
-                                  [&](const KernelInfo& k) {
-                                    return k.backend == "cpu" && k.available && k.op == op && k.dtype == dtype &&
-                                           k.mask == mask && k.features.empty() != features && k.head_dim == 256;
-                                  }))
-              << op << " " << dtype << " " << mask << (features ? " with features" : "");
+          for (int head_dim : {256, table::widest(table::kCpuHeadDims)}) {
+            const bool compiled_in = table::cpu_has(head_dim, Features::kNone) ? features : true;
+            EXPECT_TRUE(std::any_of(all.begin(), all.end(),
+                                    [&](const KernelInfo& k) {
+                                      return k.backend == "cpu" && k.available && k.op == op && k.dtype == dtype &&
+                                             k.mask == mask && k.features.empty() != compiled_in &&
+                                             k.head_dim == head_dim;
+                                    }))
+                << op << " " << dtype << " " << mask << " " << head_dim << (features ? " with features" : "");
+          }
         }
       }
     }
@@ -285,6 +289,7 @@ TEST(Registry, BuildInfo) {
   ASSERT_FALSE(info.cpu_isas.empty());
   EXPECT_NE(std::find(info.cpu_isas.begin(), info.cpu_isas.end(), info.cpu_isa), info.cpu_isas.end());
   EXPECT_TRUE(cpu_supports(info.cpu_isa));
+  EXPECT_EQ(info.cpu_head_dim, table::widest(table::kCpuHeadDims));
 }
 
 TEST(Registry, ExplainNamesTheKernelOfACall) {

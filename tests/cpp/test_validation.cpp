@@ -9,6 +9,7 @@
 
 #include "flashsdk/flashsdk.h"
 #include "problem.h"
+#include "validate.h"
 
 namespace flashsdk::testing {
 namespace {
@@ -144,9 +145,9 @@ TEST_F(Validation, HeadCounts) {
 }
 
 TEST_F(Validation, Sizes) {
-  forward("invalid_argument: q: head_dim 0; 1 to 256", [](ForwardArgs& a) { a.q.shape[3] = a.k.shape[3] = 0; });
-  forward("unsupported: q: head_dim 257; 1 to 256", [](ForwardArgs& a) { a.q.shape[3] = 257; });
-  forward("unsupported: v: head_dim_v 300; 1 to 256", [](ForwardArgs& a) { a.v.shape[3] = 300; });
+  forward("invalid_argument: q: head_dim 0; 1 to 576", [](ForwardArgs& a) { a.q.shape[3] = a.k.shape[3] = 0; });
+  forward("unsupported: q: head_dim 577; 1 to 576", [](ForwardArgs& a) { a.q.shape[3] = 577; });
+  forward("unsupported: v: head_dim_v 600; 1 to 576", [](ForwardArgs& a) { a.v.shape[3] = 600; });
   forward("unsupported: q: seqlen_q 1073741825; 0 to 1073741824", [](ForwardArgs& a) { a.q.shape[1] = 1073741825; });
   forward("unsupported: q: batch * num_heads = 4294967296; 0 to 1073741824",
           [](ForwardArgs& a) { a.q.shape[0] = 1 << 30; });
@@ -156,6 +157,23 @@ TEST_F(Validation, Sizes) {
       "invalid_argument: q: shape (2, 5, 4, 8), strides of elements (9223372036854775807, 32, 8, 1); a tensor that "
       "fits in memory",
       [](ForwardArgs& a) { a.q.stride[0] = kHuge; });
+}
+
+TEST(HeadDims, AreOfADevice) {
+  const Device cpu{DeviceType::kCPU, 0}, gpu{DeviceType::kCUDA, 0};
+  const auto message = [](std::int64_t head_dim, Device device) {
+    try {
+      check_head_dim("q", "head_dim", head_dim, device);
+    } catch (const Error& e) {
+      return to_string(e.code()) + std::string(": ") + e.what();
+    }
+    return std::string();
+  };
+  EXPECT_EQ(message(576, cpu), "");
+  EXPECT_EQ(message(256, gpu), "");
+  EXPECT_EQ(message(512, gpu), "unsupported: q: head_dim 512; 1 to 256 on a GPU, to 576 on a CPU");
+  EXPECT_EQ(message(577, gpu), "unsupported: q: head_dim 577; 1 to 256");
+  EXPECT_EQ(message(0, gpu), "invalid_argument: q: head_dim 0; 1 to 256");
 }
 
 TEST_F(Validation, DTypes) {

@@ -368,7 +368,7 @@ def test_bench_of_a_shape_leaves_out_what_is_another_problem(monkeypatch):
         (["--mask", "causal"], "--mask: causal; none without --shape"),
         (["--dtype", "bf16"], "--dtype: bf16; none without --shape"),
         (["--backend", "sm90"], "--backend: sm90; cpu without --shape"),
-        (["--shape", "1,64,2,300"], "q: head_dim 300; "),
+        (["--shape", "1,64,2,600"], "q: head_dim 600; "),
     ],
 )
 def test_wrong_shapes_are_one_line(args, says, capsys, tmp_path):

@@ -170,7 +170,7 @@ def test_few_queries(runner, queries, head_dim):
         runner.check(problem((queries, 407), (4, 2), head_dim, dtype=dtype, mask=mask, **values))
 
 
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 200])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 200, 257, 512])
 def test_scores_of_few_queries_are_those_of_many(runner, head_dim):
     """To the last bit in float32, as the backward takes P from scores of its own and this lse."""
     if "float32" not in runner.dtypes:

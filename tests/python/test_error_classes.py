@@ -43,8 +43,8 @@ CALLS = {
     "another head_dim": (
         lambda: forward(k=Q[..., :8]), WRONG, "k", "shape (1, 32, 2, 8)", ""),
     "a long head": (
-        lambda: forward(**{n: np.zeros((1, 2, 1, 300), np.float32) for n in "qkv"}),
-        UNSUPPORTED, "q", "head_dim 300", "1 to 256"),
+        lambda: forward(**{n: np.zeros((1, 2, 1, 600), np.float32) for n in "qkv"}),
+        UNSUPPORTED, "q", "head_dim 600", "1 to 576"),
     "another layout": (
         lambda: forward(mask=fs.layouts.dense(32, 48, 16)),
         WRONG, "mask.seqlen_k", "48", "seqlen_k, which is 32"),

@@ -366,7 +366,7 @@ BAD_ARRAYS = {
     "q: 1.0; an array": (1.0, k, v),
     "q: a list; an array": ([1.0], k, v),
     "q: dtype key<fry>; ": (jax.random.split(jax.random.key(0), (1, 4, 2, 16)), k, v),
-    "q: head_dim 300; ": (jnp.ones((1, 4, 2, 300)),) * 3,
+    "q: head_dim 600; ": (jnp.ones((1, 4, 2, 600)),) * 3,
 }
 
 

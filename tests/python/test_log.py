@@ -279,8 +279,8 @@ def test_explain_of_a_module_and_of_what_is_none_of_ours():
         "",
         [("flashsdk", "the call takes none of its operators")],
     )
-    with pytest.raises(fs.Error, match=r"^q: head_dim 300; "):
-        fst.explain(fst.attention, *[torch.zeros(1, 3, 2, 300)] * 3)
+    with pytest.raises(fs.Error, match=r"^q: head_dim 600; "):
+        fst.explain(fst.attention, *[torch.zeros(1, 3, 2, 600)] * 3)
     with pytest.raises(fs.Error, match=r"^op: 'both'; "):
         fst.explain(fst.attention, x, x, x, op="both")
     with pytest.raises(fs.Error, match=r"^function: 3; a function"):

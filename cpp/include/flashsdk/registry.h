@@ -46,6 +46,7 @@ struct BuildInfo {
   std::string compiler;
   std::vector<std::string> cpu_isas;  // built in, slowest first
   std::string cpu_isa;                // the one in use
+  int cpu_head_dim;                   // the largest that its kernels take
   bool cuda;
   std::vector<std::string> cuda_archs;
   bool nvtx;  // calls are ranges of NVTX, which profilers show

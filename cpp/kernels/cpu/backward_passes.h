@@ -150,13 +150,17 @@ void load_columns(const T* src, std::int64_t stride, int rows, int c, int d, flo
 template <class T>
 void row_dots(const T* a, std::int64_t stride_a, const T* b, std::int64_t stride_b, int rows, int d, float* dst) {
   alignas(64) float columns_a[kLanes * kLanes], columns_b[kLanes * kLanes], dots[kLanes];
-  Vec sum = zero();
+  Vec total = zero(), sum = zero();
   for (int c = 0; c < d; c += kLanes) {
+    if (c > 0 && c % kLongestSum<T> == 0) {
+      total = add(total, sum);
+      sum = zero();
+    }
     load_columns(a, stride_a, rows, c, d, columns_a);
     load_columns(b, stride_b, rows, c, d, columns_b);
     for (int n = 0; n < kLanes; ++n) sum = fma(load(columns_a + n * kLanes), load(columns_b + n * kLanes), sum);
   }
-  store(dots, sum);
+  store(dots, add(total, sum));
   for (int l = 0; l < rows; ++l) dst[l] = dots[l];
 }
 
@@ -166,9 +170,14 @@ void few_row_dots(const T* a, std::int64_t stride_a, const T* b, std::int64_t st
   constexpr int kRows = 4;  // side by side, which hides the latency of a sum
   alignas(64) float x[kRows][kLanes], y[kRows][kLanes], dots[kLanes];
   for (int r = 0; r < rows; r += kRows) {
-    Vec sum[kRows];
-    for (int n = 0; n < kRows; ++n) sum[n] = zero();
+    Vec total[kRows], sum[kRows];
+    for (int n = 0; n < kRows; ++n) total[n] = sum[n] = zero();
     for (int c = 0; c < d; c += kLanes) {
+      if (c > 0 && c % kLongestSum<T> == 0)
+        for (int n = 0; n < kRows; ++n) {
+          total[n] = add(total[n], sum[n]);
+          sum[n] = zero();
+        }
       const int columns = min_of(kLanes, d - c);
       for (int n = 0; n < kRows; ++n) {
         const int row = min_of(r + n, rows - 1);
@@ -180,7 +189,7 @@ void few_row_dots(const T* a, std::int64_t stride_a, const T* b, std::int64_t st
         for (int n = 0; n < kRows; ++n) sum[n] = fma(set1(x[n][i]), set1(y[n][i]), sum[n]);
     }
     for (int n = 0; n < min_of(kRows, rows - r); ++n) {
-      store(dots, sum[n]);
+      store(dots, add(total[n], sum[n]));
       dst[r + n] = dots[0];
     }
   }

@@ -296,9 +296,8 @@ class BackwardTile {
     using S = Strides<kRowPitch, 1, kPanel, kScorePitch, kRowPart, Tr::kTransposedPart>;
     for (int l = 0; l < lanes_; l += kPanel)
       with_vectors_of<Dot>(lanes_ - l, [&]<int kUsed>() __attribute__((always_inline)) {
-        product<typename Tr::ScoreDot, S, kUsed>(
-            keys + begin_ * kRowPitch, queries + l / kPanel * kParts * Tr::kTransposedPart, ceil_div(d, kStep),
-            dst + begin_ * kScorePitch + l, end_ - begin_, FromZero{}, nullptr, &next);
+        product_of_heads<Tr, S, kUsed>(keys + begin_ * kRowPitch, queries + l / kPanel * kParts * Tr::kTransposedPart,
+                                       d, dst + begin_ * kScorePitch + l, end_ - begin_, nullptr, &next);
       });
   }
 

@@ -112,6 +112,8 @@ class FewQueries {
     Vec sum[kMax][2];
     for (int l = 0; l < queries_; ++l) sum[l][0] = sum[l][1] = zero();
     for (int c = 0; c < d_; c += kLanes) {
+      if constexpr (kHeadDim > kLongestSum<T>)
+        if (c > 0 && c % kLongestSum<T> == 0) next_sum(sum, s, c > kLongestSum<T>);
       transpose(rows_ + c, kRowPitch, columns, kBlock);
       transpose(rows_ + kLanes * kRowPitch + c, kRowPitch, columns + kLanes, kBlock);
       for (int l = 0; l < queries_; ++l)
@@ -121,10 +123,16 @@ class FewQueries {
           sum[l][1] = fma(q, load(columns + n * kBlock + kLanes), sum[l][1]);
         }
     }
-    for (int l = 0; l < queries_; ++l) {
-      store(s + l * kKeys, sum[l][0]);
-      store(s + l * kKeys + kLanes, sum[l][1]);
-    }
+    next_sum(sum, s, kHeadDim > kLongestSum<T> && d_ > kLongestSum<T>);
+  }
+  // Sums so far into s, or added to what is there, and new ones.
+  FLASHSDK_HD void next_sum(Vec (&sum)[kMax][2], float* s, bool added) const {
+    for (int l = 0; l < queries_; ++l)
+      for (int n = 0; n < 2; ++n) {
+        float* at = s + l * kKeys + n * kLanes;
+        store(at, added ? add(sum[l][n], load(at)) : sum[l][n]);
+        sum[l][n] = zero();
+      }
   }
 
   // Scores of the kQueries queries from l on, with head dimensions in vector lanes: K is not transposed. Sums are in

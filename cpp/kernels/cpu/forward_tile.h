@@ -144,9 +144,8 @@ class ForwardTile {
   template <int kUsed>
   void scores(const Panel& panel, int begin, int end, Vec* maximum) {
     for (int v = 0; v < kUsed; ++v) maximum[v] = panel.max[v];
-    product<typename Tr::ScoreDot, Strides<kRowPitch, 1, kPanel, kPanel, kRowPart, Tr::kTransposedPart>, kUsed>(
-        w_.k + begin * kRowPitch, panel.q, ceil_div(p_.head_dim, kStep), w_.s + begin * kPanel, end - begin, FromZero{},
-        maximum, &next_k_);
+    product_of_heads<Tr, Strides<kRowPitch, 1, kPanel, kPanel, kRowPart, Tr::kTransposedPart>, kUsed>(
+        w_.k + begin * kRowPitch, panel.q, p_.head_dim, w_.s + begin * kPanel, end - begin, maximum, &next_k_);
   }
 
   template <int kUsed>

@@ -23,6 +23,11 @@ using DotFor = DotF32;
 inline constexpr int kPanel = kVecs * kLanes;
 inline constexpr double kLog2e = 1.4426950408889634;
 
+// Of fp32 at most so many head dimensions are summed in one chain, and longer sums are cut and added: errors stay what
+// they are at 256. Rounding to 16 bits hides those of any length.
+template <class T>
+inline constexpr int kLongestSum = sizeof(T) == 4 ? 256 : 1 << 30;
+
 template <class T, int kHeadDim_>
 struct Traits {
   using Element = T;
@@ -50,7 +55,8 @@ struct Traits {
   // Queries that share a packed K and V tile in the forward. Packing reads rows that are pages apart: at head_dim 64
   // and 128 queries it costs 15 % of the products. Their operands and accumulators take 256 KiB of L2; beside tile
   // registers 0.75 to 1 MiB, which is 5 to 9 % faster than half of it.
-  static constexpr int kForwardQueries = (Dot::kTiles ? 1024 : 256) / (kHeadDim > 128 ? 2 : 1);
+  static constexpr int kForwardQueries =
+      Dot::kTiles ? (kHeadDim > 256 ? 256 : (kHeadDim > 128 ? 512 : 1024)) : (kHeadDim > 128 ? 128 : 256);
   // So few read K and V where they lie (cpu/few_queries.h): with more, packed tiles are as fast. In two parts packing
   // costs more.
   static constexpr int kFewQueries = kParts == 2 ? 16 : 4;
@@ -77,6 +83,25 @@ struct Traits {
   // Row padding of packed tiles: whole panels, so that columns beyond head_dim are zeros wherever they are read.
   static constexpr int padded(int d) { return round_up(d, kPanel < 64 ? kPanel : 64); }
 };
+
+// C = A·B over d head dimensions (kLongestSum).
+template <class Tr, class S, int kUsed>
+FLASHSDK_HD void product_of_heads(const typename Tr::Word* a, const typename Tr::Word* b, int d, float* c, int rows,
+                                  Vec* maximum, RowPrefetch* prefetch) {
+  using Dot = typename Tr::ScoreDot;
+  constexpr int kPart = kLongestSum<typename Tr::Element>;
+  const auto steps = [](int dims) { return ceil_div(dims, Tr::Dot::kStep); };
+  if constexpr (Tr::kHeadDim > kPart) {
+    if (d > kPart) {
+      product<Dot, S, kUsed>(a, b, steps(kPart), c, rows, FromZero{}, nullptr, prefetch);
+      for (int from = kPart; from < d; from += kPart)
+        product<Dot, S, kUsed>(a + steps(from) * S::kAStep, b + steps(from) * S::kBStep, steps(min_of(kPart, d - from)),
+                               c, rows, FromC{}, from + kPart < d ? nullptr : maximum);
+      return;
+    }
+  }
+  product<Dot, S, kUsed>(a, b, steps(d), c, rows, FromZero{}, maximum, prefetch);
+}
 
 // The largest multiple of 16 up to `limit` that divides a layout's block, so that a tile lies in one block.
 FLASHSDK_HD constexpr int tile_in_block(int block, int limit) {

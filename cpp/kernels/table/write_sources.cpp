@@ -160,9 +160,11 @@ void write_cpu(const std::string& directory, const Strings& isas, const std::vec
         Strings entries;
         for (const int head_dim : head_dims)
           for (const MaskKind mask : kMaskKinds)
-            for (const Features f : kCpuFeatures)
+            for (const Features f : kCpuFeatures) {
+              if (!cpu_has(head_dim, f)) continue;
               entries.push_back(op + "_entry<" + cpu_type(dtype) + ", " + std::to_string(head_dim) + ", " +
                                 name_of(mask) + "Policy, " + (f == kNone ? "false" : "true") + ">()");
+            }
         // Data, not a function: on a machine without the instruction set no code of this file may run.
         sources.add({.target = *isa,
                      .name = "cpu_" + *isa + "_" + cpu_name(dtype) + "_" + op,

@@ -13,6 +13,7 @@ DTYPES = {"cpu": ("float32", "bfloat16", "float16"), "gpu": ("bfloat16", "float1
 # (batch, head, query) rows and the keys they visit: they bound the time that the reference takes.
 MAX_ROWS = 500
 MAX_VISITS = 80_000
+MAX_WIDE_ROWS = 300  # (head, query or key) of problems whose heads are wider than 256
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -190,11 +191,27 @@ def generate(seed: int, backend: str = "cpu") -> Problem:
     own = np.random.default_rng([seed, 4])
     problem = _used(problem, own) if not packed else problem
     problem = replace(problem, sink=bool(own.random() < 0.2))
+    if backend == "cpu":
+        problem = _widened(problem, np.random.default_rng([seed, 5]))
     # The fast kernels of a GPU take only what is aligned: most problems should be theirs.
     if backend == "cpu" or chance(0.25):
         return problem
     head_dim, head_dim_v = (-(-d // 8) * 8 for d in (problem.head_dim, problem.head_dim_v))
     return replace(problem, aligned=True, head_dim=head_dim, head_dim_v=head_dim_v)
+
+
+def _widened(problem: Problem, rng: np.random.Generator) -> Problem:
+    """Some of the small ones with heads that only a CPU takes."""
+    rows = problem.num_heads * max(sum(problem.lengths_q), sum(problem.lengths_k))
+    if rows > MAX_WIDE_ROWS or rng.random() > 0.2:
+        return problem
+    head_dim, head_dim_v = (int(rng.choice([320, 512, 576, n])) for n in rng.integers(257, 577, 2))
+    kind = rng.random()
+    if kind < 0.4:
+        return replace(problem, head_dim=head_dim, head_dim_v=head_dim)
+    if kind < 0.6:
+        return replace(problem, head_dim=576, head_dim_v=512)
+    return replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)
 
 
 def _used(problem: Problem, rng: np.random.Generator) -> Problem:

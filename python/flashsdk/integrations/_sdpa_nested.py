@@ -6,15 +6,23 @@ operator has no kernel. While ours stands there, what they are given to is chose
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from .. import build_info
 from .._torch_checks import shape_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _widest() -> int:
+    head_dim: int = build_info()["cpu_head_dim"]
+    return head_dim
 
 
 class Choice:
@@ -63,8 +71,9 @@ def why_not(
             return f"{name} is {str(x.dtype).removeprefix('torch.')}"
         if x.size(1) != query.size(1):
             return f"{name} has {x.size(1)} heads, query {query.size(1)}; nested ones as many"
-        if x.size(3) != query.size(3) or x.size(3) % 8 != 0 or x.size(3) > 256:
-            return f"head_dim {x.size(3)} of {name}; that of query, a multiple of 8 up to 256"
+        if x.size(3) != query.size(3) or x.size(3) % 8 != 0 or x.size(3) > _widest():
+            allowed = f"that of query, a multiple of 8 up to {_widest()}"
+            return f"head_dim {x.size(3)} of {name}; {allowed}"
         if x._get_min_seqlen() == 0:
             return f"{name} has an empty sequence"
     if attn_mask is not None:
