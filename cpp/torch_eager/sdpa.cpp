@@ -316,7 +316,7 @@ PyObject* override_sdpa(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* g_watching = nullptr;  // a function, never given back
+PyObject* g_watching = nullptr;  // a function
 
 void tell(const Call& c, bool is_backward, bool taken) {
   const pybind11::gil_scoped_acquire gil;
@@ -332,11 +332,13 @@ void tell(const Call& c, bool is_backward, bool taken) {
                                                                  packed);
   } catch (pybind11::error_already_set& e) {
     e.discard_as_unraisable("flashsdk: a watched call");
+  } catch (const std::exception&) {  // no call fails for its log
   }
 }
 
 PyObject* watch_sdpa(PyObject*, PyObject* function) {
-  g_watching = Py_NewRef(function);
+  PyObject* before = std::exchange(g_watching, Py_NewRef(function));
+  Py_XDECREF(before);
   set_sdpa_watcher(tell);
   Py_RETURN_NONE;
 }

@@ -174,7 +174,7 @@ for _ in range(2):
     F.scaled_dot_product_attention(q, q, q, is_causal=True)
     F.scaled_dot_product_attention(q, q, q, mask)
     F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)  # which PyTorch does not give away
-    wide = torch.randn(1, 2, 40, 300)
+    wide = torch.randn(1, 2, 40, 600)
     F.scaled_dot_product_attention(wide, wide, wide)
 rows = torch.randn(15, 4, 16)
 nested = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 5, 15])).transpose(1, 2)
@@ -194,13 +194,13 @@ def test_pytorch_s_own_function():
         pytest.skip("flashsdk._torch_native is not built for this PyTorch")
     found = lines(SDPA, FLASHSDK_LOG="1")
     shapes = "q (1,40,2,16) k (1,40,2,16) float32 on cpu"
-    wide = "q (1,40,2,300) k (1,40,2,300) float32 on cpu"
+    wide = "q (1,40,2,600) k (1,40,2,600) float32 on cpu"
     starts = [
         f"torch_sdpa_fwd {shapes}: cpu_",
         f"torch_sdpa_bwd {shapes}: cpu_",
         f"torch_sdpa_fwd {shapes}, causal, top-left: cpu_",
         f"torch_sdpa_fwd {shapes}, float32 bias (1, 1, 40, 40): cpu_",
-        f"torch_sdpa_fwd {wide}: refused: q: head_dim 300; 1 to 256",
+        f"torch_sdpa_fwd {wide}: refused: q: head_dim 600; 1 to 576",
         "torch_sdpa_fwd q (15,4,16) k (15,4,16) float32 on cpu, 2 sequences of at most 10 and 10: ",
         "torch_sdpa_fwd q (1,30,4,16) k (1,30,4,16) float32 on cpu, causal: cpu_",
         "torch_sdpa_fwd q (1,20,2,16) k (1,20,2,16) float32 on cpu, causal, top-left, float32 bias "

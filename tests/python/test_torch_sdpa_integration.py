@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -139,6 +140,93 @@ def test_the_other_operators_of_a_gpu():
     finally:
         native.restore_sdpa()
     assert torch._C._dispatch_dump("aten::_scaled_dot_product_flash_attention") == dump
+
+
+# ---- whom PyTorch asks first on a GPU
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """A card's order, cuDNN first, that PyTorch makes when it first chooses."""
+    cudnn, flash, math = (
+        int(getattr(SDPBackend, name).value)
+        for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "MATH")
+    )
+    state = SimpleNamespace(order=[flash, math, cudnn], started=False, hooks=[], chooses=True)
+    state.cudnn_first, state.flash_first = [cudnn, flash, math], [flash, cudnn, math]
+
+    def chosen():
+        if state.chooses and state.order == [flash, math, cudnn]:
+            state.order = state.cudnn_first
+        return state.chooses
+
+    def start():
+        state.started = True
+        for hook in state.hooks:
+            hook()
+
+    state.start = start
+    for name, call in {
+        "when_cuda_starts": lambda hook: hook() if state.started else state.hooks.append(hook),
+        "sdp_order": lambda: list(state.order),
+        "set_sdp_order": lambda said: setattr(state, "order", list(said)),
+        "_pytorch_has_chosen": chosen,
+    }.items():
+        monkeypatch.setattr(torch_sdpa, name, call)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: state.started)
+    return state
+
+
+def test_flash_attention_is_asked_first_until_the_end(order):
+    first = torch_sdpa._FlashFirst()
+    first.wish()
+    assert not order.started and order.order[0] != order.cudnn_first[0]  # CUDA starts later
+    order.start()
+    assert order.order == order.flash_first
+    first.leave()
+    assert order.order == order.cudnn_first
+    for _ in range(2):
+        first.wish()
+        assert order.order == order.flash_first
+        first.leave()
+        assert order.order == order.cudnn_first
+    assert len(order.hooks) == 1
+
+
+def test_an_order_that_somebody_else_said_stays(order):
+    order.started = True
+    first = torch_sdpa._FlashFirst()
+    first.wish()
+    order.order = order.cudnn_first[::-1]
+    first.leave()
+    assert order.order == order.cudnn_first[::-1]
+
+
+def test_cuda_starts_after_the_end_or_where_nothing_can_be_chosen(order):
+    first = torch_sdpa._FlashFirst()
+    first.wish()
+    first.leave()
+    before = list(order.order)
+    order.start()
+    assert order.order == before
+    order.chooses = False
+    first.wish()
+    assert order.order == before
+
+
+def test_what_fails_half_way_leaves_nothing(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(torch_sdpa._sdpa_dtensor, "prepare", refuse)
+    q, k, v = qkv(1, 2, None, 20, 20, 16)
+    before = sdpa(q, k, v)
+    with pytest.raises(RuntimeError, match="refused"):
+        torch_sdpa.enable()
+    assert not torch_sdpa.enabled() and torch.equal(sdpa(q, k, v), before)
+    monkeypatch.undo()
+    with torch_sdpa.enable():
+        assert torch_sdpa.explain(q, k, v).taken
 
 
 # ---- what is PyTorch's

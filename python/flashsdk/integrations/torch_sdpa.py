@@ -14,6 +14,7 @@ is imported: ``torch.nn.attention.activate_flash_attention_impl("flashsdk")``.
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -43,33 +44,56 @@ _switching = threading.Lock()  # two threads that enable at once would put ours 
 
 
 class _FlashFirst:
-    """On a GPU PyTorch asks its flash attention first, so ours, until ``remove``.
+    """On a GPU PyTorch asks its flash attention first, so ours, from ``wish`` to ``leave``.
 
     On Hopper it would ask cuDNN first. It decides so in the first call on a GPU, and then keeps
     what it is told: so this waits for CUDA, and makes a choice before it says its own.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._waits = self._wished = False
         self._before: list[int] | None = None
-        self._ours: list[int] | None = None
-        self._wanted = True
-        if build_info()["cuda"] and torch.version.cuda is not None and sdp_order() is not None:
-            when_cuda_starts(self._put)
+        self._said: list[int] = []
 
-    def _put(self) -> None:
-        if not self._wanted:
-            return
+    def wish(self) -> None:
+        with self._lock:
+            self._wished = True
+            first, self._waits = not self._waits, True  # of the process
+        if first:  # not under the lock: PyTorch has one of its own
+            when_cuda_starts(self._say)
+        elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._say()
+
+    def leave(self) -> None:
+        with self._lock:
+            self._wished = False
+            if self._before is not None and sdp_order() == self._said:  # else others said another
+                set_sdp_order(self._before)
+            self._before = None
+
+    def _say(self) -> None:
+        with self._lock:
+            if not self._wished or self._before is not None or not _pytorch_has_chosen():
+                return
+            self._before = sdp_order()
+            flash = int(SDPBackend.FLASH_ATTENTION.value)
+            self._said = [flash, *(one for one in self._before or [] if one != flash)]
+            if self._before is not None:
+                set_sdp_order(self._said)
+
+
+def _pytorch_has_chosen() -> bool:
+    """Makes PyTorch choose a backend of a GPU. False where it cannot: CUDA is to start even so."""
+    try:
         x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
         sdp_choice(x, x, x, None, 0.0, False, scale=None, enable_gqa=False)
-        flash = int(SDPBackend.FLASH_ATTENTION.value)
-        self._before = sdp_order() or []
-        self._ours = [flash, *(one for one in self._before if one != flash)]
-        set_sdp_order(self._ours)
+    except RuntimeError:
+        return False
+    return True
 
-    def remove(self) -> None:
-        self._wanted = False
-        if self._before and sdp_order() == self._ours:  # else somebody has said another since
-            set_sdp_order(self._before)
+
+_flash_first = _FlashFirst()
 
 
 class _Overrides:
@@ -81,22 +105,24 @@ class _Overrides:
         if built is InPython:
             allowed = "the one that flashsdk._torch_native is for"
             raise Unsupported(f"torch: {torch.__version__}; {allowed}")
-        built.override_sdpa("for_cpu", "CPU")
-        built.override_sdpa("packed", "CPU")
-        if build_info()["cuda"] and torch.version.cuda is not None:
-            built.override_sdpa("flash", "CUDA")
-            built.override_sdpa("packed", "CUDA")
-        self._order = _FlashFirst()
-        if _log.ON:
-            built.watch_sdpa(_logged)
-        self._nested = _sdpa_nested.Choice()
-        _sdpa_dtensor.prepare(enabled)
+        with ExitStack() as undo:  # all of it, or nothing
+            undo.callback(built.restore_sdpa)
+            built.override_sdpa("for_cpu", "CPU")
+            built.override_sdpa("packed", "CPU")
+            if build_info()["cuda"] and torch.version.cuda is not None:
+                built.override_sdpa("flash", "CUDA")
+                built.override_sdpa("packed", "CUDA")
+                undo.callback(_flash_first.leave)
+                _flash_first.wish()
+            if _log.ON:
+                built.watch_sdpa(_logged)
+            undo.callback(_sdpa_nested.Choice().remove)
+            _sdpa_dtensor.prepare(enabled)
+            self._undo = undo.pop_all()
         _Overrides.active = self
 
     def remove(self) -> None:
-        self._order.remove()
-        self._nested.remove()
-        built.restore_sdpa()
+        self._undo.close()
         _Overrides.active = None
 
 
