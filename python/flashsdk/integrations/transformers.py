@@ -305,7 +305,7 @@ def _used_keys(call: dict[str, Any], pattern: _Pattern | None, tracing: bool) ->
             return None
         keys = given[:, kv_offset:]
         unused = torch.arange(keys.shape[1], device=device) >= used
-        if not bool((keys.bool() | unused).all()):  # the one time that the host waits
+        if not bool((keys.bool() | unused).all()):  # the host waits, once a mask
             return None
     of_each: Tensor = used.reshape(1, 1, 1, 1).repeat(call["batch_size"], 1, 1, 1)
     return of_each
@@ -405,7 +405,7 @@ def _padded(seen: Seen, padding: Tensor, shift: int, tracing: bool) -> Seen:
     lengths = padding.sum(1)
     first = padding.int().argmax(1)
     last = seen.used - 1 - padding.flip(1).int().argmax(1)
-    numbers = torch.stack((lengths, first, last)).tolist()  # the one time that the host waits
+    numbers = torch.stack((lengths, first, last)).tolist()  # the host waits, once a mask
     if all(n == seen.used for n in numbers[0]):
         return seen
     in_one_piece = all(n in (0, end + 1 - begin) for n, begin, end in zip(*numbers))
