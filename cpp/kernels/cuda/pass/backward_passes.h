@@ -140,8 +140,8 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
       const int r = first + i * kStep;
       if (threadIdx.x % kLanes != 0 || r >= ws.tile_rows) continue;
       const bool valid = m0 + r < seq.seqlen_q;
-      // To a row that sees nothing, lse +inf gives probabilities of zero. Its dout may hold anything, without a sink also
-      // its out.
+      // To a row that sees nothing, lse +inf gives probabilities of zero. Its dout may hold anything, and its out where
+      // there is no sink.
       const bool sees = valid && !(known && row_lse[i] == unseen &&
                                    (p.sink.ptr == nullptr || sees_nothing(out + rows[i] * p.out.row, p.head_dim_v)));
       of_tile.lse_log2[r] = sees ? row_lse[i] * kLog2e : INFINITY;
