@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import types
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "context_parallel.md"
 PROCESSES, SEQLEN = 4, 48
 CAUSAL = fs.Causal()
+TIMEOUT = timedelta(seconds=60)  # of a process that waits for one that does not come
 
 
 def problem(dtype=torch.float32, *, spread=1.0):
@@ -212,6 +214,15 @@ def check_errors(mesh):
         shard_sequence(torch.zeros(2, 47), mesh)
     with pytest.raises(fs.Error, match=r"^x: a tensor that requires a gradient; x\.detach\(\)"):
         unshard_sequence(q.clone().requires_grad_(), mesh)
+    for function in (shard_sequence, unshard_sequence):
+        for dim, given in ((2, "2"), (-3, "-3"), ("a", "'a'"), (True, "True")):
+            with pytest.raises(fs.Error, match=f"^dim: {given}; an integer >= -2, at most 1$"):
+                function(torch.zeros(8, 8), mesh, dim=dim)
+        with pytest.raises(fs.Error, match=r"^x: shape \(\); one dimension or more$"):
+            function(torch.zeros(()), mesh)
+    for given in ("x", -8, 8.0):
+        with pytest.raises(fs.Error, match=f"^seqlen: {given!r}; an integer >= 0$"):
+            positions(given, mesh)
 
     over = "over a sharded sequence"
     refused(f"bias: a tensor; None, {over}", q, k, v, mesh, bias=torch.zeros(1, 1, 1, 1))
@@ -230,6 +241,78 @@ def check_errors(mesh):
     refused("mesh: a DeviceMesh of 2 dimensions; of one, as mesh[name] is", q, k, v, two)
     assert torch.equal(context_parallel(q, k, v, two["sequence"]), context_parallel(q, k, v, mesh))
     assert torch.equal(context_parallel(q, k, v), context_parallel(q, k, v, mesh))
+
+
+def check_refused_alone(mesh):
+    """Of what one rank is refused for, it says why, and the others say that it was."""
+    from flashsdk.torch import distributed
+    from torch.distributed.tensor import DTensor, Shard
+
+    rank, n = mesh.get_local_rank(), mesh.size()
+    last = rank == n - 1
+    q, k, v = (shard_sequence(x, mesh) for x in problem()[0][:3])
+
+    def alone(line, *args, **options):
+        if not last:
+            args, options = (), {}
+            line = f"mesh: rank {n - 1} was refused; its own message says why"
+        refused(line, *(args or (q, k, v)), mesh, **options)
+
+    seen = torch.ones(2, 2, dtype=torch.bool)
+    over = "over a sharded sequence"
+    placed = DTensor.from_local(q, mesh, [Shard(1)], run_check=False)
+    alone(f"q: shape {tuple(q[0].shape)}; (batch, seqlen_q, num_heads, head_dim)", q[0], k, v)
+    alone("q: None; a tensor", None, None, None)
+    alone("q: a DTensor; the part that is here, q.to_local()", placed, k, v)
+    alone(f"dropout_p: 0.1; 0, {over}", dropout_p=0.1)
+    alone(f"mask: a tensor; Causal() or None, {over}", mask=seen)
+    alone("return_lse: 'no'; True or False", return_lse="no")
+    alone("softcap: 'no'; a number that float32 can hold", softcap="no")
+    huge = 10**400
+    alone(f"softmax_scale: {str(huge)[:79]}…; a number that float32 can hold", softmax_scale=huge)
+    alone('backend: 3; "cpu", "sm80", "sm90" or None', backend=3)
+
+    # The kernel of one alone refuses what is the same on all; explain raises, or has none.
+    original = distributed.ops
+    for given, line in (
+        (fs.Unsupported("q: this one; another"), "q: this one; another"),
+        (
+            fs.Explanation("", [("a", "no bias"), ("b", "no bias"), ("c", "small")]),
+            "mha_bwd: no kernel for these arguments; "
+            "what flashsdk.kernels() lists (b: no bias; c: small)",
+        ),
+    ):
+
+        def explain(*args, op, given=given, **keywords):
+            if op == "fwd":
+                return original.explain(*args, op=op, **keywords)
+            if isinstance(given, fs.Error):
+                raise given
+            return given
+
+        if last:
+            distributed.ops = types.SimpleNamespace(explain=explain)
+        try:
+            trained = (q.clone().requires_grad_(), k, v)
+            assert context_parallel(q, k, v, mesh).shape == (*q.shape[:3], v.shape[-1])
+            if not last:
+                line = f"mesh: rank {n - 1} was refused; its own message says why"
+            refused(line, *trained, mesh)
+        finally:
+            distributed.ops = original
+
+    # What is allowed everywhere, but not the same.
+    for name, here, there, said in (
+        ("softmax_scale", 0.5, None, "0.5 on rank {}; None"),
+        ("softmax_scale", 0.1, 0.1 + 2e-17, "0.1 on rank {}; 0.10000000000000002"),
+        ("softcap", 2, 0.0, "2.0 on rank {}; 0.0"),
+        ("deterministic", True, None, "True on rank {}; False"),
+        ("backend", "cpu", None, "'cpu' on rank {}; None"),
+    ):
+        line = f"{name}: {said.format(n - 1)}, as on rank 0"
+        refused(line, q, k, v, mesh, **{name: here if last else there})
+    context_parallel(q, k, v, mesh)  # and all can go on
+    assert not len(distributed._compared)  # which calls on a CPU have no use for
 
 
 def check_compiled(group):
@@ -256,11 +339,13 @@ def check_compiled(group):
 def run_page():
     """docs/context_parallel.md, as every process runs it; it makes the process group."""
     if not PAGE.exists():  # not a checkout
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=TIMEOUT)
         return
     (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    names: dict = {}
+    program = program.replace("init_process_group()", "init_process_group(timeout=TIMEOUT)")
+    names: dict = {"TIMEOUT": TIMEOUT}
     exec(compile(program, PAGE.name, "exec"), names)
+    assert "(timeout=TIMEOUT)" in program
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1024, n, 64) for n in (8, 2, 2))
     torch.testing.assert_close(names["whole"], attention(q, k, v, mask=CAUSAL))
@@ -275,7 +360,7 @@ def work(rank, port):
     from torch.distributed.device_mesh import DeviceMesh
 
     for size in (1, 2, PROCESSES):
-        group = dist.new_group(list(range(size)))
+        group = dist.new_group(list(range(size)), timeout=TIMEOUT)
         if rank < size:
             mesh = DeviceMesh.from_group(group, "cpu")
             check_results(mesh)
@@ -291,6 +376,7 @@ def work(rank, port):
     check_more(mesh)
     check_work(mesh)
     check_errors(mesh)
+    check_refused_alone(mesh)
     dist.destroy_process_group()
 
 

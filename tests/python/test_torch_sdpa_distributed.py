@@ -2,6 +2,7 @@
 
 import os
 import socket
+from datetime import timedelta
 
 import pytest
 
@@ -89,6 +90,11 @@ def check_ring(mesh):
     large = [30 * inputs[0], *inputs[1:]]
     with torch_sdpa.enable(), pytest.raises(fs.Error, match=r"^logsumexp: up to .*; at most 32"):
         over_the_sequence(mesh, large, weight.float(), True)
+    # On all, also where one alone has such rows. Processes have chunks r and -1 - r.
+    one = inputs[0].clone()
+    one[:, :, :8] *= 30
+    with torch_sdpa.enable(), pytest.raises(fs.Error, match=r"^logsumexp: up to .*; at most 32"):
+        over_the_sequence(mesh, [one, *inputs[1:]], weight.float(), True)
     exact, _ = exact_and_plain(large, weight.float(), True)
     for one, other in zip(over_the_sequence(mesh, large, weight.float(), True), exact, strict=True):
         torch.testing.assert_close(one, other.float(), rtol=1e-3, atol=1e-3)
@@ -165,7 +171,7 @@ def work(rank, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(PROCESSES))
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (PROCESSES,))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .._errors import Unsupported
 from .._torch_ops import trusted_lse
@@ -115,11 +116,21 @@ def _ring_backward(
     ring: Any, ours: Callable[[], bool], operator: Any, args: tuple[Any, ...], keywords: Named
 ) -> Any:
     mesh, given = _locals(operator, args, keywords)
-    lse, trusted = given["logsumexp"], trusted_lse(given["query"].dtype)
-    if ours() and (lse.abs() > trusted).any():
-        allowed = f"at most {trusted:g} under context_parallel, or flashsdk.torch.distributed's"
-        raise Unsupported(f"logsumexp: up to {float(lse.abs().amax()):g}; {allowed}")
+    group = mesh.get_group()
+    if ours():
+        _check_lse(given["logsumexp"], trusted_lse(given["query"].dtype), group)
     parts = ring._templated_ring_attention_backward(
-        mesh.get_group(), _SEQUENCE, operator, grad_out_name="grad_out", **given
+        group, _SEQUENCE, operator, grad_out_name="grad_out", **given
     )
     return _sharded(mesh, parts)
+
+
+def _check_lse(lse: torch.Tensor, trusted: float, group: Any) -> None:
+    """Raises on all processes where one has too large a row: alone, the others would wait."""
+    # -inf is exact: such a row sees no key, and has no gradient.
+    sizes = torch.where(lse.isnan() | (lse == -float("inf")), 0.0, lse.abs())
+    largest = sizes.amax() if sizes.numel() else sizes.new_zeros(())
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    if largest > trusted:
+        allowed = f"at most {trusted:g} under context_parallel, or flashsdk.torch.distributed's"
+        raise Unsupported(f"logsumexp: up to {float(largest):g}; {allowed}")

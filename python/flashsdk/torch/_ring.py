@@ -73,7 +73,7 @@ def _whole(causal: bool) -> Call:
     return Call(_ALL, _ALL, Causal() if causal else None)
 
 
-def _halves(seqlen_q: int, seqlen_k: int, causal: bool) -> tuple[Call, Call]:
+def _halves(seqlen_q: int, causal: bool) -> tuple[Call, Call]:
     """The same in two calls, so that one can come first and one last."""
     half = seqlen_q // 2
     early, late = slice(None, half), slice(half, None)
@@ -109,7 +109,7 @@ def forward(
     lse = q.new_empty((batch, num_heads, seqlen), dtype=torch.float32)
     # A call may take all of a GPU until it ends, and what sends has to wait. So something short
     # always follows what was to be sent: here a part of the call, below the join of the last one.
-    for call in _halves(seqlen, k.shape[1], causal):
+    for call in _halves(seqlen, causal):
         total[:, call.rows], lse[:, :, call.rows] = attend(call, k, v)
     part: tuple[Tensor, ...] = ()
     for step in range(1, ring.size):
@@ -151,7 +151,7 @@ def backward(
 
     if ring.size == 1:
         return gradients(_whole(causal), k, v)
-    first, last = _halves(q.shape[1], k.shape[1], causal)
+    first, last = _halves(q.shape[1], causal)
     arriving = ring.pass_on(k, v)
     lse, bias = sums.trusted(lse)
     dq, *totals = (torch.zeros_like(x, dtype=torch.float32) for x in saved[:3])

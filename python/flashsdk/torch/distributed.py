@@ -8,21 +8,25 @@ so all processes have the same work. ``shard_sequence`` cuts whole tensors so,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args, overload
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from .._errors import InvalidArgument, Unsupported, shown, type_name
-from .._torch_checks import check_rows, flag, no_tangent, tensor
-from .._torch_eager import detached, last_contiguous, recorded
+from .._errors import Error, InvalidArgument, Unsupported, integer, real, shown, type_name
+from .._torch_checks import check_rows, flag, no_tangent, shape_of, tensor
+from .._torch_eager import Keywords, detached, last_contiguous, recorded
 from .._torch_ops import _autocast, _checked
 from .._untraced import untraced
 from ..masks import Band, Causal, Dense, Mask
 from ..ops import Backend
-from ._ring import ContextParallel, Ring, forward
+from ._ring import ContextParallel, Ring
+from ._ring import forward as ring_forward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -121,34 +125,31 @@ def context_parallel(
     Returns out (batch, seqlen_q, num_heads, head_dim_v), and lse float32 (batch, num_heads,
     seqlen_q) if asked for. Parts are joined in float32, always in the same order.
 
-    Raises ``flashsdk.Error``, one line: on all processes where their shapes differ. On a GPU, which
-    would have to be waited for, they are compared in the first call of each shape alone.
+    Raises ``flashsdk.Error``, one line: on all processes, where one is refused or their arguments
+    differ. On a GPU, which would have to be waited for, they are compared in the first call of each
+    shape alone. Where they differ in a later one, processes wait for each other, without an Error.
     torch.compile leaves it as it is: it breaks the graph, which fullgraph=True refuses.
     """
     ring = Ring(_group(mesh))
-    _refuse(bias=bias, alibi_slopes=alibi_slopes, sink=sink, dropout_p=dropout_p)
-    causal = _is_causal(mask)
-    wanted = flag("return_lse", return_lse)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_rows(name, x, packed=False)
-        if hasattr(x, "to_local"):
-            raise InvalidArgument(f"{name}: a DTensor; the part that is here, {name}.to_local()")
-        no_tangent(name, x)
-    keywords = _checked(*(None, None, None, softmax_scale, softcap, 0.0, 0, deterministic, backend))
-    q, k, v = _autocast(q, k, v)
-    trained = recorded((q, k, v))
-    _compare(ring, q, k, v, causal, trained)
-    if causal and (q.shape[1] != k.shape[1] or q.shape[1] % 2):
-        given = f"{k.shape[1]} keys and {q.shape[1]} queries here"
-        raise InvalidArgument(f"k: {given}; as many, an even number, as mask is causal")
-    # What is sent and received is contiguous; and nothing is sent of what a kernel refuses.
-    q, k, v = last_contiguous(q), k.contiguous(), v.contiguous()
-    known = {**keywords, "mask": Causal() if causal else None}
-    ops.explain(detached(q), detached(k), detached(v), **known)
-    if trained:
-        out, lse = ContextParallel.apply(q, k, v, ring, causal, keywords)  # type: ignore[no-untyped-call]
+    try:
+        _refuse(bias=bias, alibi_slopes=alibi_slopes, sink=sink, dropout_p=dropout_p)
+        causal = _is_causal(mask)
+        wanted = flag("return_lse", return_lse)
+        options = (softmax_scale, softcap, 0.0, 0, deterministic, backend)
+        keywords = _checked(None, None, None, *options)
+        for name in ("softmax_scale", "softcap"):  # an integer may be too large for a float
+            keywords[name] = None if keywords[name] is None else real(name, keywords[name])
+        call = _Call(*_checked_parts(q, k, v), causal, keywords)
+    except Error:
+        if ring.size > 1:
+            _tell_of_refusal(ring, (q, k, v))
+        raise
+    _compare(ring, call)
+    arguments = (call.q, call.k, call.v, ring, causal, call.keywords)
+    if call.trained:
+        out, lse = ContextParallel.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
-        out, lse = forward(q, k, v, ring, causal, keywords)
+        out, lse = ring_forward(*arguments)
     return (out, lse) if wanted else out
 
 
@@ -159,7 +160,8 @@ def shard_sequence(x: Tensor, mesh: Mesh = None, *, dim: int = 1) -> Tensor:
     ``context_parallel``. Differentiable. Raises ``flashsdk.Error``.
     """
     ring = Ring(_group(mesh))
-    rows = _positions(tensor("x", x).shape[dim], ring.rank, ring.size)
+    dim = _checked_dim(x, dim)
+    rows = _positions(x.shape[dim], ring.rank, ring.size)
     return x.index_select(dim, rows.to(x.device))
 
 
@@ -171,7 +173,8 @@ def unshard_sequence(x: Tensor, mesh: Mesh = None, *, dim: int = 1) -> Tensor:
     Error.
     """
     ring = Ring(_group(mesh))
-    if recorded((tensor("x", x),)):
+    dim = _checked_dim(x, dim)
+    if recorded((x,)):
         raise Unsupported("x: a tensor that requires a gradient; x.detach(), as this has none")
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ring.size)]
     dist.all_gather(parts, x.contiguous(), group=ring.group)
@@ -184,10 +187,10 @@ def positions(seqlen: int, mesh: Mesh = None) -> Tensor:
     """int64 (seqlen / n,), on the CPU: where in the whole sequence each row of this process stands.
 
     For what depends on it, as rotary embeddings do. ``seqlen`` is the whole sequence's, a multiple
-    of 2n, of n processes.
+    of 2n, of n processes. Raises ``flashsdk.Error``.
     """
     ring = Ring(_group(mesh))
-    return _positions(seqlen, ring.rank, ring.size)
+    return _positions(integer("seqlen", seqlen, 0), ring.rank, ring.size)
 
 
 def _positions(seqlen: int, rank: int, size: int) -> Tensor:
@@ -240,42 +243,187 @@ def _is_causal(mask: object) -> bool:
     raise Unsupported(f"mask: {given}; Causal() or None, over a sharded sequence")
 
 
-_compared: set[tuple[Any, ...]] = set()  # by calls on a GPU, so far
+def _checked_dim(x: Tensor, dim: int) -> int:
+    dims = tensor("x", x).dim()
+    if dims == 0:
+        raise InvalidArgument(f"x: {shape_of(x)}; one dimension or more")
+    return integer("dim", dim, -dims, dims - 1)
 
 
-def _compare(ring: Ring, q: Tensor, k: Tensor, v: Tensor, causal: bool, trained: bool) -> None:
-    """Raises the same Error on all processes where they were given what does not fit together.
+def _checked_parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as they are sent and received, or an Error."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_rows(name, x, packed=False)
+        if hasattr(x, "to_local"):
+            raise InvalidArgument(f"{name}: a DTensor; the part that is here, {name}.to_local()")
+        no_tangent(name, x)
+    q, k, v = _autocast(q, k, v)
+    return last_contiguous(q), k.contiguous(), v.contiguous()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What was given here, as far as one process can check it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    keywords: Keywords
+
+    @property
+    def trained(self) -> bool:
+        return recorded((self.q, self.k, self.v))
+
+    def check(self, ring: Ring) -> None:
+        """Raises what attention to any of the parts, or its backward, would raise."""
+        q, k, v = (detached(x) for x in (self.q, self.k, self.v))
+        if self.causal and (q.shape[1] != k.shape[1] or q.shape[1] % 2):
+            given = f"{k.shape[1]} keys and {q.shape[1]} queries here"
+            raise InvalidArgument(f"k: {given}; as many, an even number, as mask is causal")
+        masks: list[Mask | None] = [Causal()] if self.causal else [None]
+        if self.causal and ring.size > 1:
+            masks.append(None)  # of others' keys
+        for mask in masks:
+            keywords = {**self.keywords, "mask": mask}
+            _check_kernel("fwd", q, k, v, keywords)
+            if not self.trained:
+                continue
+            _check_kernel("bwd", q, k, v, keywords)
+            if ring.size > 1:  # and as ``Sums`` may want it
+                bias = q.new_empty((q.shape[0], q.shape[2], q.shape[1], 1), dtype=torch.float32)
+                _check_kernel("bwd", q, k, v, {**keywords, "bias": bias, "backend": None})
+
+    def numbers(self, refused: bool) -> list[int]:
+        """Of all that has to be the same everywhere, exactly: ``_in_words`` reads them."""
+        tensors = (self.q, self.k, self.v)
+        scale, softcap = self.keywords["softmax_scale"], self.keywords["softcap"]
+        return [
+            _UNFIT if refused else _FIT,
+            *(n for x in tensors for n in x.shape),
+            *(_code(_DTYPES, x.dtype) for x in tensors),
+            self.causal,
+            self.trained,
+            scale is not None,
+            _bits(0.0 if scale is None else scale),
+            _bits(softcap),
+            self.keywords["deterministic"],
+            _code(_BACKENDS, self.keywords["backend"]),
+        ]
+
+
+def _check_kernel(
+    op: Literal["fwd", "bwd"], q: Tensor, k: Tensor, v: Tensor, keywords: Keywords
+) -> None:
+    why = ops.explain(q, k, v, op=op, **keywords)
+    if not why.kernel:
+        reasons = {reason: name for name, reason in why.refused}  # each once
+        text = "; ".join(f"{name}: {reason}" for reason, name in reasons.items())
+        allowed = "what flashsdk.kernels() lists" + (f" ({text})" if text else "")
+        raise Unsupported(f"mha_{op}: no kernel for these arguments; {allowed}")
+
+
+# ---- the same on all processes
+
+# The first of the numbers that are gathered.
+_REFUSED = 0  # the others say nothing: there was no ``_Call``
+_UNFIT = 1  # ``_Call.check`` raised
+_FIT = 2
+_COUNT = 23  # of ``_Call.numbers``
+
+# What calls on a GPU have compared so far. All processes forget it together, with the group.
+_compared: WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, ...]]] = WeakKeyDictionary()
+
+
+def _compare(ring: Ring, call: _Call) -> None:
+    """Raises an Error on all processes, where one is refused or their arguments differ.
 
     Else one would wait for ever for what another does not send.
     """
-    here = [*q.shape, *k.shape, *v.shape, *(_code(x.dtype) for x in (q, k, v)), causal, trained]
-    known = (ring.group.group_name, *here)
-    if ring.size == 1 or (q.device.type != "cpu" and known in _compared):
+    error: Error | None = None
+    try:
+        call.check(ring)
+    except Error as e:
+        error = e
+    if ring.size > 1:
+        _compare_numbers(ring, call.numbers(error is not None), call.q.device, error)
+    elif error is not None:
+        raise error
+
+
+def _compare_numbers(
+    ring: Ring, mine: list[int], device: torch.device, error: Error | None
+) -> None:
+    remembers = device.type != "cpu"  # there is nothing to wait for on a CPU
+    if remembers and tuple(mine) in _compared.get(ring.group, ()):
         return
-    mine = torch.tensor(here, device=q.device)
-    gathered = [torch.empty_like(mine) for _ in range(ring.size)]
-    dist.all_gather(gathered, mine, group=ring.group)
-    first, *others = (_in_words(numbers.tolist()) for numbers in gathered)
+    everyone = [numbers.tolist() for numbers in _gathered(ring, mine, device)]
+    _raise_of(everyone, _REFUSED)
+    first, *others = (_in_words(numbers) for numbers in everyone)
     for rank, words in enumerate(others, 1):
         for name, text in words.items():
             if text != first[name]:
                 raise InvalidArgument(f"{name}: {text} on rank {rank}; {first[name]}, as on rank 0")
-    _compared.add(known)
+    if error is not None:
+        raise error
+    _raise_of(everyone, _UNFIT)
+    if remembers:
+        _compared.setdefault(ring.group, set()).add(tuple(mine))
+
+
+def _tell_of_refusal(ring: Ring, given: tuple[object, ...]) -> None:
+    """Takes part in the comparison of the others, which raise then, too.
+
+    It does not wait for a GPU: in a later call the others do not compare, and the Error is to come.
+    """
+    device = "cuda" if dist.get_backend(ring.group) == "nccl" else "cpu"
+    where = next((x.device for x in given if isinstance(x, Tensor)), torch.device(device))
+    _gathered(ring, [_REFUSED] * _COUNT, where)
+
+
+def _gathered(ring: Ring, mine: list[int], device: torch.device) -> list[Tensor]:
+    assert len(mine) == _COUNT
+    numbers = torch.tensor(mine, device=device)
+    gathered = [torch.empty_like(numbers) for _ in range(ring.size)]
+    dist.all_gather(gathered, numbers, group=ring.group)
+    return gathered
+
+
+def _raise_of(everyone: list[list[int]], state: int) -> None:
+    for rank, numbers in enumerate(everyone):
+        if numbers[0] == state:
+            raise InvalidArgument(f"mesh: rank {rank} was refused; its own message says why")
 
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_BACKENDS = (None, *get_args(Backend))
 
 
-def _code(dtype: torch.dtype) -> int:
-    return _DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES)
+def _code(known: tuple[Any, ...], value: Any) -> int:
+    return known.index(value) if value in known else len(known)
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _number(bits: int) -> str:
+    return str(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 def _in_words(numbers: list[int]) -> dict[str, str]:
-    """What ``_compare`` gathers, by the names of arguments."""
-    *_, causal, trained = numbers
-    words = {"mask": "Causal()" if causal else "None", "requires_grad": str(bool(trained))}
+    """What ``_Call.numbers`` are, by the names of arguments."""
+    *_, causal, trained, has_scale, scale, softcap, deterministic, backend = numbers
+    words = {
+        "mask": "Causal()" if causal else "None",
+        "requires_grad": str(bool(trained)),
+        "softmax_scale": _number(scale) if has_scale else "None",
+        "softcap": _number(softcap),
+        "deterministic": str(bool(deterministic)),
+        "backend": repr(_BACKENDS[backend]) if backend < len(_BACKENDS) else "another",
+    }
     for i, name in enumerate("qkv"):
-        code = numbers[12 + i]
+        code = numbers[13 + i]
         dtype = str(_DTYPES[code]) if code < len(_DTYPES) else "another dtype"
-        words[name] = f"shape {tuple(numbers[4 * i : 4 * i + 4])} of {dtype}"
+        words[name] = f"shape {tuple(numbers[4 * i + 1 : 4 * i + 5])} of {dtype}"
     return words
