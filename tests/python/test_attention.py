@@ -185,5 +185,6 @@ def test_the_page(capsys):
     pytest.importorskip("torch")
     names: dict = {}
     for example in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
-        exec(example, names)
+        if "init_device_mesh" not in example:  # of several processes: test_torch_dtensor.py's
+            exec(example, names)
     assert "64" in capsys.readouterr().out
