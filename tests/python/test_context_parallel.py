@@ -4,11 +4,9 @@ import importlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import types
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
 from flashsdk.torch import attention  # noqa: E402
+from processes import TIMEOUT, spawn  # noqa: E402
 from standard_attention import assert_close, gradients, standard  # noqa: E402
 
 dist = pytest.importorskip("torch.distributed")
@@ -36,7 +34,6 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "context_parallel.md"
 PROCESSES, SEQLEN = 4, 48
 CAUSAL = fs.Causal()
-TIMEOUT = timedelta(seconds=60)  # of a process that waits for one that does not come
 
 
 def problem(dtype=torch.float32, *, spread=1.0):
@@ -352,10 +349,8 @@ def run_page():
     assert names["q"].grad.shape == names["out"].shape == (1, 1024 // PROCESSES, 8, 64)
 
 
-def work(rank, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(PROCESSES), CUDA_VISIBLE_DEVICES="")
-    torch.set_num_threads(1)
+def work(rank):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     run_page()
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -381,10 +376,7 @@ def work(rank, port):
 
 
 def test_one_two_and_four_processes():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    mp.spawn(work, (port,), nprocs=PROCESSES)
+    spawn(work, PROCESSES)
 
 
 def test_without_a_process_group():

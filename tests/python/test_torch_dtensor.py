@@ -3,9 +3,7 @@
 import contextlib
 import copy
 import functools
-import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +14,9 @@ torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
 import flashsdk.torch as ft  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
 from flashsdk import _torch_eager  # noqa: E402
 from flashsdk.integrations import torch_sdpa  # noqa: E402
+from processes import spawn  # noqa: E402
 from standard_attention import assert_close  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
@@ -364,9 +362,7 @@ def check_layouts(mesh):
     compare(varlen, packed, placed, (Shard(1),))
 
 
-def work(rank, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
-    torch.set_num_threads(1)
+def work(rank):
     distributed.init_process_group("gloo")
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -380,10 +376,7 @@ def work(rank, port):
 
 
 def test_two_processes():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    mp.spawn(work, (port,), nprocs=2)
+    spawn(work, 2)
 
 
 def test_dtensors_may_be_imported_first():

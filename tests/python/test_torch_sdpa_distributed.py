@@ -1,18 +1,14 @@
 """PyTorch's own function on DTensors of a CPU: over batch and heads, and context_parallel."""
 
-import os
-import socket
-from datetime import timedelta
-
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
 import torch.nn.functional as functional  # noqa: E402
 from flashsdk import _torch_eager  # noqa: E402
 from flashsdk.integrations import torch_sdpa  # noqa: E402
+from processes import TIMEOUT, spawn  # noqa: E402
 from standard_attention import assert_close, gradients, standard  # noqa: E402
 
 distributed = pytest.importorskip("torch.distributed")
@@ -167,11 +163,8 @@ def check_batch_and_heads(mesh):
 # ---- the processes
 
 
-def work(rank, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(PROCESSES))
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+def work(rank):
+    distributed.init_process_group("gloo", timeout=TIMEOUT)
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (PROCESSES,))
@@ -182,7 +175,4 @@ def work(rank, port):
 
 
 def test_four_processes():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    mp.spawn(work, (port,), nprocs=PROCESSES)
+    spawn(work, PROCESSES)
