@@ -10,11 +10,14 @@ classified 6.4 points of F1 better when more of them is read.
 
 Needs transformers and tokenizers: pip install '.[paper]'. The text is that of text.py.
 
-``gpt2`` trains GPT-2 small at each length with the same number of tokens a step and the same steps,
-``--every`` steps of each in turns. After each turn it measures the perplexity on the same held-out
-tokens: windows of the longest length, which models of a shorter one read piece by piece. So a run
-that is stopped has compared all lengths at the turns that are over, and the learning rate falls
-with the step alone, so that there is no end which would have to be known before.
+``gpt2`` trains GPT-2 small for ``--trunk`` steps at the shortest length. Each length goes on from
+that model with the same number of tokens a step and the same steps, ``--every`` of each in turns;
+embeddings of further positions begin as those of the first, repeated. From random weights, longer
+contexts are learnt later: after 1400 steps of 32K tokens perplexity was 15.9 at 1K, 26.6 at 2K and
+38.5 at 4K, and all were still falling. After each turn the perplexity is measured on the same
+held-out tokens: windows of the longest length, which models of a shorter one read piece by piece.
+So a run that is stopped has compared all lengths at the turns that are over, and the learning rate
+falls with the step alone, so that there is no end which would have to be known before.
 
 ``documents`` tells which package a source file of 8K to 16K tokens is of, with a small encoder that
 reads the first tokens alone, 512 to 16K, one length after the other, the same documents a step.
@@ -75,54 +78,75 @@ def gpt2(options: argparse.Namespace, record: Record, clock: Clock, out: Path, t
         return models.tokens(text, options.tokens // seqlen, seqlen, seed, options.device)
 
     models.register()
-    trainings: dict[int, Training] = {}
-    for seqlen in options.lengths:
+    shortest = min(options.lengths)
+
+    def begun(name: str, seqlen: int, weights: dict[str, Tensor] | None = None) -> Training:
         model = models.build(options, "small", seqlen)
         model.config._attn_implementation = models.OURS
-        trainings[seqlen] = Training(
-            out / f"gpt2-{seqlen}.pt", model, models.optimizer(model, options.rate), {}
-        )
+        if weights is not None:
+            model.load_state_dict(with_positions(weights, seqlen))
+        training = Training(out / f"{name}.pt", model, models.optimizer(model, options.rate), {})
         if options.compile:
             compile_layers(model)
         # Compiles, and changes nothing, so that the time of steps is that of steps.
         loss_of(model, inputs(seqlen, 0)).backward()
         model.zero_grad(set_to_none=True)
+        return training
 
-    def step(state: Row, training: Training, seqlen: int) -> dict[str, Tensor]:
-        number = state["step"]
-        # Falls without an end in sight: a run may always be continued.
-        share = min((number + 1) / WARM, (WARM / (number + 1)) ** 0.5)
-        training.learning_rate(options.rate * share)
+    def step(state: Row, training: Training, seqlen: int, before: int) -> dict[str, Tensor]:
+        number = before + state["step"]
+        # Rises with each optimizer, and falls without an end in sight: a run may always go on.
+        rise, fall = (state["step"] + 1) / WARM, (WARM / (number + 1)) ** 0.5
+        training.learning_rate(options.rate * min(rise, 1.0) * min(fall, 1.0))
         model, given = training.model, inputs(seqlen, number)
         loss = models.train_step(model, model, training.optimizer, given)
-        return {"loss": loss, "seqlen": torch.tensor(float(seqlen))}
+        numbers = {"seqlen": float(seqlen), "steps_before": float(before)}
+        return {"loss": loss, **{name: torch.tensor(x) for name, x in numbers.items()}}
 
+    trunk = begun("gpt2-trunk", shortest)
+    part = functools.partial(step, training=trunk, seqlen=shortest, before=0)
+    finished(trunk, part, options.trunk, options, record, clock, f"{shortest} tokens, all of them")
+    if trunk.state["step"] < options.trunk:
+        return
+    weights = trunk.model.state_dict()
+    trainings = {seqlen: begun(f"gpt2-{seqlen}", seqlen, weights) for seqlen in options.lengths}
+    del trunk, weights
     for target in range(options.every, options.steps + 1, options.every):
         for seqlen, training in trainings.items():
             if training.state["step"] < target:
-                part = functools.partial(step, training=training, seqlen=seqlen)
+                part = functools.partial(
+                    step, training=training, seqlen=seqlen, before=options.trunk
+                )
                 finished(training, part, target, options, record, clock, f"{seqlen} tokens")
             if training.state["step"] < target:
                 return
             measured = {(row["seqlen"], row["steps"]) for row in record.rows}
             if training.state["step"] == target and (seqlen, target) not in measured:
                 measure(options, record, training, text, seqlen)
-        compare(record, options.lengths)
+        compare(record, options)
+
+
+def with_positions(weights: dict[str, Tensor], seqlen: int) -> dict[str, Tensor]:
+    """A model's weights for more positions, which begin as those that there are, repeated."""
+    name = "transformer.wpe.weight"
+    known = weights[name]
+    return {**weights, name: known.repeat(-(-seqlen // len(known)), 1)[:seqlen]}
 
 
 def measure(options, record: Record, training: Training, text: Corpus, seqlen: int) -> None:
     value = perplexity(training.model, text, seqlen, max(options.lengths), options)
     steps, seconds = training.state["step"], training.state["seconds"]
-    tokens = steps * options.tokens
-    ns = 1e9 * seconds / tokens
+    tokens = (options.trunk + steps) * options.tokens
+    ns = 1e9 * seconds / (steps * options.tokens)
     record.row(seqlen=seqlen, steps=steps, tokens=tokens, perplexity=value, ns_a_token=ns)
     record.save()
     print(f"{seqlen}, {steps} steps: perplexity {value:.3f}, {ns:.0f} ns a token")
 
 
-def compare(record: Record, lengths: list[int]) -> None:
+def compare(record: Record, options: argparse.Namespace) -> None:
     """The shortest and the longest length, after the most steps that all have done."""
     found = {(row["steps"], row["seqlen"]): row for row in record.rows}
+    lengths = options.lengths
     both = [s for s, n in found if n == min(lengths) and (s, max(lengths)) in found]
     if not both:
         return
@@ -131,7 +155,8 @@ def compare(record: Record, lengths: list[int]) -> None:
     record.result["summary"] = (
         f"{short['perplexity'] - long['perplexity']:.2f} less perplexity at {long['seqlen']} than "
         f"at {short['seqlen']} ({long['perplexity']:.2f}, {short['perplexity']:.2f}) after {steps} "
-        f"steps, {long['ns_a_token'] / short['ns_a_token']:.2f}× the time a token"
+        f"steps of each, behind {options.trunk} at {short['seqlen']} that all begin with; "
+        f"{long['ns_a_token'] / short['ns_a_token']:.2f}× the time a token"
     )
     record.save()
 
@@ -326,7 +351,8 @@ def main() -> None:
     parser.add_argument("what", choices=("gpt2", "documents"))
     parser.add_argument("--lengths", nargs="+", type=int)
     parser.add_argument("--steps", type=int, help="of each length")
-    parser.add_argument("--every", type=int, default=100, help="steps of a turn of gpt2")
+    parser.add_argument("--trunk", type=int, default=1000, help="steps before the lengths part")
+    parser.add_argument("--every", type=int, default=250, help="steps of a turn of gpt2")
     parser.add_argument("--tokens", type=int, default=32768, help="of a step of gpt2")
     parser.add_argument("--batch", type=int, default=16, help="documents a step")
     parser.add_argument("--rate", type=float, help="learning rate")
@@ -341,6 +367,7 @@ def main() -> None:
         setattr(options, name, getattr(options, name) or value)
     if options.smoke:
         options.lengths, options.steps, options.every, options.tokens = [32, 64], 2, 1, 128
+        options.trunk = 1
         options.characters, options.vocabulary, options.windows = 800_000, 512, 2
         options.documents, options.shortest = 1_500_000, 64
     clock = Clock(options.minutes)
@@ -355,6 +382,7 @@ def main() -> None:
             smoke=options.smoke,
         )
         settings |= {"tokens": options.tokens, "rate": options.rate, "text": text.digest}
+        settings |= {"trunk": options.trunk}
         run = functools.partial(gpt2, text=text)
     else:
         settings |= {"steps": options.steps, "batch": options.batch, "rate": options.rate}

@@ -88,7 +88,14 @@ def gpt2_loss(record: Record) -> str:
     result = record["result"]
     if "apart" not in result:
         return MISSING
-    return f"{result['steps']} equal steps: losses at most {100 * result['apart']:.3f} % apart"
+    line = f"{result['steps']} equal steps: losses at most {100 * result['apart']:.3f} % apart"
+    if "control" not in result:
+        return line
+    means = f"{100 * result['apart_mean']:+.3f} % in the mean"
+    return (
+        f"{line}, {means}; SDPA and eager {100 * result['control']:.3f} %, "
+        f"{100 * result['control_mean']:+.3f} %"
+    )
 
 
 def bert(record: Record) -> str:

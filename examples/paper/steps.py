@@ -32,7 +32,7 @@ SHOWN = {
     "sdpa_cudnn": "SDPA cuDNN",
     OURS: "flashsdk",
 }
-WARM, TIMED = 2, 5  # steps of a turn
+WARM, TIMED = 2, 8  # steps of a turn
 
 
 def sdpa_method(backend: SDPBackend | None, *, causal: bool) -> Callable[..., tuple[Tensor, None]]:
@@ -124,9 +124,10 @@ class Turns:
         self.recomputed: set[str] = set()  # methods that fit only so
 
     def run(self, rounds: int, clock: Clock) -> dict[str, Row]:
-        """For each method median seconds of a step, peak bytes and the last loss, or an error.
+        """For each method seconds of a step, peak bytes and the last loss, or an error.
 
-        Where the minutes are over, methods have fewer turns. Those without any are left out.
+        The seconds are the median of the turns, beside the fastest and the slowest. Where the
+        minutes are over, methods have fewer turns. Those without any are left out.
         """
         rows: dict[str, list[Row]] = {method: [] for method in self.batches}
         for _ in range(rounds):
@@ -145,7 +146,9 @@ class Turns:
                 continue
             row = {**found[-1], "turns": len(found)}
             if "error" not in row:
-                row["seconds"] = statistics.median(r["seconds"] for r in found)
+                times = [r["seconds"] for r in found]
+                row |= {"seconds": statistics.median(times)}
+                row |= {"fastest": min(times), "slowest": max(times)}
             merged[method] = {"recomputed": method in self.recomputed, **row}
         return merged
 
@@ -175,14 +178,15 @@ class Turns:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        times = []
+        # Steps are queued one behind the other, as a training loop does. To wait after each would
+        # count the time that the host needs to begin the next.
         for number in range(self.warm + self.timed):
-            common.synchronise(device)
-            started = time.perf_counter()
+            if number == self.warm:
+                common.synchronise(device)
+                started = time.perf_counter()
             batch = batches[number % len(batches)]
             loss = train_step(self.forward, self.model, self.optimizer, batch)
-            common.synchronise(device)
-            if number >= self.warm:
-                times.append(time.perf_counter() - started)
+        common.synchronise(device)
+        seconds = (time.perf_counter() - started) / self.timed
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-        return {"seconds": statistics.median(times), "memory": peak, "loss": loss.item()}
+        return {"seconds": seconds, "memory": peak, "loss": loss.item()}
