@@ -12,8 +12,8 @@ beside the record), ctest, pytest, verify, soak (10^5 forwards and as many backw
 backend, every output held against float64 and against sm80), sanitizer (compute-sanitizer's
 memcheck, racecheck, synccheck), overhead. --steps picks some; the record then lacks the others and
 counts as incomplete, until --resume adds them: it keeps what the record has of the same kernels. On
-a machine of several GPUs steps can run side by side, each with --resume, the same --out, --logs of
-its own and its own CUDA_VISIBLE_DEVICES.
+a machine of several GPUs the processes of a step are dealt out to all that CUDA_VISIBLE_DEVICES
+names. Steps can run side by side, each with --resume, the same --out and --logs of its own.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Machine:
         major, minor = torch.cuda.get_device_capability()
         self.arch = f"{major}{minor}a-real" if (major, minor) == (9, 0) else f"{major}{minor}-real"
         self.device, self.gpus = torch.cuda.get_device_name(), torch.cuda.device_count()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.cards = visible.split(",") if visible else [str(i) for i in range(self.gpus)]
         self.build = ROOT / args.build_dir
         self.logs = Path(args.logs).resolve() if args.logs else self.build / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -64,6 +66,10 @@ class Machine:
         self.launches, self.soak_seconds = args.launches, args.soak_seconds
         self.sanitizer = args.sanitizer or shutil.which("compute-sanitizer")
         self.env = {**os.environ, "PYTHONPATH": f"{ROOT / 'python'}"}
+
+    def on_card(self, process: int) -> dict[str, str]:
+        """For one of many processes: they are dealt out to the GPUs."""
+        return {"CUDA_VISIBLE_DEVICES": self.cards[process % len(self.cards)]}
 
     def run(
         self, name: str, command: list[str], *, limit: float, **env: str
@@ -178,7 +184,9 @@ def ctest(m: Machine) -> Part:
 def pytest(m: Machine) -> Part:
     """Everything that runs on a GPU. What is timed against a sleeping stream runs by itself."""
     parts = []
-    parallel = ["-n", str(max(2, min(m.jobs, 16) - 2))] if has_module("xdist") else []
+    # So many processes share a GPU's memory; tests/python/conftest.py deals them out.
+    workers = max(2, min(m.jobs, 16 * len(m.cards)) - 2)
+    parallel = ["-n", str(workers)] if has_module("xdist") else []
     words = " or ".join(backends(m))
     for name, arguments in (
         ("pytest", ["tests/python", "--ignore=tests/python/test_gpu.py", "-k", words, *parallel]),
@@ -187,7 +195,8 @@ def pytest(m: Machine) -> Part:
         report = m.logs / f"{name}.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         command += [f"--junitxml={report}", *arguments]
-        status, text, seconds = m.run(name, command, limit=1800)
+        cards = ",".join(m.cards)
+        status, text, seconds = m.run(name, command, limit=1800, FLASHSDK_TEST_GPUS=cards)
         skips = [line for line in text.splitlines() if line.startswith("SKIPPED")]
         part = {"ok": status == 0, "seconds": round(seconds), **junit(report), "skips": skips}
         if status != 0:
@@ -221,7 +230,9 @@ def side_by_side(
     """What came of the same command in so many processes, which draw seeds of their own."""
     with ThreadPoolExecutor(workers) as pool:
         jobs = [
-            pool.submit(m.run, f"{name}_{i}", command, limit=limit, OMP_NUM_THREADS="1")
+            pool.submit(
+                m.run, f"{name}_{i}", command, limit=limit, OMP_NUM_THREADS="1", **m.on_card(i)
+            )
             for i in range(workers)
         ]
         return [job.result() for job in jobs]
@@ -354,7 +365,7 @@ def watch(m: Machine, tool: str, version: str) -> list[tuple[int, str, float]]:
         results: list[tuple[int, str, float]] = []
         while not results or (results[-1][0] not in (0, 124) and "\nfamily " in results[-1][1]):
             name = f"{tool}_{shard}_{len(results)}"
-            results.append(m.run(name, command, limit=SANITIZER_LIMIT))
+            results.append(m.run(name, command, limit=SANITIZER_LIMIT, **m.on_card(shard)))
         return results
 
     shards = max(1, int(m.jobs * TOOLS[tool]))

@@ -8,6 +8,10 @@ import sys
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # JAX takes most of a GPU's memory: what tests it there is a process of its own.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# scripts/test_gpu.py names the GPUs that its workers share. Read by CUDA when it starts.
+if cards := os.environ.get("FLASHSDK_TEST_GPUS"):
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = cards.split(",")[worker % len(cards.split(","))]
 
 import pytest
 from runner import Runner, Target, targets

@@ -106,12 +106,12 @@ def sanitizer(folder, version=(0, "Version 2026.4.0"), families=(0, FAMILIES)):
     """The part of that step where the programs have these statuses and print this."""
     answers = {"sanitizer_version": version, "families": families}
 
-    def run(name, command, *, limit):
+    def run(name, command, *, limit, **env):
         return *answers.get(name, (0, WATCHED)), 1.0
 
-    return gpu_script().sanitizer(
-        SimpleNamespace(sanitizer="compute-sanitizer", run=run, logs=folder, build=folder, jobs=1)
-    )
+    machine = SimpleNamespace(run=run, on_card=lambda process: {}, jobs=1)
+    machine.sanitizer, machine.logs, machine.build = "compute-sanitizer", folder, folder
+    return gpu_script().sanitizer(machine)
 
 
 @pytest.mark.parametrize("words", ["", "UserWarning: a line that torch writes\n"])
@@ -178,9 +178,24 @@ def soak(*answers):
     def run(name, command, *, limit, **env):
         return (0, "sm80 sm90", 0.0) if name == "backends" else (*left.pop(), 1.0)
 
-    part = script.soak(SimpleNamespace(jobs=3, launches=40, soak_seconds=9, run=run))
+    machine = SimpleNamespace(jobs=3, launches=40, soak_seconds=9, run=run)
+    machine.on_card = lambda process: {}
+    part = script.soak(machine)
     assert not left
     return part
+
+
+def test_processes_are_dealt_out_to_the_gpus():
+    script, seen = gpu_script(), []
+
+    def run(name, command, *, limit, **env):
+        seen.append((name, env["CUDA_VISIBLE_DEVICES"]))
+        return 0, "", 1.0
+
+    machine = SimpleNamespace(run=run, cards=["2", "5"])
+    machine.on_card = functools.partial(script.Machine.on_card, machine)
+    script.side_by_side(machine, "verify", ["program"], 3, limit=1.0)
+    assert sorted(seen) == [("verify_0", "2"), ("verify_1", "5"), ("verify_2", "2")]
 
 
 def test_soak_adds_up_its_processes():
