@@ -304,7 +304,7 @@ void validate_common(const AttentionArgs& args, bool packed, bool columns, Forwa
   check_kernels_for("q", args.q.device);
   forced_backend(args);
   check_float_dtype("q", args.q, false);
-  p.dtype = args.q.dtype;
+  p.dtype = p.dtype_kv = args.q.dtype;
   p.deterministic = args.deterministic;
   if (args.num_splits < 0) fail("num_splits", std::to_string(args.num_splits), "0 or more");
   p.num_splits = args.num_splits;
