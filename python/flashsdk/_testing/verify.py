@@ -214,7 +214,8 @@ def from_torch(x: Any) -> Array:
     """A copy of a tensor, by its bits as well."""
     import torch
 
-    bits = (x.view(torch.int16) if x.itemsize == 2 else x).cpu().numpy()
+    holds = {1: torch.uint8, 2: torch.int16}.get(x.itemsize, x.dtype)
+    bits = x.view(holds).cpu().numpy()
     array: Array = bits.view(numpy_dtype(str(x.dtype).removeprefix("torch."))).copy()
     return array
 
