@@ -113,11 +113,13 @@ TYPED_TEST(DlpackTensor, EveryDtype) {
   EXPECT_EQ(TensorView(this->make(0, 64)).dtype, DType::kInt64);
   EXPECT_EQ(TensorView(this->make(1, 64)).dtype, DType::kUInt64);
   EXPECT_EQ(TensorView(this->make(6, 8)).dtype, DType::kBool);
+  EXPECT_EQ(TensorView(this->make(10, 8)).dtype, DType::kFloat8E4M3);
 }
 
 TYPED_TEST(DlpackTensor, OtherDtypesAndVectorLanesAreErrors) {
-  const int wrong[][3] = {{2, 64, 1}, {2, 8, 1}, {2, 32, 2}, {4, 16, 4}, {0, 16, 1}, {0, 8, 1},
-                          {1, 32, 1}, {1, 8, 1}, {5, 64, 1}, {3, 64, 1}, {6, 1, 1},  {17, 16, 1}};
+  const int wrong[][3] = {{2, 64, 1}, {2, 8, 1},  {2, 32, 2}, {4, 16, 4}, {0, 16, 1}, {0, 8, 1},
+                          {1, 32, 1}, {1, 8, 1},  {5, 64, 1}, {3, 64, 1}, {6, 1, 1},  {17, 16, 1},
+                          {9, 8, 1},  {11, 8, 1}, {10, 8, 2}, {10, 16, 1}};
   for (const auto& [code, bits, lanes] : wrong) {
     try {
       TensorView view(this->make(code, bits, lanes));
