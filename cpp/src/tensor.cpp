@@ -96,8 +96,9 @@ DType dtype_from_dlpack(int code, int bits, int lanes) {
     if (code == kBoolean && bits == 8) return DType::kBool;
     if (code == kFloat8E4M3FN && bits == 8) return DType::kFloat8E4M3;
   }
-  throw Error(ErrorCode::kInvalidArgument, "tensor: dtype " + name_of_dlpack_dtype(code, bits, lanes) +
-                                               "; float32, float16, bfloat16, float8_e4m3fn, int32, int64, uint64 or bool");
+  throw Error(ErrorCode::kInvalidArgument,
+              "tensor: dtype " + name_of_dlpack_dtype(code, bits, lanes) +
+                  "; float32, float16, bfloat16, float8_e4m3fn, int32, int64, uint64 or bool");
 }
 
 Device device_from_dlpack(int device_type, int device_id) {

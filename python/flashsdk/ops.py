@@ -139,7 +139,8 @@ def mha_fwd(
     """
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, _deterministic(deterministic, q), stream, backend,
-               seqused_q, seqused_k, sink, block_table, num_splits, k_descale, v_descale)  # fmt: skip
+               seqused_q, seqused_k, sink, block_table, num_splits,
+               k_descale, v_descale)  # fmt: skip
     return _forward(q, k, v, out, lse, (), options)
 
 
@@ -361,7 +362,8 @@ def explain(
     packed: Any = () if all(x is None for x in lengths) else lengths  # as a whole or not at all
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, _deterministic(deterministic, q), None, backend,
-               seqused_q, seqused_k, sink, block_table, num_splits, k_descale, v_descale)  # fmt: skip
+               seqused_q, seqused_k, sink, block_table, num_splits,
+               k_descale, v_descale)  # fmt: skip
     return Explanation(*_bindings.explain(op == "bwd", (q, k, v), packed, options))
 
 
