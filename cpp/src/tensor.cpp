@@ -67,7 +67,9 @@ namespace {
 
 // DLPack's type codes. From the first to the last of the narrow ones they are formats of 8, 6 and 4 bits.
 enum : int { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBoolean = 6, kFloat8 = 7, kFloat4 = 17 };
-constexpr int kFloat8E4M3FN = 10;  // of the narrow ones
+constexpr int kFloat8E4M3FN = 10;  // of the narrow ones, whose names end as these
+constexpr const char* kNarrow[] = {"_e3m4",     "_e4m3",    "_e4m3b11fnuz", "_e4m3fn", "_e4m3fnuz", "_e5m2",
+                                   "_e5m2fnuz", "_e8m0fnu", "_e2m3fn",      "_e3m2fn", "_e2m1fn"};
 
 std::string name_of_dlpack_dtype(int code, int bits, int lanes) {
   const char* kind = code == kInt                         ? "int"
@@ -80,6 +82,7 @@ std::string name_of_dlpack_dtype(int code, int bits, int lanes) {
                                                           : nullptr;
   std::string name = kind != nullptr ? kind : "DLPack type " + std::to_string(code) + " of bits ";
   name += std::to_string(bits);
+  if (code >= kFloat8 && code <= kFloat4) name += kNarrow[code - kFloat8];
   return lanes == 1 ? name : name + "x" + std::to_string(lanes);
 }
 

@@ -78,7 +78,9 @@ std::string name_of(ScalarType dtype) {
     case ScalarType::ComplexDouble:
       return "complex128";
     default:
-      return torch::headeronly::toString(dtype);
+      std::string name = torch::headeronly::toString(dtype);
+      if (name.rfind("Float8", 0) == 0) name[0] = 'f';
+      return name;
   }
 }
 

@@ -45,7 +45,7 @@ class More(NamedTuple):
 
     @property
     def lengths(self) -> tuple[Any, ...]:
-        return self[_LENGTHS:] if self.cu_seqlens_q is not None else ()
+        return self[7:] if self.cu_seqlens_q is not None else ()
 
     def tensors(self) -> dict[str, Tensor | None]:
         return {name: getattr(self, name) for name in _TENSORS}
@@ -74,7 +74,7 @@ class More(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """out, lse. ``keywords`` are those of ``flashsdk.ops``, checked; ``lengths`` of packed."""
-        more = More(*self[:_LENGTHS], *lengths)
+        more = More(*self[:7], *lengths)
         if more.block_table is not None and recorded((q, k, v)):
             allowed = "none, as pages have no backward and a tensor requires a gradient"
             raise Unsupported(f"block_table: given; {allowed}")
@@ -94,7 +94,6 @@ class More(NamedTuple):
 
 
 _COUNT = len(More._fields)
-_LENGTHS = More._fields.index("cu_seqlens_q")
 _GIVEN = ("sink", "seqused_q", "seqused_k", "block_table", "k_descale", "v_descale")
 _TENSORS = (*_GIVEN, "cu_seqlens_q", "cu_seqlens_k")
 

@@ -134,8 +134,11 @@ TYPED_TEST(DlpackTensor, OtherDtypesAndVectorLanesAreErrors) {
 }
 
 TYPED_TEST(DlpackTensor, NarrowFloatsAreNamed) {
-  const std::pair<std::pair<int, int>, const char*> named[] = {
-      {{7, 8}, "dtype float8;"}, {{14, 8}, "dtype float8;"}, {{15, 6}, "dtype float6;"}, {{17, 4}, "dtype float4;"}};
+  const std::pair<std::pair<int, int>, const char*> named[] = {{{7, 8}, "dtype float8_e3m4;"},
+                                                               {{12, 8}, "dtype float8_e5m2;"},
+                                                               {{14, 8}, "dtype float8_e8m0fnu;"},
+                                                               {{15, 6}, "dtype float6_e2m3fn;"},
+                                                               {{17, 4}, "dtype float4_e2m1fn;"}};
   for (const auto& [type, name] : named) {
     try {
       TensorView view(this->make(type.first, type.second));

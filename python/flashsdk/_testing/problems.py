@@ -376,8 +376,8 @@ def inputs(p: Problem) -> dict[str, Placed]:
             values[name] *= p.magnitude
     if p.fp8 is not None:
         own = np.random.default_rng([p.seed, 7])
-        for name, shape in zip("kv", p.fp8, strict=True):
-            values |= _quantised(name, values[name], shape, p, own)
+        for name, descale in zip("kv", p.fp8, strict=True):
+            values |= _quantised(name, values[name], descale, p, own)
     values = {name: x if x.itemsize < 8 else x.astype(dtype) for name, x in values.items()}
     if p.dlse:
         values["dlse"] = rng.standard_normal(of_lse).astype(np.float32)
