@@ -340,9 +340,7 @@ def test_torch_dtypes_of_8_bits_are_named():
     with pytest.raises(fs.Error, match=r"^q: dtype float8_e4m3fn; float32, float16 or bfloat16$"):
         fs.mha_fwd(q, k, v)
     other = k.view(torch.float8_e5m2)
-    with pytest.raises(
-        fs.Error, match=r"^k: dtype float8_e5m2; float32, float16, bfloat16 or fl"
-    ):
+    with pytest.raises(fs.Error, match=r"^k: dtype float8_e5m2; float32, float16, bfloat16 or fl"):
         fs.mha_fwd(q.to(torch.float16), other, v)
 
 
