@@ -205,7 +205,8 @@ def test_a_quantised_cache(place):
         narrow.append(place.put((x / scaled[name][:, None, :, None]).to(FP8)))
     want = adapter.attention(q, k, v)
     got = adapter.attention(q, *narrow, **scaled)
-    place.ours(fs.explain(q, *narrow, **scaled))
+    if place.backend != "sm90":  # which leaves them to sm80
+        place.ours(fs.explain(q, *narrow, **scaled))
     assert (got - want).abs().max() < 0.1 * want.abs().max()
     plain = [x.float() * s[:, None, :, None] for x, s in zip(narrow, scaled.values(), strict=True)]
     torch.testing.assert_close(
