@@ -83,7 +83,7 @@ def soaked(seed: int, largest_head_dim: int, dtypes: list[str]) -> Problem:
         tuple(int(rng.integers(0, n + 1)) for n in lengths) if used else ()
         for lengths, used in ((p.lengths_q, p.used_q), (p.lengths_k, p.used_k))
     )
-    return replace(p, used_q=used_q, used_k=used_k, sink=False)
+    return replace(p, used_q=used_q, used_k=used_k, sink=False, fp8=None)
 
 
 def grown(p: Problem, rng: np.random.Generator) -> Problem:

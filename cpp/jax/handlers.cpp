@@ -47,6 +47,8 @@ enum Given : std::int64_t {
   kTable = 2048,    // keys lie in pages
   kQueries = 4096,  // of what is appended: queries to rotate
   kRotary = 8192,   // rotary_cos, rotary_sin
+  kKDescale = 16384,
+  kVDescale = 32768,
 };
 
 struct Numbers {
@@ -87,6 +89,8 @@ DType dtype_of(ffi::DataType type) {
       return DType::kFloat16;
     case ffi::DataType::BF16:
       return DType::kBFloat16;
+    case ffi::DataType::F8E4M3FN:
+      return DType::kFloat8E4M3;
     case ffi::DataType::S32:
     case ffi::DataType::U32:  // seeds: as_words()
       return DType::kInt32;
@@ -94,7 +98,7 @@ DType dtype_of(ffi::DataType type) {
       return DType::kBool;
     default:
       refuse(ffi::ErrorCode::kInvalidArgument, "dtype: of XLA's " + std::to_string(static_cast<int>(type)) +
-                                                   "; float32, float16, bfloat16, int32 or bool");
+                                                   "; float32, float16, bfloat16, float8_e4m3fn, int32 or bool");
   }
 }
 
@@ -132,6 +136,8 @@ enum Role {
   kTurnedQ,
   kBiasOf,
   kSlopes,
+  kKDescaleOf,
+  kVDescaleOf,
   kList,
   kSinkOf = kList + 8,
   kDsink,
@@ -290,6 +296,8 @@ void fill(const Numbers& n, const Floats& f, std::string_view backend, const Ope
   args.seqused_q = view(kUsedQOf);
   args.seqused_k = view(kUsedKOf);
   args.block_table = view(kTableOf);
+  args.k_descale = view(kKDescaleOf);
+  args.v_descale = view(kVDescaleOf);
   args.num_splits = static_cast<int>(n.num_splits);
 }
 
@@ -371,6 +379,8 @@ Operands operands_of(Op op, const Numbers& n, const ffi::RemainingArgs& args, co
   if (given(kTable)) in.push_back(kTableOf);
   if (given(kQueries)) in.push_back(kQ);
   if (given(kRotary)) in.insert(in.end(), {kCos, kSin});
+  if (given(kKDescale)) in.push_back(kKDescaleOf);
+  if (given(kVDescale)) in.push_back(kVDescaleOf);
   if (args.size() != in.size() || rets.size() != out.size())
     refuse(ffi::ErrorCode::kInternal, "operands: " + std::to_string(args.size()) + "; " + std::to_string(in.size()));
   Operands operands;

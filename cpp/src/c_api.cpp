@@ -157,6 +157,8 @@ constexpr TensorField<AttentionArgs> kShared[] = {
 constexpr TensorField<ForwardArgs> kForward[] = {
     {"out", &C::out, &ForwardArgs::out},
     {"lse", &C::lse, &ForwardArgs::lse},
+    {"k_descale", &C::k_descale, &ForwardArgs::k_descale},
+    {"v_descale", &C::v_descale, &ForwardArgs::v_descale},
 };
 constexpr TensorField<BackwardArgs> kBackward[] = {
     {"dout", &C::dout, &BackwardArgs::dout}, {"out", &C::out, &BackwardArgs::out},

@@ -46,8 +46,8 @@ bool cut_keys_to_band(ForwardParams& p) {
   const KeyRange keys = BandPolicy(p.mask, SeqlenInfo(p, 0), 0, 0).keys_of(0);
   if (keys.begin >= keys.end) return false;
   BiasParam& bias = p.score.bias;
-  p.k.ptr = advanced(p.k.ptr, keys.begin * p.k.row, p.dtype);
-  p.v.ptr = advanced(p.v.ptr, keys.begin * p.v.row, p.dtype);
+  p.k.ptr = advanced(p.k.ptr, keys.begin * p.k.row, p.dtype_kv);
+  p.v.ptr = advanced(p.v.ptr, keys.begin * p.v.row, p.dtype_kv);
   if (bias.ptr != nullptr) bias.ptr = advanced(bias.ptr, keys.begin * bias.col, bias.dtype);
   p.seqlen_k = keys.end - keys.begin;
   p.mask = {};

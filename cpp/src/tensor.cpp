@@ -33,6 +33,8 @@ const char* to_string(DType dtype) noexcept {
       return "int64";
     case DType::kUInt64:
       return "uint64";
+    case DType::kFloat8E4M3:
+      return "float8_e4m3fn";
   }
   return "unknown";
 }
@@ -55,6 +57,7 @@ int size_of(DType dtype) noexcept {
     case DType::kBFloat16:
       return 2;
     case DType::kBool:
+    case DType::kFloat8E4M3:
       return 1;
   }
   return 0;
@@ -64,6 +67,9 @@ namespace {
 
 // DLPack's type codes. From the first to the last of the narrow ones they are formats of 8, 6 and 4 bits.
 enum : int { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBoolean = 6, kFloat8 = 7, kFloat4 = 17 };
+constexpr int kFloat8E4M3FN = 10;  // of the narrow ones, whose names end as these
+constexpr const char* kNarrow[] = {"_e3m4",     "_e4m3",    "_e4m3b11fnuz", "_e4m3fn", "_e4m3fnuz", "_e5m2",
+                                   "_e5m2fnuz", "_e8m0fnu", "_e2m3fn",      "_e3m2fn", "_e2m1fn"};
 
 std::string name_of_dlpack_dtype(int code, int bits, int lanes) {
   const char* kind = code == kInt                         ? "int"
@@ -76,6 +82,7 @@ std::string name_of_dlpack_dtype(int code, int bits, int lanes) {
                                                           : nullptr;
   std::string name = kind != nullptr ? kind : "DLPack type " + std::to_string(code) + " of bits ";
   name += std::to_string(bits);
+  if (code >= kFloat8 && code <= kFloat4) name += kNarrow[code - kFloat8];
   return lanes == 1 ? name : name + "x" + std::to_string(lanes);
 }
 
@@ -90,9 +97,11 @@ DType dtype_from_dlpack(int code, int bits, int lanes) {
     if (code == kInt && bits == 64) return DType::kInt64;
     if (code == kUInt && bits == 64) return DType::kUInt64;
     if (code == kBoolean && bits == 8) return DType::kBool;
+    if (code == kFloat8E4M3FN && bits == 8) return DType::kFloat8E4M3;
   }
-  throw Error(ErrorCode::kInvalidArgument, "tensor: dtype " + name_of_dlpack_dtype(code, bits, lanes) +
-                                               "; float32, float16, bfloat16, int32, int64, uint64 or bool");
+  throw Error(ErrorCode::kInvalidArgument,
+              "tensor: dtype " + name_of_dlpack_dtype(code, bits, lanes) +
+                  "; float32, float16, bfloat16, float8_e4m3fn, int32, int64, uint64 or bool");
 }
 
 Device device_from_dlpack(int device_type, int device_id) {

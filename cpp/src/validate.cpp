@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "check.h"
 #include "table/cpu.h"
@@ -15,6 +16,7 @@ constexpr auto kWrite = MemoryMap::Access::kWrite;
 constexpr const char* kOfQ = ", the dtype of q";
 constexpr const char* kWhereQ = ", where q is";
 
+bool is_fp8(const TensorView& t) { return t.given() && t.dtype == DType::kFloat8E4M3; }
 bool is_packed(const AttentionArgs& args) { return args.cu_seqlens_q.given() || args.cu_seqlens_k.given(); }
 
 void check_float_dtype(const char* name, const TensorView& t, bool or_bool) {
@@ -22,6 +24,14 @@ void check_float_dtype(const char* name, const TensorView& t, bool or_bool) {
   if (or_bool && t.dtype == DType::kBool) return;
   fail(name, std::string("dtype ") + to_string(t.dtype),
        or_bool ? "float32, float16, bfloat16 or bool" : "float32, float16 or bfloat16");
+}
+
+// That of k and v, which a forward may have in 8 bits beside a q of 16.
+DType dtype_of_keys(const AttentionArgs& args) {
+  if (!is_fp8(args.k)) return args.q.dtype;
+  if (args.q.dtype == DType::kFloat32)
+    fail("k", "dtype float8_e4m3fn", "float32, the dtype of q; beside float8_e4m3fn q is float16 or bfloat16");
+  return DType::kFloat8E4M3;
 }
 
 // ---- shapes
@@ -108,8 +118,8 @@ class Tensors {
  public:
   Tensors(const ForwardParams& p, bool packed, MemoryMap& memory) : p_(p), packed_(packed), memory_(memory) {}
 
-  // (batch, rows, heads, dim), packed (rows, heads, dim), of q's dtype. One that is not given, which only a question
-  // about a call may leave out, is row-major, as most callers make them.
+  // (batch, rows, heads, dim), packed (rows, heads, dim), of q's dtype or the one that k and v have. One that is not
+  // given, which only a question about a call may leave out, is row-major, as most callers make them.
   TensorParam rows(const char* name, const TensorView& t, Side side, Width width, MemoryMap::Access access) {
     if (!t.given()) return row_major(side, width);
     const bool q = side == Side::kQuery;
@@ -123,7 +133,8 @@ class Tensors {
       const Dim keys = pages ? Dim{"page_size", p_.pages.size} : Dim{"seqlen_k", p_.seqlen_k};
       check_shape(name, t, {batch, q ? Dim{"seqlen_q", p_.seqlen_q} : keys, heads, dim});
     }
-    check_dtype(name, t, p_.dtype, kOfQ);
+    const DType dtype = q ? p_.dtype : p_.dtype_kv;
+    check_dtype(name, t, dtype, dtype == p_.dtype ? kOfQ : ", the dtype of k");
     finish(name, t, access);
     const int row = packed_ ? 0 : 1;
     return {t.data, packed_ ? 0 : stride_of(t, 0), stride_of(t, row), stride_of(t, row + 1)};
@@ -165,6 +176,18 @@ class Tensors {
     }
     finish("alibi_slopes", t, kRead);
     score.alibi_slopes = static_cast<const float*>(t.data);
+  }
+
+  // What k or v is multiplied with, float32 (batch, num_heads_kv).
+  DescaleParam descale(const char* name, const TensorView& t) {
+    if (!t.given()) return {};
+    if (p_.dtype_kv != DType::kFloat8E4M3)
+      fail(name, "given", std::string("none, as k is ") + to_string(p_.dtype_kv) + " and no float8_e4m3fn");
+    check_dtype(name, t, DType::kFloat32, "");
+    check_shape(name, t, {{"batch", p_.batch, true}, {"num_heads_kv", p_.num_heads_kv, true}});
+    check_device(name, t, p_.device, kWhereQ);
+    memory_.add(name, t, kRead);
+    return {static_cast<const float*>(t.data), stride_of(t, 0), stride_of(t, 1)};
   }
 
   // float32 (num_heads), contiguous.
@@ -305,6 +328,8 @@ void validate_common(const AttentionArgs& args, bool packed, bool columns, Forwa
   forced_backend(args);
   check_float_dtype("q", args.q, false);
   p.dtype = args.q.dtype;
+  check_given("k", args.k);
+  p.dtype_kv = dtype_of_keys(args);
   p.deterministic = args.deterministic;
   if (args.num_splits < 0) fail("num_splits", std::to_string(args.num_splits), "0 or more");
   p.num_splits = args.num_splits;
@@ -326,6 +351,8 @@ void validate_common(const AttentionArgs& args, bool packed, bool columns, Forwa
   if (args.bias.given()) p.score.bias = tensors.bias(args.bias);
   if (args.alibi_slopes.given()) tensors.alibi_slopes(args.alibi_slopes, p.score);
   if (args.sink.given()) p.sink.ptr = tensors.per_head("sink", args.sink, kRead);
+  p.k_descale = tensors.descale("k_descale", args.k_descale);
+  p.v_descale = tensors.descale("v_descale", args.v_descale);
   if (args.seed_tensor.given()) tensors.seeds(args.seed_tensor, p.score.dropout);
   validate_mask(args.mask, columns, p, memory);
 }
@@ -405,6 +432,9 @@ BackwardParams validate(const BackwardArgs& args, Completeness completeness) {
   const bool packed = is_packed(args), launch = completeness == Completeness::kLaunch;
   if (args.block_table.given())
     fail("block_table", "given", "none, as pages have no backward", ErrorCode::kUnsupported);
+  for (const auto& [name, t] : {std::pair{"k", &args.k}, std::pair{"v", &args.v}})
+    if (is_fp8(*t))
+      fail(name, "dtype float8_e4m3fn", "the dtype of q, as float8_e4m3fn has no backward", ErrorCode::kUnsupported);
   validate_common(args, packed, /*columns=*/true, p, memory);
   Tensors tensors(p, packed, memory);
   auto rows = [&](const char* name, const TensorView& t, Side side, Width width, MemoryMap::Access access) {

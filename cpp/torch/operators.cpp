@@ -56,6 +56,9 @@ constexpr Role kBias{"bias", "float32, float16, bfloat16 or bool"}, kAlibiSlopes
 constexpr Role kLse{"lse", "float32"}, kDlse{"dlse", "float32"}, kBlocks{"blocks", "int32"};
 constexpr Role kCuSeqlensQ{"cu_seqlens_q", "int32"}, kCuSeqlensK{"cu_seqlens_k", "int32"};
 constexpr Role kSink{"sink", "float32"}, kDsink{"dsink", "float32"}, kBlockTable{"block_table", "int32"};
+constexpr const char* kFloatsOrFp8 = "float32, float16, bfloat16 or float8_e4m3fn";
+constexpr Role kK{"k", kFloatsOrFp8}, kV{"v", kFloatsOrFp8};
+constexpr Role kKDescale{"k_descale", "float32"}, kVDescale{"v_descale", "float32"};
 constexpr Role kSequsedQ{"seqused_q", "int32"}, kSequsedK{"seqused_k", "int32"};
 
 std::string name_of(ScalarType dtype) {
@@ -75,7 +78,9 @@ std::string name_of(ScalarType dtype) {
     case ScalarType::ComplexDouble:
       return "complex128";
     default:
-      return torch::headeronly::toString(dtype);
+      std::string name = torch::headeronly::toString(dtype);
+      if (name.rfind("Float8", 0) == 0) name[0] = 'f';
+      return name;
   }
 }
 
@@ -91,6 +96,9 @@ TensorView view_of(Role role, const Tensor& t) {
       break;
     case ScalarType::BFloat16:
       view.dtype = DType::kBFloat16;
+      break;
+    case ScalarType::Float8_e4m3fn:
+      view.dtype = DType::kFloat8E4M3;
       break;
     case ScalarType::Int:
       view.dtype = DType::kInt32;
@@ -230,8 +238,8 @@ struct Options {
 
 void fill(const Tensor& q, const Tensor& k, const Tensor& v, const Options& o, AttentionArgs& args) {
   args.q = view_of({"q"}, q);
-  args.k = view_of({"k"}, k);
-  args.v = view_of({"v"}, v);
+  args.k = view_of(kK, k);
+  args.v = view_of(kV, v);
   args.mask = mask_of(o.mask, o.blocks);
   args.softmax_scale = o.softmax_scale;
   args.softcap = o.softcap;
@@ -268,7 +276,7 @@ void fill(const Lengths& lengths, AttentionArgs& args) {
 
 // What attention_fwd and attention_bwd take besides, in the order of the schemas.
 struct More {
-  MaybeTensor sink, seqused_q, seqused_k, block_table;
+  MaybeTensor sink, seqused_q, seqused_k, block_table, k_descale, v_descale;
   std::int64_t num_splits = 0;  // 0: as many as pays
 };
 
@@ -277,6 +285,8 @@ void fill(const More& more, AttentionArgs& args) {
   args.seqused_q = view_if_given(kSequsedQ, more.seqused_q);
   args.seqused_k = view_if_given(kSequsedK, more.seqused_k);
   args.block_table = view_if_given(kBlockTable, more.block_table);
+  args.k_descale = view_if_given(kKDescale, more.k_descale);
+  args.v_descale = view_if_given(kVDescale, more.v_descale);
 }
 
 int splits_of(const More& more) {
@@ -411,26 +421,28 @@ BackwardResult mha_varlen_bwd(Tensor dout, MaybeTensor dlse, Tensor q, Tensor k,
 }
 
 ForwardResult attention_fwd(Tensor q, Tensor k, Tensor v, MaybeTensor sink, MaybeTensor seqused_q,
-                            MaybeTensor seqused_k, MaybeTensor block_table, std::int64_t num_splits,
-                            MaybeTensor cu_seqlens_q, MaybeTensor cu_seqlens_k, std::int64_t max_seqlen_q,
-                            std::int64_t max_seqlen_k, MaybeTensor bias, MaybeTensor alibi_slopes, MaybeTensor seed,
-                            MaybeTensor blocks, std::vector<std::int64_t> mask, std::optional<double> softmax_scale,
-                            double softcap, double dropout_p, bool deterministic, std::string backend) {
+                            MaybeTensor seqused_k, MaybeTensor block_table, MaybeTensor k_descale,
+                            MaybeTensor v_descale, std::int64_t num_splits, MaybeTensor cu_seqlens_q,
+                            MaybeTensor cu_seqlens_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
+                            MaybeTensor bias, MaybeTensor alibi_slopes, MaybeTensor seed, MaybeTensor blocks,
+                            std::vector<std::int64_t> mask, std::optional<double> softmax_scale, double softcap,
+                            double dropout_p, bool deterministic, std::string backend) {
   return forward(q, k, v, {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
                  {bias, alibi_slopes, seed, blocks, mask, softmax_scale, softcap, dropout_p, deterministic, backend},
-                 {sink, seqused_q, seqused_k, block_table, num_splits});
+                 {sink, seqused_q, seqused_k, block_table, k_descale, v_descale, num_splits});
 }
 
 AttentionBackwardResult attention_bwd(Tensor dout, MaybeTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out,
                                       Tensor lse, MaybeTensor sink, MaybeTensor seqused_q, MaybeTensor seqused_k,
-                                      MaybeTensor block_table, std::int64_t num_splits, MaybeTensor cu_seqlens_q,
-                                      MaybeTensor cu_seqlens_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
-                                      MaybeTensor bias, MaybeTensor alibi_slopes, MaybeTensor seed, MaybeTensor blocks,
+                                      MaybeTensor block_table, MaybeTensor k_descale, MaybeTensor v_descale,
+                                      std::int64_t num_splits, MaybeTensor cu_seqlens_q, MaybeTensor cu_seqlens_k,
+                                      std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, MaybeTensor bias,
+                                      MaybeTensor alibi_slopes, MaybeTensor seed, MaybeTensor blocks,
                                       std::vector<std::int64_t> mask, std::optional<double> softmax_scale,
                                       double softcap, double dropout_p, bool deterministic, std::string backend) {
   return backward(dout, dlse, q, k, v, out, lse, {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
                   {bias, alibi_slopes, seed, blocks, mask, softmax_scale, softcap, dropout_p, deterministic, backend},
-                  {sink, seqused_q, seqused_k, block_table, num_splits});
+                  {sink, seqused_q, seqused_k, block_table, k_descale, v_descale, num_splits});
 }
 
 // False where somebody has. A fragment, as a namespace has one library that defines it all, which is Python's to make.

@@ -27,7 +27,8 @@ void autocast(std::array<at::Tensor, 3>& qkv) {
   if (!at::autocast::is_autocast_enabled(device)) return;
   const auto dtype = at::autocast::get_autocast_dtype(device);
   for (at::Tensor& x : qkv)
-    if (x.is_floating_point() && x.scalar_type() != at::kDouble) x = x.to(dtype);
+    if (x.is_floating_point() && x.scalar_type() != at::kDouble && x.scalar_type() != at::kFloat8_e4m3fn)
+      x = x.to(dtype);
 }
 
 pybind11::object wrapped(at::Tensor x) {

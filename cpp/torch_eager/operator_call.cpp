@@ -52,6 +52,8 @@ std::vector<at::Tensor> call_operator(const Problem& p, const at::Tensor& dout, 
       stack.push_back(optional(p.seqused_k));
     else if (name == "block_table")
       stack.push_back(optional(p.block_table));
+    else if (name == "k_descale" || name == "v_descale")
+      stack.emplace_back();  // no call with them comes here
     else if (name == "num_splits")
       stack.emplace_back(p.num_splits);
     else if (name == "cu_seqlens_q")

@@ -167,16 +167,16 @@ DType dtype_of(ArrayImporter::Role role, nb::handle array, const ArrayStruct& a)
     if (a.typekind == 'b' && a.itemsize == 1) return DType::kBool;
   }
   const nb::object dtype = array.attr("dtype");
-  // NumPy calls the bfloat16 of the package ml_dtypes void, and spelling a dtype out costs microseconds.
-  static std::atomic<PyObject*> bfloat16{nullptr};  // owned
+  // NumPy calls those of the package ml_dtypes void, and spelling a dtype out costs microseconds.
+  static std::atomic<PyObject*> bfloat16{nullptr}, float8{nullptr};  // owned
   if (a.typekind == 'V' && dtype.ptr() == bfloat16.load(std::memory_order_relaxed)) return DType::kBFloat16;
+  if (a.typekind == 'V' && dtype.ptr() == float8.load(std::memory_order_relaxed)) return DType::kFloat8E4M3;
   const std::string given = text_of(dtype);
-  if (a.typekind == 'V' && given == "bfloat16") {
-    Py_INCREF(dtype.ptr());
-    bfloat16.store(dtype.ptr(), std::memory_order_relaxed);
-    return DType::kBFloat16;
-  }
-  fail_dtype(role, given);
+  const bool is_bfloat16 = given == "bfloat16";
+  if (a.typekind != 'V' || (!is_bfloat16 && given != "float8_e4m3fn")) fail_dtype(role, given);
+  Py_INCREF(dtype.ptr());
+  (is_bfloat16 ? bfloat16 : float8).store(dtype.ptr(), std::memory_order_relaxed);
+  return is_bfloat16 ? DType::kBFloat16 : DType::kFloat8E4M3;
 }
 
 // Whether a producer says that its memory is a CUDA device's, or managed by CUDA. Whatever else is wrong with it shows

@@ -43,6 +43,7 @@ class ArrayImporter {
     const char* dtypes = kFloats;
   };
   static constexpr const char* kFloats = "float32, float16 or bfloat16";
+  static constexpr const char* kFloatsOrFp8 = "float32, float16, bfloat16 or float8_e4m3fn";
   static constexpr const char* kFloatsOrBool = "float32, float16, bfloat16 or bool";
   static constexpr const char* kFloat32 = "float32";
   static constexpr const char* kInt32 = "int32";
@@ -66,7 +67,7 @@ class ArrayImporter {
   // What frees the memory it lends, or the description of it, when it goes.
   const nb::object& keep(nb::object capsule);
 
-  static constexpr int kMaxCapsules = 24;
+  static constexpr int kMaxCapsules = 28;
   std::array<nb::object, kMaxCapsules> capsule_;
   int capsules_ = 0;
 };

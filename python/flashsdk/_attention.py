@@ -22,6 +22,8 @@ class _Keywords(AttentionKeywords, total=False):
     seqused_q: Any
     seqused_k: Any
     block_table: Any
+    k_descale: Any
+    v_descale: Any
     num_splits: int | None
 
 
@@ -53,6 +55,8 @@ def attention(
     seqused_q: Any = None,
     seqused_k: Any = None,
     block_table: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -66,7 +70,8 @@ def attention(
     q, k, v
         (batch, seqlen_q, num_heads, head_dim), (batch, seqlen_k, num_heads_kv, head_dim) and
         (batch, seqlen_k, num_heads_kv, head_dim_v): float32, bfloat16 or float16 on a CPU, the
-        last two on a GPU. num_heads is a multiple of num_heads_kv.
+        last two on a GPU; k and v also float8_e4m3fn beside a q of 16 bits, without a gradient.
+        num_heads is a multiple of num_heads_kv.
     mask
         Dense(), Causal(), SlidingWindow(), a Band or a BlockMask; None is Dense(). Or a bool array,
         True = attend, (seqlen_q, seqlen_k) or (batch | 1, num_heads | 1, seqlen_q | 1, seqlen_k |
@@ -87,7 +92,7 @@ def attention(
     seed
         Of dropout, 0 to 2^64 - 1; of JAX's arrays a key of jax.random. None draws one by the
         generator of q's device for PyTorch's tensors and is an Error for others.
-    sink, seqused_q, seqused_k, block_table, num_splits
+    sink, seqused_q, seqused_k, block_table, k_descale, v_descale, num_splits
         Of serving and sinks: ``help(flashsdk.ops)``.
     return_lse
         Also return the logarithm of the sum of exp(scores), float32 (batch, num_heads, seqlen_q).
@@ -117,6 +122,8 @@ def attention(
         "seqused_q": seqused_q,
         "seqused_k": seqused_k,
         "block_table": block_table,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
         "num_splits": num_splits,
     }
     if kind == "torch":

@@ -173,8 +173,7 @@ class CallStream {
 
 // One call's arguments. `tensors` begins with q, k, v; `packed` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
 // max_seqlen_k), `options` is (softmax_scale, mask, bias, alibi_slopes, softcap, dropout_p, seed, offset,
-// deterministic, stream, backend, seqused_q, seqused_k, sink, block_table,
-// num_splits).
+// deterministic, stream, backend, seqused_q, seqused_k, sink, block_table, num_splits, k_descale, v_descale).
 template <class Args>
 struct Call {
   Args args;
@@ -184,8 +183,8 @@ struct Call {
   Call(nb::tuple tensors, nb::tuple p, nb::tuple o) : packed(p.size() > 0), stream_(tensors[0], o[9]) {
     arrays.gpu_stream = [this] { return stream(); };
     args.q = required({"q"}, tensors[0]);
-    args.k = required({"k"}, tensors[1]);
-    args.v = required({"v"}, tensors[2]);
+    args.k = required({"k", ArrayImporter::kFloatsOrFp8}, tensors[1]);
+    args.v = required({"v", ArrayImporter::kFloatsOrFp8}, tensors[2]);
     if (packed) {
       args.cu_seqlens_q = required({"cu_seqlens_q", ArrayImporter::kInt32}, p[0]);
       args.cu_seqlens_k = required({"cu_seqlens_k", ArrayImporter::kInt32}, p[1]);
@@ -219,6 +218,8 @@ struct Call {
       if (splits < 1 || splits > kMaxRows) fail("num_splits", o[15], kSplits);
       args.num_splits = static_cast<int>(splits);
     }
+    args.k_descale = arrays.take({"k_descale", ArrayImporter::kFloat32}, o[16]);
+    args.v_descale = arrays.take({"v_descale", ArrayImporter::kFloat32}, o[17]);
   }
 
   TensorView required(ArrayImporter::Role role, nb::handle array) {

@@ -13,11 +13,10 @@ BandFields: TypeAlias = tuple[int | None, int | None, bool]
 # a band; or (block_q, block_k, seqlen_q, seqlen_k, band | None, the arrays of BlockMask._arrays)
 Mask: TypeAlias = BandFields | tuple[Any, ...] | None
 # (softmax_scale, mask, bias, alibi_slopes, softcap, dropout_p, seed, offset, deterministic,
-#  stream, backend, seqused_q, seqused_k, sink, block_table,
-#  num_splits)
+#  stream, backend, seqused_q, seqused_k, sink, block_table, num_splits, k_descale, v_descale)
 Options: TypeAlias = tuple[
     float | None, Mask, Any, Any, float, float, int, int, bool, int | None, str | None,
-    Any, Any, Any, Any, int | None,
+    Any, Any, Any, Any, int | None, Any, Any,
 ]  # fmt: skip
 
 def forward(tensors: tuple[Any, Any, Any, Any, Any], packed: Packed, options: Options, /) -> None:

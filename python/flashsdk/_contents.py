@@ -35,7 +35,7 @@ def check_call(q: Any, k: Any, packed: _bindings.Packed, options: _bindings.Opti
             *_packed("k", q, k, cu_seqlens_k, max_seqlen_k),
         ]
     else:
-        seqused_q, seqused_k, _, block_table, _ = options[11:]
+        seqused_q, seqused_k, _, block_table = options[11:15]
         findings = list(_batched(q, k, seqused_q, seqused_k, block_table))
     _raise_first(findings)
 

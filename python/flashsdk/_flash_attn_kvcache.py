@@ -41,8 +41,13 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attn's function of this name: names, order, defaults and semantics of 2.8.
+
+    And of flash-attn 3 the caches in float8_e4m3fn.
 
     q
         (batch, seqlen_q, num_heads, head_dim).
@@ -72,6 +77,9 @@ def flash_attn_with_kvcache(
         0 is as many as pays; 1 makes the bits of a sequence independent of what shares the batch.
     return_softmax_lse
         Return (out, softmax_lse), float32 (batch, num_heads, seqlen_q).
+    k_descale, v_descale
+        float32 (batch | 1, num_heads_kv | 1): what caches in float8_e4m3fn are multiplied with. q
+        is of 16 bits, and nothing is appended: k and v are None.
 
     Returns out (batch, seqlen_q, num_heads, head_dim). There is no gradient: a q that requires one
     is an Error unless torch.no_grad().
@@ -112,7 +120,8 @@ def flash_attn_with_kvcache(
         used = used - cache_leftpad
     splits = None if type(num_splits) is int and num_splits == 0 else num_splits
     softcap = max(number("softcap", softcap), 0.0)
-    if not is_dynamo_compiling():
+    scaled = k_descale is not None or v_descale is not None  # which the way in C++ does not take
+    if not scaled and not is_dynamo_compiling():
         done = native.attention(
             *(q, k_cache, v_cache, mask, None, alibi_slopes, softmax_scale, softcap, 0.0, None),
             *(with_lse, None, None, None, None, used, where, splits),
@@ -127,7 +136,7 @@ def flash_attn_with_kvcache(
             alibi_slopes=alibi_slopes,
             softmax_scale=softmax_scale,
             softcap=softcap,
-            more=more_of(seqused_k=used, block_table=where, num_splits=splits),
+            more=more_of(None, None, used, where, splits, k_descale, v_descale),
         )
     except Error as e:
         raise renamed(e, names) from None
@@ -147,6 +156,10 @@ def _check_cache_call(
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             allowed = "one without, as attention to a cache has no backward"
             raise Unsupported(f"{name}: a tensor that requires a gradient; {allowed}")
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if x is not None and cache.dtype is torch.float8_e4m3fn:
+            allowed = "None, as nothing is appended to a cache in float8_e4m3fn"
+            raise Unsupported(f"{name}: given; {allowed}")
     for name, x, other in (("k", k, v), ("v", v, k)):
         if x is not None and other is None:
             raise InvalidArgument(f"{name}: given alone; k and v, or neither")

@@ -50,6 +50,8 @@ _DIMS = {
     "seqused_q": ("b", ""),
     "seqused_k": ("b", ""),
     "block_table": ("b_", ""),
+    "k_descale": ("bn", "_n"),
+    "v_descale": ("bn", "_n"),
     "k_cache": ("b_n_", ""),
     "v_cache": ("b_n_", ""),
     "rotary_cos": ("__", ""),
@@ -70,7 +72,7 @@ _RESULTS = {"fwd": ("out", "lse"), "bwd": ("dq", "dk", "dv"), "append": ("k_cach
 _WHOLE = ("k_cache", "v_cache", "seqused_q", "seqused_k")
 # Bits of ``Call.given`` and the operands that they stand for.
 DLSE, BIAS, ALIBI_SLOPES, LENGTHS, LAYOUT, SEED, SCALED, BAND = (1 << i for i in range(8))
-SINK, USED_Q, USED_K, TABLE, QUERIES, ROTARY = (1 << i for i in range(8, 14))
+SINK, USED_Q, USED_K, TABLE, QUERIES, ROTARY, K_DESCALE, V_DESCALE = (1 << i for i in range(8, 16))
 _OPTIONAL = {
     DLSE: ("dlse",),
     BIAS: ("bias",),
@@ -84,7 +86,11 @@ _OPTIONAL = {
     TABLE: ("block_table",),
     QUERIES: ("q",),
     ROTARY: ("rotary_cos", "rotary_sin"),
+    K_DESCALE: ("k_descale",),
+    V_DESCALE: ("v_descale",),
 }
+# Of the operands that have heads of keys, which dimension these are.
+_HEADS_OF_KEYS = {"k": -2, "v": -2, "k_descale": -1, "v_descale": -1}
 
 
 class Call(NamedTuple):
@@ -216,10 +222,11 @@ def _call(op: str, call: Call, *operands: Any) -> Arrays:
         next((kind.sharding.spec[d] for kind in kinds if kind.sharding.spec[d]), None)
         for d in range(call.outer)
     ]
+    dtype = given["k" if op == "append" else "q"].dtype
     results = [
         jax.ShapeDtypeStruct(
             (*outer, *shape),
-            jnp.float32 if name in ("lse", "dsink") else given["k"].dtype,
+            jnp.float32 if name in ("lse", "dsink") else dtype,
             **_type_of(given["k"], axes),
         )
         for name, shape in zip(call.results(op), _result_shapes(op, call, own))
@@ -274,7 +281,7 @@ def _partitioned(op: str, call: Call) -> Callable[..., Arrays]:
         given, made, shared, batch = shardings(mesh, operands, results)
 
         def on_shard(*operands: Any) -> Arrays:
-            values = _call(op, call, *_with_own_head(op, mesh, shared, operands))
+            values = _call(op, call, *_with_own_head(op, call, mesh, shared, operands))
             if op != "bwd":
                 return values
             dq, dk, dv, *dsink = values
@@ -434,22 +441,26 @@ def _shardings(op: str, call: Call, mesh: Any, operands: Any, results: Any) -> _
     return _Shardings(made[: len(operands)], made[len(operands) :], shared, place["b"])
 
 
-def _with_own_head(op: str, mesh: Any, shared: tuple[str, ...], operands: Arrays) -> Arrays:
+def _with_own_head(
+    op: str, call: Call, mesh: Any, shared: tuple[str, ...], operands: Arrays
+) -> Arrays:
     """Those of a device: of k and v, where attention reads them, ``_own_head``."""
     if op == "append":
         return operands
-    q, k, v, *rest = operands
-    return q, *_own_head(mesh, shared, k, v), *rest
+    return tuple(
+        _own_head(mesh, shared, x, axis=_HEADS_OF_KEYS[name])[0] if name in _HEADS_OF_KEYS else x
+        for name, x in zip(call.operands(op), operands)
+    )
 
 
-def _own_head(mesh: Any, shared: tuple[str, ...], *kv: Any) -> Arrays:
+def _own_head(mesh: Any, shared: tuple[str, ...], *kv: Any, axis: int = -2) -> Arrays:
     """Of all key heads the one that this device's queries have, if there are several."""
-    heads = kv[0].shape[-2]
+    heads = kv[0].shape[axis]
     if not shared or heads == 1:
         return kv
     devices = math.prod(mesh.shape[axis] for axis in shared)
     at = jax.lax.axis_index(shared) * heads // devices
-    return tuple(jax.lax.dynamic_slice_in_dim(x, at, 1, axis=-2) for x in kv)
+    return tuple(jax.lax.dynamic_slice_in_dim(x, at, 1, axis=axis) for x in kv)
 
 
 def by_types(op: str, run: Callable[..., Arrays], call: Call, *operands: Any) -> Arrays:
@@ -465,7 +476,7 @@ def by_types(op: str, run: Callable[..., Arrays], call: Call, *operands: Any) ->
     given, made, shared, _ = _shardings(op, call, mesh, kinds, results)
 
     def on_shard(*operands: Any) -> Arrays:
-        return run(*_with_own_head(op, mesh, shared, operands))
+        return run(*_with_own_head(op, call, mesh, shared, operands))
 
     placed = [jax.sharding.reshard(x, to) for x, to in zip(operands, given)]
     specs = {"in_specs": tuple(x.spec for x in given), "out_specs": tuple(x.spec for x in made)}

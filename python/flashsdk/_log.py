@@ -79,7 +79,8 @@ def _write(line: str) -> None:
 
 def _arrays(q: Any, k: Any, v: Any) -> str:
     same = tuple(k.shape) == tuple(v.shape)
-    return f"{_shapes(q=q, k=k, v=None if same else v)} {_where(q)}"
+    text = f"{_shapes(q=q, k=k, v=None if same else v)} {_where(q)}"
+    return text if _dtype(k) == _dtype(q) else f"{text}, {_dtype(k)} keys"
 
 
 def _shapes(**arrays: Any) -> str:
@@ -94,7 +95,9 @@ def _where(x: Any) -> str:
 
 
 # The last of the options, by their names.
-_GIVEN = ("seqused_q", "seqused_k", "sink", "block_table", "num_splits")
+_GIVEN = (
+    "seqused_q", "seqused_k", "sink", "block_table", "num_splits", "k_descale", "v_descale",
+)  # fmt: skip
 
 
 def _features(packed: _bindings.Packed, options: _bindings.Options) -> str:

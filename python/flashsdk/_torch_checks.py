@@ -122,6 +122,15 @@ def check_constant(name: str, x: Tensor) -> None:
         no_tangent(name, x)
 
 
+def no_gradient_of_fp8(k: Tensor) -> None:
+    """Refuses keys of a call that autograd records, where they are of 8 bits."""
+    if k.dtype is torch.float8_e4m3fn:
+        allowed = (
+            "the dtype of q, as float8_e4m3fn has no backward and a tensor requires a gradient"
+        )
+        raise Unsupported(f"k: dtype float8_e4m3fn; {allowed}")
+
+
 def no_tangent(name: str, x: object) -> None:
     """Refuses a dual tensor of forward-mode differentiation, whose tangent would be lost."""
     if not in_forward_mode() or not isinstance(x, Tensor):

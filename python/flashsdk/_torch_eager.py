@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _contents, _log, _torch_sharding, ops
+from ._torch_checks import no_gradient_of_fp8
 from ._torch_private import is_watched
 from ._torch_seed import draw_seed
 
@@ -89,6 +90,7 @@ class Operation:
             ops.explain(detached(q), detached(k), detached(v), *lengths, **known)
             keywords["seed"] = draw_seed(q)
         if recorded((q, k, v)):
+            no_gradient_of_fp8(k)
             out, lse = _Attention.apply(q, k, v, self, lengths, keywords)  # type: ignore[no-untyped-call]
             return out, lse
         q, k, v = map(detached, (q, k, v))

@@ -1,4 +1,4 @@
-"""torch.ops.flashsdk.attention_fwd and _bwd: calls with a sink, used lengths, pages or splits.
+"""torch.ops.flashsdk.attention_fwd and _bwd: calls with sinks, used lengths, pages, fp8 or splits.
 
 They are ``_torch_ops`` for what few calls have. Without ``_torch_native`` calls that autograd does
 not record, those of decoding, have a short way here; others go through the operators.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import _torch_flops, _torch_sharding, ops
 from ._errors import Unsupported, integer
-from ._torch_checks import no_tangent, tensor
+from ._torch_checks import check_constant, no_tangent, tensor
 from ._torch_eager import constant, detached, last_contiguous, recorded, unwatched
 from ._torch_ops import (
     Options,
@@ -35,6 +35,8 @@ class More(NamedTuple):
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
     block_table: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
     num_splits: int = 0  # 0: as many as pays
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -43,7 +45,7 @@ class More(NamedTuple):
 
     @property
     def lengths(self) -> tuple[Any, ...]:
-        return self[5:] if self.cu_seqlens_q is not None else ()
+        return self[7:] if self.cu_seqlens_q is not None else ()
 
     def tensors(self) -> dict[str, Tensor | None]:
         return {name: getattr(self, name) for name in _TENSORS}
@@ -64,6 +66,7 @@ class More(NamedTuple):
             given |= {"seqused_q": self.seqused_q, "seqused_k": self.seqused_k}
         if forward:
             given["num_splits"] = self.num_splits or None
+            given |= {"k_descale": self.k_descale, "v_descale": self.v_descale}
             given |= {} if self.lengths else {"block_table": self.block_table}
         return given
 
@@ -71,7 +74,7 @@ class More(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """out, lse. ``keywords`` are those of ``flashsdk.ops``, checked; ``lengths`` of packed."""
-        more = More(*self[:5], *lengths)
+        more = More(*self[:7], *lengths)
         if more.block_table is not None and recorded((q, k, v)):
             allowed = "none, as pages have no backward and a tensor requires a gradient"
             raise Unsupported(f"block_table: given; {allowed}")
@@ -91,7 +94,8 @@ class More(NamedTuple):
 
 
 _COUNT = len(More._fields)
-_TENSORS = ("sink", "seqused_q", "seqused_k", "block_table", "cu_seqlens_q", "cu_seqlens_k")
+_GIVEN = ("sink", "seqused_q", "seqused_k", "block_table", "k_descale", "v_descale")
+_TENSORS = (*_GIVEN, "cu_seqlens_q", "cu_seqlens_k")
 
 
 @on_torch_threads
@@ -168,12 +172,14 @@ _torch_sharding.register()  # of all operators, of which these are the last
 def more_of(
     sink: Tensor | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
     block_table: Tensor | None = None, num_splits: int | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None,
 ) -> More | None:  # fmt: skip
     """Of a caller's arguments, or an Error of what the dispatcher would not take. None of none."""
-    tensors = (sink, seqused_q, seqused_k, block_table)
-    for name, x in zip(More._fields, tensors, strict=False):
+    tensors = (sink, seqused_q, seqused_k, block_table, k_descale, v_descale)
+    for name, x in zip(_GIVEN, tensors, strict=True):
         if x is not None:
-            no_tangent(name, tensor(name, x))
+            check = no_tangent if name == "sink" else check_constant
+            check(name, tensor(name, x))
     if num_splits is None:
         return None if all(x is None for x in tensors) else More(*tensors)
     allowed = f"an integer from 1 to {2**30}, or None"

@@ -28,6 +28,7 @@ from ._torch_checks import (
     checked_seed,
     flag,
     length,
+    no_gradient_of_fp8,
     no_tangent,
     number,
     tensor,
@@ -322,6 +323,7 @@ def _operator(
                 check_constant(names[i], inputs[i])
         if not recorded(x for x in inputs if isinstance(x, Tensor)):
             return below_autograd(operator, keys, inputs)
+        no_gradient_of_fp8(inputs[names.index("k")])
         # Not Function.apply, which goes through the transforms of torch.func: the dispatcher does
         # so itself, and comes here once for each.
         with single_level():
@@ -495,7 +497,7 @@ def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return iter(tensors)
     dtype = torch.get_autocast_dtype(device)
-    keep = (torch.float64,)
+    keep = (torch.float64, torch.float8_e4m3fn)
     return (x.to(dtype) if x.is_floating_point() and x.dtype not in keep else x for x in tensors)
 
 

@@ -24,6 +24,7 @@ Placements = list[Any]  # one for each tensor of the results, or one for each ar
 
 _Q, _KV = ("q", "out", "dout", "dq"), ("k", "v", "dk", "dv")  # alike in all but what pages have
 _LSE = ("lse", "dlse")
+_DESCALES = ("k_descale", "v_descale")
 
 
 _registered = False
@@ -130,6 +131,11 @@ def _lists_differ(mask: Sequence[int]) -> tuple[bool, bool]:
     return any(n != 1 for n in lists[::4]), any(n != 1 for n in lists[1::4])
 
 
+def _has(specs: Specs, name: str, dim: int) -> bool:
+    """Whether a tensor is there and differs along a dimension."""
+    return specs.get(name) is not None and specs[name].shape[dim] != 1
+
+
 def _over_the_batch(specs: Specs) -> Placed:
     from torch.distributed.tensor import Partial, Shard
 
@@ -141,6 +147,7 @@ def _over_the_batch(specs: Specs) -> Placed:
         names.append("bias")
     if slopes is not None and len(slopes.shape) == 2:
         names.append("alibi_slopes")
+    names += [name for name in _DESCALES if _has(specs, name, 0)]
     placed: Placed = dict.fromkeys(names, Shard(0))
     if specs.get("sink") is not None:
         placed["dsink"] = Partial()  # of each device's sequences
@@ -157,6 +164,7 @@ def _over_heads(specs: Specs, packed: bool) -> Placed:
         placed["bias"] = Shard(1)
     if slopes is not None:
         placed["alibi_slopes"] = Shard(len(slopes.shape) - 1)
+    placed |= {name: Shard(1) for name in _DESCALES if _has(specs, name, 1)}
     if specs.get("sink") is not None:
         placed |= dict.fromkeys(("sink", "dsink"), Shard(0))
     return placed

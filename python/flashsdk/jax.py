@@ -51,6 +51,8 @@ Array: TypeAlias = jax.Array
 class _PackedKeywords(ops.AttentionKeywords, total=False):
     dropout_key: Any
     sink: Any
+    k_descale: Any
+    v_descale: Any
     num_splits: int | None
 
 
@@ -88,6 +90,8 @@ def attention(
     seqused_q: Any = None,
     seqused_k: Any = None,
     block_table: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -98,7 +102,8 @@ def attention(
     q, k, v
         (batch, seqlen_q, num_heads, head_dim), (batch, seqlen_k, num_heads_kv, head_dim) and
         (batch, seqlen_k, num_heads_kv, head_dim_v): float32, bfloat16 or float16 on a CPU, the
-        last two on a GPU. num_heads is a multiple of num_heads_kv.
+        last two on a GPU; k and v also float8_e4m3fn, below. num_heads is a multiple of
+        num_heads_kv.
     mask
         Dense(), Causal(), SlidingWindow(), a Band or a BlockMask; None is Dense(). Or a bool array,
         True = attend, (seqlen_q, seqlen_k) or of four dimensions as a bool bias.
@@ -127,6 +132,9 @@ def attention(
         int32 (batch, max_pages), with seqused_k: k and v are pages (num_pages, page_size,
         num_heads_kv, ...), and key j of sequence b is row j % page_size of page
         block_table[b, j // page_size]. To differentiate such a call is an Error.
+    k_descale, v_descale
+        float32 (batch | 1, num_heads_kv | 1): what k and v in float8_e4m3fn are multiplied with,
+        beside a q of 16 bits, whose dtype out has. To differentiate such a call is an Error.
     num_splits
         Into how many parts the keys of a query may be cut, Python's integer; 1 makes its bits
         depend on its own sequence alone. None chooses.
@@ -144,8 +152,8 @@ def attention(
     """
     options = _Options(
         mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, dropout_key,
-        False if deterministic is None else deterministic, backend, sink, num_splits, seqused_q,
-        seqused_k, block_table,
+        False if deterministic is None else deterministic, backend, sink, num_splits, k_descale,
+        v_descale, seqused_q, seqused_k, block_table,
     )  # fmt: skip
     out, lse = _attend((q, k, v), (), options)
     return (out, lse) if truth("return_lse", return_lse) else out
@@ -207,6 +215,8 @@ def varlen_attention(
     dropout_p: float = 0.0,
     dropout_key: Any = None,
     sink: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -226,12 +236,13 @@ def varlen_attention(
         (batch | 1, num_heads | 1, max_seqlen_q | 1, max_seqlen_k | 1), indexed from the first row
         of each sequence, as is a ``BlockMask`` (for its alignment see ``mha_varlen_fwd``).
 
-    The rest as in ``attention``. Returns out (total_q, num_heads, head_dim_v), and lse float32
-    (num_heads, total_q) if asked for.
+    The rest as in ``attention``; descales have as many rows as there are sequences. Returns out
+    (total_q, num_heads, head_dim_v), and lse float32 (num_heads, total_q) if asked for.
     """
     options = _Options(
         mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, dropout_key,
-        False if deterministic is None else deterministic, backend, sink, num_splits,
+        False if deterministic is None else deterministic, backend, sink, num_splits, k_descale,
+        v_descale,
     )  # fmt: skip
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = _attend((q, k, v), packed, options)
@@ -340,13 +351,18 @@ class _Options(NamedTuple):
     backend: ops.Backend | None
     sink: Any
     num_splits: int | None
+    k_descale: Any
+    v_descale: Any
     seqused_q: Any = None
     seqused_k: Any = None
     block_table: Any = None
 
 
 # Those that are arrays, or None.
-_ARRAYS = ("bias", "alibi_slopes", "sink", "seqused_q", "seqused_k", "block_table")
+_ARRAYS = (
+    "bias", "alibi_slopes", "sink", "seqused_q", "seqused_k", "block_table", "k_descale",
+    "v_descale",
+)  # fmt: skip
 # Those that are numbers of Python.
 _NUMBERS = ("softmax_scale", "softcap", "dropout_p", "num_splits")
 
@@ -415,6 +431,8 @@ def _attend(
         xla.USED_Q: o.seqused_q,
         xla.USED_K: o.seqused_k,
         xla.TABLE: o.block_table,
+        xla.K_DESCALE: o.k_descale,
+        xla.V_DESCALE: o.v_descale,
     }
     for bit, x in serving.items():
         if x is not None:
@@ -520,6 +538,7 @@ def _check(q: Any, k: Any, v: Any, lengths: tuple[Any, ...], o: _Options) -> Non
         None if backend in ("sm80", "sm90") else backend,
         # Lengths of 0, which have no pages.
         _like(o.seqused_q), _like(o.seqused_k), _like(o.sink), _like(o.block_table), o.num_splits,
+        _like(o.k_descale), _like(o.v_descale),
     )  # fmt: skip
     if _log.ON:
         place = jax.default_backend()
@@ -572,6 +591,9 @@ def _record(call: xla.Call, *operands: Any) -> Any:
         raise Unsupported(
             "block_table: given; None where a gradient is wanted, as pages have no backward"
         )
+    if operands[1].value.dtype == jnp.float8_e4m3fn and any(x.perturbed for x in operands):
+        allowed = "the dtype of q where a gradient is wanted, as float8_e4m3fn has no backward"
+        raise Unsupported(f"k: dtype float8_e4m3fn; {allowed}")
     for name, x in zip(call.operands("fwd"), operands):
         if x.perturbed and name in ("bias", "alibi_slopes"):
             raise Unsupported(

@@ -11,7 +11,8 @@ Shapes, batched and packed (varlen)::
     out, dout   (batch, seqlen_q, num_heads, head_dim_v)     (total_q, num_heads, head_dim_v)
     lse, dlse   (batch, num_heads, seqlen_q)                 (num_heads, total_q)
 
-float32, bfloat16 or float16, all the same; lse and dlse are float32. head_dim and head_dim_v are 1
+float32, bfloat16 or float16, all the same; lse and dlse are float32. In a forward k and v may be
+float8_e4m3fn beside a q of bfloat16 or float16, whose dtype out has. head_dim and head_dim_v are 1
 to 576, on a GPU 1 to 256; num_heads is a multiple of num_heads_kv. Any strides, except that the
 last dimension is contiguous. Inputs may be read-only, and may share memory, as with
 v = k[..., :512]. Tensors of PyTorch that require gradients are read like any other (an older
@@ -42,6 +43,8 @@ Keywords of all four functions::
     block_table    forward, with seqused_k: int32 (batch, max_pages). k and v are then pages,
                    (num_pages, page_size, num_heads_kv, head_dim), and key j of sequence b is row
                    j % page_size of page block_table[b, j // page_size]
+    k_descale      forward, of k and v in float8_e4m3fn: what they are multiplied with, float32
+    v_descale      (batch, num_heads_kv), each of the two or 1; None is 1
     num_splits     forward: into how many parts the keys of a query may be cut, None as many as
                    pays. With 1 its bits depend on its own sequence alone, not on what shares the
                    batch; on a CPU they never depend on more
@@ -113,6 +116,8 @@ def mha_fwd(
     seqused_q: Any = None,
     seqused_k: Any = None,
     block_table: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     num_splits: int | None = None,
     deterministic: bool | None = None,
     out: Array | None = None,
@@ -134,7 +139,8 @@ def mha_fwd(
     """
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, _deterministic(deterministic, q), stream, backend,
-               seqused_q, seqused_k, sink, block_table, num_splits)  # fmt: skip
+               seqused_q, seqused_k, sink, block_table, num_splits,
+               k_descale, v_descale)  # fmt: skip
     return _forward(q, k, v, out, lse, (), options)
 
 
@@ -156,6 +162,8 @@ def mha_varlen_fwd(
     seed: Any = 0,
     offset: int = 0,
     sink: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     num_splits: int | None = None,
     deterministic: bool | None = None,
     out: Array | None = None,
@@ -184,7 +192,7 @@ def mha_varlen_fwd(
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, _deterministic(deterministic, q), stream, backend,
-               None, None, sink, None, num_splits)  # fmt: skip
+               None, None, sink, None, num_splits, k_descale, v_descale)  # fmt: skip
     return _forward(q, k, v, out, lse, packed, options)
 
 
@@ -234,7 +242,7 @@ def mha_bwd(
     """
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, _deterministic(deterministic, q), stream, backend,
-               seqused_q, seqused_k, sink, None, None)  # fmt: skip
+               seqused_q, seqused_k, sink, None, None, None, None)  # fmt: skip
     return _backward(dout, q, k, v, out, lse, dlse, (dq, dk, dv, dsink), (), options)
 
 
@@ -287,7 +295,7 @@ def mha_varlen_bwd(
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, _deterministic(deterministic, q), stream, backend,
-               None, None, sink, None, None)  # fmt: skip
+               None, None, sink, None, None, None, None)  # fmt: skip
     return _backward(dout, q, k, v, out, lse, dlse, (dq, dk, dv, dsink), packed, options)
 
 
@@ -336,6 +344,8 @@ def explain(
     seqused_q: Any = None,
     seqused_k: Any = None,
     block_table: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     num_splits: int | None = None,
     deterministic: bool | None = None,
     backend: Backend | None = None,
@@ -352,7 +362,8 @@ def explain(
     packed: Any = () if all(x is None for x in lengths) else lengths  # as a whole or not at all
     options = (softmax_scale, _mask(mask, q), bias, alibi_slopes, softcap, dropout_p,
                seed, offset, _deterministic(deterministic, q), None, backend,
-               seqused_q, seqused_k, sink, block_table, num_splits)  # fmt: skip
+               seqused_q, seqused_k, sink, block_table, num_splits,
+               k_descale, v_descale)  # fmt: skip
     return Explanation(*_bindings.explain(op == "bwd", (q, k, v), packed, options))
 
 

@@ -52,6 +52,8 @@ class CCall {
     args.sink = tensor(a.sink);
     args.dsink = tensor(a.dsink);
     args.block_table = tensor(a.block_table);
+    args.k_descale = tensor(a.k_descale);
+    args.v_descale = tensor(a.v_descale);
     args.num_splits = a.num_splits;
     args.max_seqlen_q = a.max_seqlen_q;
     args.max_seqlen_k = a.max_seqlen_k;
@@ -108,6 +110,8 @@ class CCall {
         return {FLASHSDK_INT, 64, 1};
       case DType::kUInt64:
         return {FLASHSDK_UINT, 64, 1};
+      case DType::kFloat8E4M3:
+        return {FLASHSDK_FLOAT8_E4M3FN, 8, 1};
     }
     return {};
   }

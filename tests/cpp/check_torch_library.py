@@ -94,7 +94,7 @@ def main() -> None:
 def with_a_cache(q, k, v):
     """Used keys and a sink of no weight: attention to the first keys alone, and their gradients."""
     used, sink = torch.tensor([7, 40], dtype=torch.int32), torch.full((4,), -torch.inf)
-    more = sink, None, used, None, 0, None, None, 0, 0
+    more = sink, None, used, None, None, None, 0, None, None, 0, 0
     rest = *more, *NOTHING, [], None, 0.0, 0.0, False, ""
     out, lse = torch.ops.flashsdk.attention_fwd(q, k, v, *rest)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]

@@ -180,8 +180,13 @@ class Call {
       return packed_ ? std::vector<std::int64_t>{heads, rows_q} : std::vector<std::int64_t>{batch, heads, rows_q};
     };
     add(a.q, dtype, shape(rows_q, heads, d), Role::kInput);
-    add(a.k, dtype, shape(rows_k, heads_kv, d), Role::kInput);
-    add(a.v, dtype, shape(rows_k, heads_kv, d_v), Role::kInput);
+    const bool narrow = !backward_ && dtype != DType::kFloat32 && c_.chance(25);
+    const DType dtype_kv = narrow ? DType::kFloat8E4M3 : dtype;
+    add(a.k, dtype_kv, shape(rows_k, heads_kv, d), Role::kInput);
+    add(a.v, dtype_kv, shape(rows_k, heads_kv, d_v), Role::kInput);
+    for (TensorView* descale : {&a.k_descale, &a.v_descale})
+      if (narrow && c_.chance(50))
+        add(*descale, DType::kFloat32, {c_.chance(50) ? batch : 1, c_.chance(50) ? heads_kv : 1}, Role::kInput);
     if (backward_) {
       add(bwd_.dout, dtype, shape(rows_q, heads, d_v), Role::kInput);
       add(bwd_.out, dtype, shape(rows_q, heads, d_v), Role::kInput);
@@ -287,7 +292,7 @@ class Call {
               c_.pick({std::uintptr_t{1}, std::uintptr_t{64}, ~std::uintptr_t{63}, std::uintptr_t{1} << 47}));
         break;
       case 4:
-        t.dtype = static_cast<DType>(c_.below(8));
+        t.dtype = static_cast<DType>(c_.below(9));
         break;
       case 5:
         t.device = {static_cast<DeviceType>(c_.between(0, 3)), c_.between(-1, 1)};

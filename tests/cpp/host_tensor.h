@@ -45,6 +45,25 @@ struct HalfFormat {
 };
 inline constexpr HalfFormat kFp16{10, 5}, kBf16{7, 8};
 
+// float8_e4m3fn has no infinity: its largest codes are NaN, and those below them numbers.
+inline double decode_fp8(std::uint8_t bits) {
+  const double sign = bits >> 7 != 0 ? -1 : 1;
+  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if (exponent == 15 && mantissa == 7) return NAN;
+  return sign * (exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10));
+}
+// The nearest, of two the one with an even code; beyond 448 NaN.
+inline std::uint8_t encode_fp8(double x) {
+  const std::uint8_t sign = std::signbit(x) ? 0x80 : 0;
+  std::uint8_t best = 0x7F;
+  for (std::uint8_t code = 0; code < 0x7F && std::fabs(x) <= 464; ++code) {
+    const double error = std::fabs(decode_fp8(code) - std::fabs(x));
+    const double least = best == 0x7F ? INFINITY : std::fabs(decode_fp8(best) - std::fabs(x));
+    if (error < least || (error == least && code % 2 == 0)) best = code;
+  }
+  return sign | best;
+}
+
 using Index = std::array<std::int64_t, kMaxTensorRank>;
 
 // The address of one element.
@@ -78,6 +97,8 @@ inline double load(const TensorView& t, const Index& index) {
       return static_cast<double>(read_as<std::int64_t>(p));
     case DType::kUInt64:
       return static_cast<double>(read_as<std::uint64_t>(p));
+    case DType::kFloat8E4M3:
+      return decode_fp8(read_as<std::uint8_t>(p));
   }
   return NAN;
 }
@@ -100,6 +121,8 @@ inline void store(const TensorView& t, const Index& index, double x) {
       return put(static_cast<std::int64_t>(x));
     case DType::kUInt64:
       return put(static_cast<std::uint64_t>(x));
+    case DType::kFloat8E4M3:
+      return put(encode_fp8(x));
   }
 }
 

@@ -190,6 +190,38 @@ TEST(CApi, PagesOfABlockTable) {
   EXPECT_EQ(problem.out.bytes(), expected);
 }
 
+// Of which the definition here has no factors: the bits that the C++ API writes, which differ from those without.
+TEST(CApi, KeysOf8Bits) {
+  Problem problem({2, 3, 32, 4, 2, 16, 24}, DType::kBFloat16);
+  HostTensor k(DType::kFloat8E4M3, {2, 32, 2, 16}, Layout::kPadded), v(DType::kFloat8E4M3, {2, 32, 2, 24});
+  HostTensor k_descale(DType::kFloat32, {2, 2}, Layout::kPadded), v_descale(DType::kFloat32, {1, 2});
+  for (HostTensor* t : {&k, &v}) t->fill_normal(problem.rng(), 4);
+  for (HostTensor* t : {&k_descale, &v_descale}) t->fill_normal(problem.rng());
+  ForwardArgs plain = problem.forward_args();
+  plain.k = k.view();
+  plain.v = v.view();
+  ForwardArgs of_k = plain, of_v = plain;
+  of_k.k_descale = k_descale.view();
+  of_v.v_descale = v_descale.view();
+  const auto in_cpp = [&](const ForwardArgs& args) {
+    problem.out.fill(NAN);
+    mha_fwd(args, GuardedWorkspace(workspace_size(args)).options());
+    return problem.out.bytes();
+  };
+  for (const ForwardArgs& args : {plain, of_k, of_v}) {
+    const std::vector<unsigned char> expected = in_cpp(args);
+    problem.out.fill(NAN);
+    BackwardArgs in_c;
+    static_cast<AttentionArgs&>(in_c) = args;
+    in_c.out = args.out;
+    in_c.lse = args.lse;
+    run(in_c, flashsdk_plan_forward, flashsdk_workspace_size_forward);
+    EXPECT_EQ(problem.out.bytes(), expected);
+  }
+  EXPECT_NE(in_cpp(of_k), in_cpp(plain));
+  EXPECT_NE(in_cpp(of_v), in_cpp(plain));
+}
+
 TEST(CApi, BlockMasks) {
   const std::vector<std::uint8_t> blocks{1, 0, 2, 2, 1, 0, 0, 2, 1};
   for (const auto& band : {std::optional<Band>(), std::optional<Band>(Causal())}) {

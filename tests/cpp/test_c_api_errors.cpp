@@ -60,6 +60,8 @@ FLASHSDK_EXPECT_AT(224, seqused_k);
 FLASHSDK_EXPECT_AT(232, sink);
 FLASHSDK_EXPECT_AT(240, dsink);
 FLASHSDK_EXPECT_AT(248, block_table);
+FLASHSDK_EXPECT_AT(256, k_descale);
+FLASHSDK_EXPECT_AT(264, v_descale);
 static_assert(sizeof(void*) != 8 || (sizeof(flashsdk_band) == 32 && sizeof(flashsdk_block_mask) == 96));
 
 // ---- structs of other versions
@@ -159,7 +161,7 @@ TEST(CApi, WhatIsWrongIsOneLine) {
       {"q.shape: a null pointer; 4 extents", [](CCall& c) { copy_of(c, c.args.q).shape = nullptr; }},
       {"k: 6 dimensions; at most 5", [](CCall& c) { copy_of(c, c.args.k).ndim = 6; }},
       {"k: -1 dimensions; at most 5", [](CCall& c) { copy_of(c, c.args.k).ndim = -1; }},
-      {"v: dtype int8; float32, float16, bfloat16, int32, int64, uint64 or bool",
+      {"v: dtype int8; float32, float16, bfloat16, float8_e4m3fn, int32, int64, uint64 or bool",
        [](CCall& c) { copy_of(c, c.args.v).dtype = {FLASHSDK_INT, 8, 1}; }},
       {"v: dtype int32; float32, the dtype of q", [](CCall& c) { copy_of(c, c.args.v).dtype = {FLASHSDK_INT, 32, 1}; }},
       {"out: on DLPack device type 7; the CPU (1) or CUDA (2, 13)",

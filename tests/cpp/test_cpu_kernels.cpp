@@ -10,6 +10,10 @@
 #include <string>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 #include "cpu_features.h"
 #include "host_tensor.h"
 #include "per_isa/cpu_probe.h"
@@ -146,6 +150,29 @@ TEST_P(CpuKernels, EveryHalfConvertsToFloat) {
       ASSERT_EQ(std::signbit(ours[n]), n >> 15 != 0) << std::hex << n;
     }
   }
+}
+
+// Also where the processor is told to take subnormal numbers for zeros, as PyTorch may.
+TEST_P(CpuKernels, EveryFloat8ConvertsToFloat) {
+  std::vector<std::uint8_t> all(256);
+  for (std::size_t n = 0; n < all.size(); ++n) all[n] = static_cast<std::uint8_t>(n);
+  for (const bool flushed : {false, true})
+    for (const auto fn : {probe().from_fp8, probe().scalar_from_fp8}) {
+#if defined(__x86_64__)
+      const unsigned before = _mm_getcsr();
+      if (flushed) _mm_setcsr(before | 0x8040);
+#endif
+      const std::vector<float> ours = map(fn, all);
+#if defined(__x86_64__)
+      _mm_setcsr(before);
+#endif
+      for (std::size_t n = 0; n < all.size(); ++n) {
+        const double expected = decode_fp8(all[n]);
+        ASSERT_TRUE(ours[n] == expected || (std::isnan(ours[n]) && std::isnan(expected))) << std::hex << n << flushed;
+        if (std::isnan(expected)) continue;
+        ASSERT_EQ(std::signbit(ours[n]), n >> 7 != 0) << std::hex << n;
+      }
+    }
 }
 
 TEST_P(CpuKernels, FloatsRoundToTheNearestHalf) {

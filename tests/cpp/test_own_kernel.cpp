@@ -62,6 +62,33 @@ TEST(OwnKernel, ScoreThatIsASum) {
   }
 }
 
+// Keys of 8 bits: what the same values do in 16.
+TEST(OwnKernel, KeysOf8Bits) {
+  const DilatedWindow mask{5, 7};
+  for (const Shape& shape : kShapes) {
+    Problem problem(shape, DType::kBFloat16);
+    const auto narrow = [](const HostTensor& t) {
+      const TensorView from = t.view();
+      HostTensor to(DType::kFloat8E4M3, {from.shape.begin(), from.shape.begin() + from.rank});
+      for_each_index(from, [&](const Index& index) { store(to.view(), index, load(from, index)); });
+      // Exact in 16 bits as well.
+      for_each_index(from, [&](const Index& index) { store(from, index, load(to.view(), index)); });
+      return to;
+    };
+    const HostTensor k = narrow(problem.k), v = narrow(problem.v);
+    ForwardArgs args = problem.forward_args();
+    const auto out_of = [&] {
+      problem.out.fill(NAN);
+      launch(plan_own(args, kForward<cpu::Bf16, DilatedWindowPolicy, false>, &mask));
+      return problem.out.bytes();
+    };
+    const std::vector<unsigned char> expected = out_of();
+    args.k = k.view();
+    args.v = v.view();
+    EXPECT_EQ(out_of(), expected);
+  }
+}
+
 // Behind all other features.
 TEST(OwnKernel, ScoreWithASlope) {
   for (const Shape& shape : kShapes) {

@@ -75,6 +75,26 @@ TEST(PackHeads, AWindowCutsTheKeys) {
   }
 }
 
+// A slice of keys of 8 bits begins where that key lies, and factors stay those of their heads.
+TEST(PackHeads, AWindowCutsKeysOf8Bits) {
+  Problem p(kDecoding, DType::kBFloat16);
+  p.k = HostTensor(DType::kFloat8E4M3, {3, 50, 2, 16});
+  p.v = HostTensor(DType::kFloat8E4M3, {3, 50, 2, 24});
+  HostTensor k_descale(DType::kFloat32, {3, 2}), v_descale(DType::kFloat32, {1, 2});
+  p.options.mask = SlidingWindow(9, 0);
+  p.options.k_descale = k_descale.view();
+  p.options.v_descale = v_descale.view();
+  const ForwardParams asked = validate(p.forward_args()), taken = pack_query_heads(asked);
+  EXPECT_EQ(taken.seqlen_k, 10);
+  EXPECT_EQ(taken.k.ptr, static_cast<char*>(asked.k.ptr) + 40 * 2 * 16);
+  EXPECT_EQ(taken.v.ptr, static_cast<char*>(asked.v.ptr) + 40 * 2 * 24);
+  EXPECT_EQ(taken.dtype_kv, DType::kFloat8E4M3);
+  EXPECT_EQ(taken.k_descale.batch, 2);
+  EXPECT_EQ(taken.k_descale.head, 1);
+  EXPECT_EQ(taken.v_descale.batch, 0);
+  EXPECT_EQ(taken.v_descale.head, 1);
+}
+
 TEST(PackHeads, ExplainSaysSo) {
   Problem p(kDecoding);
   EXPECT_EQ(forward_packing(p), kPacking);

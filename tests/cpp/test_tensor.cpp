@@ -113,11 +113,13 @@ TYPED_TEST(DlpackTensor, EveryDtype) {
   EXPECT_EQ(TensorView(this->make(0, 64)).dtype, DType::kInt64);
   EXPECT_EQ(TensorView(this->make(1, 64)).dtype, DType::kUInt64);
   EXPECT_EQ(TensorView(this->make(6, 8)).dtype, DType::kBool);
+  EXPECT_EQ(TensorView(this->make(10, 8)).dtype, DType::kFloat8E4M3);
 }
 
 TYPED_TEST(DlpackTensor, OtherDtypesAndVectorLanesAreErrors) {
-  const int wrong[][3] = {{2, 64, 1}, {2, 8, 1}, {2, 32, 2}, {4, 16, 4}, {0, 16, 1}, {0, 8, 1},
-                          {1, 32, 1}, {1, 8, 1}, {5, 64, 1}, {3, 64, 1}, {6, 1, 1},  {17, 16, 1}};
+  const int wrong[][3] = {{2, 64, 1}, {2, 8, 1},  {2, 32, 2}, {4, 16, 4}, {0, 16, 1}, {0, 8, 1},
+                          {1, 32, 1}, {1, 8, 1},  {5, 64, 1}, {3, 64, 1}, {6, 1, 1},  {17, 16, 1},
+                          {9, 8, 1},  {11, 8, 1}, {10, 8, 2}, {10, 16, 1}};
   for (const auto& [code, bits, lanes] : wrong) {
     try {
       TensorView view(this->make(code, bits, lanes));
@@ -132,8 +134,11 @@ TYPED_TEST(DlpackTensor, OtherDtypesAndVectorLanesAreErrors) {
 }
 
 TYPED_TEST(DlpackTensor, NarrowFloatsAreNamed) {
-  const std::pair<std::pair<int, int>, const char*> named[] = {
-      {{7, 8}, "dtype float8;"}, {{14, 8}, "dtype float8;"}, {{15, 6}, "dtype float6;"}, {{17, 4}, "dtype float4;"}};
+  const std::pair<std::pair<int, int>, const char*> named[] = {{{7, 8}, "dtype float8_e3m4;"},
+                                                               {{12, 8}, "dtype float8_e5m2;"},
+                                                               {{14, 8}, "dtype float8_e8m0fnu;"},
+                                                               {{15, 6}, "dtype float6_e2m3fn;"},
+                                                               {{17, 4}, "dtype float4_e2m1fn;"}};
   for (const auto& [type, name] : named) {
     try {
       TensorView view(this->make(type.first, type.second));

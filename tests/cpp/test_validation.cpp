@@ -107,6 +107,59 @@ TEST_F(Validation, MissingTensors) {
           [](ForwardArgs& a) { a.q.data = nullptr; });
 }
 
+TEST_F(Validation, KeysOf8Bits) {
+  HostTensor k(DType::kFloat8E4M3, {2, 7, 2, 8}), v(DType::kFloat8E4M3, {2, 7, 2, 16});
+  HostTensor packed_k(DType::kFloat8E4M3, {7, 2, 8}), packed_v(DType::kFloat8E4M3, {7, 2, 16});
+  HostTensor of_heads(DType::kFloat32, {2, 2}), of_all(DType::kFloat32, {1, 1}), wrong(DType::kFloat32, {2, 4});
+  HostTensor integers(DType::kInt32, {2, 2});
+  const std::string allowed = "; (1 or batch 2, 1 or num_heads_kv 2)";
+  forward(
+      "invalid_argument: k: dtype float8_e4m3fn; float32, the dtype of q; beside float8_e4m3fn q is float16 or "
+      "bfloat16",
+      [&](ForwardArgs& a) { a.k = k.view(), a.v = v.view(); });
+  forward("invalid_argument: v: dtype float8_e4m3fn; float32, the dtype of q", [&](ForwardArgs& a) { a.v = v.view(); });
+  forward("invalid_argument: k_descale: given; none, as k is float32 and no float8_e4m3fn",
+          [&](ForwardArgs& a) { a.k_descale = of_all.view(); });
+  backward("invalid_argument: v_descale: given; none, as k is float32 and no float8_e4m3fn",
+           [&](BackwardArgs& a) { a.v_descale = of_all.view(); });
+  backward("unsupported: k: dtype float8_e4m3fn; the dtype of q, as float8_e4m3fn has no backward",
+           [&](BackwardArgs& a) { a.k = k.view(), a.v = v.view(); });
+  backward("unsupported: v: dtype float8_e4m3fn; the dtype of q, as float8_e4m3fn has no backward",
+           [&](BackwardArgs& a) { a.v = v.view(); });
+
+  batched_ = Problem(batched_.shape(), DType::kFloat16);
+  packed_ = Problem(packed_.shape(), DType::kBFloat16);
+  const auto narrow = [&](SpoilForward spoil) {
+    return [&, spoil](ForwardArgs& a) {
+      const bool packed = a.cu_seqlens_q.given();
+      a.k = packed ? packed_k.view() : k.view();
+      a.v = packed ? packed_v.view() : v.view();
+      a.k_descale = of_heads.view();
+      a.v_descale = of_all.view();
+      spoil(a);
+    };
+  };
+  ForwardArgs valid = batched_.forward_args();
+  narrow([](ForwardArgs&) {})(valid);
+  EXPECT_EQ(error_of([&] { mha_fwd(valid, workspace_.options()); }), "");
+  forward("invalid_argument: v: dtype float16; float8_e4m3fn, the dtype of k",
+          narrow([&](ForwardArgs& a) { a.v = batched_.v.view(); }));
+  forward("invalid_argument: k_descale: shape (2, 4)" + allowed,
+          narrow([&](ForwardArgs& a) { a.k_descale = wrong.view(); }));
+  packed_forward("invalid_argument: v_descale: shape (2, 4)" + allowed,
+                 narrow([&](ForwardArgs& a) { a.v_descale = wrong.view(); }));
+  packed_forward("invalid_argument: k_descale: shape (2,)" + allowed,
+                 narrow([&](ForwardArgs& a) { a.k_descale.rank = 1; }));
+  forward("invalid_argument: v_descale: dtype int32; float32",
+          narrow([&](ForwardArgs& a) { a.v_descale = integers.view(); }));
+  forward("invalid_argument: k_descale: a null pointer; the address of shape (2, 2)",
+          narrow([&](ForwardArgs& a) { a.k_descale.data = nullptr; }));
+  forward("invalid_argument: k_descale: on cuda:0; cpu, where q is",
+          narrow([&](ForwardArgs& a) { a.k_descale.device = {DeviceType::kCUDA, 0}; }));
+  forward("invalid_argument: out: dtype float8_e4m3fn; float16, the dtype of q",
+          narrow([&](ForwardArgs& a) { a.out.dtype = DType::kFloat8E4M3; }));
+}
+
 TEST_F(Validation, Ranks) {
   forward("invalid_argument: q: shape (2, 5, 4); (batch, seqlen_q, num_heads, head_dim)",
           [](ForwardArgs& a) { a.q.rank = 3; });

@@ -33,7 +33,7 @@ def _blocks(**changes: Any) -> Problem:
     for seed in range(100, 1000):
         p = generate(seed)
         if not p.packed and getattr(p.mask, "band", None) and p.mask.full.shape[1] > 1:
-            plain = {"strides": False, "bias": None, "dropout_p": 0.0, "sink": False}
+            plain = {"strides": False, "bias": None, "dropout_p": 0.0, "sink": False, "fp8": None}
             return replace(p, used_q=(), used_k=(), **plain, **changes)
     raise AssertionError
 
@@ -70,11 +70,22 @@ PROBLEMS = {
         heads=(4, 2), batch=3, used_q=(1, 50, 0), used_k=(9, 70, 3), sink=True, dlse=True,
         alibi="batch", dropout_p=0.2, bias=("float32", (3, 1, 50, 70)),
     ),
+    "keys of 8 bits": problem(
+        dtype="bfloat16", heads=(4, 2), batch=2, mask=CAUSAL, fp8=((2, 2), (1, 2)), sink=True
+    ),
+    "keys of 8 bits, without descales": problem((1, 70), dtype="float16", fp8=(None, None)),
+    "packed, keys of 8 bits": packed(LENGTHS, (4, 2), dtype="float16", fp8=((4, 2), (4, 1))),
+    "used keys of 8 bits": problem(
+        dtype="bfloat16", heads=(4, 2), batch=3, used_k=(70, 0, 31), fp8=((3, 1), (1, 1))
+    ),
 }  # fmt: skip
 
 
 def results(p: Problem, backend: str | None = None) -> tuple[Problem, verify.Results]:
-    """Outputs and gradients, under jit; the problem with the seed that the key stands for."""
+    """Outputs and gradients, under jit; the problem with the seed that the key stands for.
+
+    Of keys of 8 bits the outputs alone.
+    """
     if p.dropout_p:
         low, high = (int(word) for word in jax.random.bits(KEY, (2,), jnp.uint32))
         seed = low | high << 32
@@ -85,7 +96,7 @@ def results(p: Problem, backend: str | None = None) -> tuple[Problem, verify.Res
     mask = mask_of(p)
     options: dict[str, Any] = {"softmax_scale": p.softmax_scale, "softcap": p.softcap}
     options |= {"dropout_p": p.dropout_p, "backend": backend, "return_lse": True, **p.options}
-    names = ("bias", "alibi_slopes", "seqused_q", "seqused_k")
+    names = ("bias", "alibi_slopes", "seqused_q", "seqused_k", "k_descale", "v_descale")
     rest = {n: x[n] for n in (*names, "cu_seqlens_q", "cu_seqlens_k") if n in x}
     wanted = ["q", "k", "v"] + ["sink"] * p.sink
 
@@ -102,12 +113,14 @@ def results(p: Problem, backend: str | None = None) -> tuple[Problem, verify.Res
         def attend(*of: Any) -> Any:
             return ours(*(of if p.sink else (*of, None)), *others)
 
+        if p.fp8 is not None:
+            return attend(*arrays)
         (out, lse), pull = jax.vjp(attend, *arrays)
         return out, lse, *pull((dout, jnp.zeros_like(lse) if dlse is None else dlse))
 
     of = [x[name] for name in wanted]
     arrays = both(of, x["dout"], x.get("dlse"), mask, KEY, rest)
-    made = ("out", "lse", *(f"d{name}" for name in wanted))
+    made = verify.outputs_of(p)
     return p, verify.Results(dict(zip(made, map(np.asarray, arrays), strict=True)))
 
 

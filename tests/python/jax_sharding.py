@@ -280,6 +280,42 @@ def pages_of_a_sharded_batch() -> None:
     close([jax.jit(paged)(*over)], [paged(*arrays)], 1e-9)
 
 
+def descaled(q: Any, k: Any, v: Any, k_descale: Any, v_descale: Any) -> Any:
+    return attention(q, k, v, mask=fs.Causal(), k_descale=k_descale, v_descale=v_descale)
+
+
+def of_8_bits(heads_kv: int = 2) -> list[jax.Array]:
+    """q, k, v and descales, those of v the same for all sequences."""
+    q, k, v, _ = qkvd(heads_kv=heads_kv)
+    k, v = ((4 * x).astype(jnp.float8_e4m3fn) for x in (k, v))
+    k_descale = jnp.arange(1.0, 4 * heads_kv + 1).reshape(4, heads_kv) / 32
+    return [q.astype(jnp.bfloat16), k, v, k_descale, k_descale[:1]]
+
+
+@check
+def keys_of_8_bits() -> None:
+    arrays = of_8_bits()
+    for spec, of_k, of_v in (
+        (P("x", None, "y"), P("x", "y"), P(None, "y")),
+        (P("x"), P("x"), P()),
+        (P(None, None, "y"), P(None, "y"), P(None, "y")),
+    ):
+        specs = (spec, spec, spec, of_k, of_v)
+        over = [jax.device_put(x, NamedSharding(TWO, s)) for x, s in zip(arrays, specs)]
+        assert moved(descaled, *over) == []
+        close([jax.jit(descaled)(*over)], [descaled(*arrays)], 1e-9)
+
+
+@check
+def keys_of_8_bits_on_more_devices_than_key_heads() -> None:
+    """Each device takes the descale of its head as well."""
+    arrays = of_8_bits()
+    over = [jax.device_put(arrays[0], NamedSharding(FOUR, P(None, None, "x")))]
+    over += [jax.device_put(x, NamedSharding(FOUR, P())) for x in arrays[1:]]
+    assert moved(descaled, *over) == []
+    close([jax.jit(descaled)(*over)], [descaled(*arrays)], 1e-9)
+
+
 def appended(
     arrays: list[jax.Array], specs: tuple[P, ...], table: Any = None, moves: str = ""
 ) -> None:

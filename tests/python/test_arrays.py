@@ -337,8 +337,11 @@ def test_torch_outputs_that_record_gradients():
 def test_torch_dtypes_of_8_bits_are_named():
     torch = pytest.importorskip("torch")
     q, k, v, _ = (torch.from_numpy(x).to(torch.float8_e4m3fn) for x in qkv())
-    with pytest.raises(fs.Error, match=r"^q: dtype float8; float32, float16 or bfloat16$"):
+    with pytest.raises(fs.Error, match=r"^q: dtype float8_e4m3fn; float32, float16 or bfloat16$"):
         fs.mha_fwd(q, k, v)
+    other = k.view(torch.float8_e5m2)
+    with pytest.raises(fs.Error, match=r"^k: dtype float8_e5m2; float32, float16, bfloat16 or fl"):
+        fs.mha_fwd(q.to(torch.float16), other, v)
 
 
 def test_frameworks_mixed():

@@ -232,6 +232,8 @@ def check_errors(mesh):
     refused(f"mask: a tensor; Causal() or None, {over}", q, k, v, mesh, mask=seen)
 
     placed = DTensor.from_local(q, mesh, [Shard(1)], run_check=False)
+    line = "k: dtype float8_e4m3fn; the dtype of q, as parts come without descales"
+    refused(line, q.half(), *(x.to(torch.float8_e4m3fn) for x in (k, v)), mesh)
     refused("q: a DTensor; the part that is here, q.to_local()", placed, k, v, mesh)
     refused("mesh: 'sequence'; a DeviceMesh, a process group or None", q, k, v, "sequence")
     two = init_device_mesh("cpu", (1, PROCESSES), mesh_dim_names=("batch", "sequence"))

@@ -122,6 +122,70 @@ def test_a_sink_of_packed_sequences():
     same((got, *pull(jnp.asarray(dout))), (out, dsink))
 
 
+def of_8_bits(dtype="bfloat16"):
+    """q, k, v and descales."""
+    q, k, v, _ = qkv((5, 50), (4, 2), batch=3, dtype=dtype)
+    k, v = ((4 * x.astype(np.float32)).astype("float8_e4m3fn") for x in (k, v))
+    rng = np.random.default_rng(1)
+    return q, k, v, *(rng.uniform(0.1, 0.4, (3, 2)).astype(np.float32) for _ in "kv")
+
+
+def descaled(q, k, v, k_descale, v_descale):
+    return attention(q, k, v, k_descale=k_descale, v_descale=v_descale, return_lse=True)
+
+
+def test_keys_of_8_bits_are_the_core():
+    """Bit by bit, eagerly, under jit, and through flashsdk.attention and the core's own door."""
+    for dtype in ("bfloat16", "float16"):
+        q, k, v, *scales = of_8_bits(dtype)
+        given = dict(zip(("k_descale", "v_descale"), scales, strict=True))
+        want = fs.mha_fwd(q, k, v, **given)
+        arrays = [jnp.asarray(x) for x in (q, k, v, *scales)]
+        same(descaled(*arrays), want)
+        same(jax.jit(descaled)(*arrays), want)
+        same(fs.attention(*arrays[:3], return_lse=True, **given), want)
+
+
+def test_keys_of_8_bits_have_no_gradient():
+    q, k, v, *scales = map(jnp.asarray, of_8_bits())
+    line = "k: dtype float8_e4m3fn; the dtype of q where a gradient is wanted, as float8_e4m3fn"
+    for at in (0, 3):  # of q, of a descale
+        with pytest.raises(fs.Unsupported, match=f"^{re.escape(line)}"):
+            jax.grad(lambda *x: descaled(*x)[0].astype(jnp.float32).sum(), at)(q, k, v, *scales)
+    with pytest.raises(fs.InvalidArgument, match=r"^k_descale: given; none, as k is float32 and"):
+        attention(*(x.astype(jnp.float32) for x in (q, k, v)), k_descale=scales[0])
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [(0, 0, 0, 0, 0), (0, None, None, None, None), (None, 0, 0, None, 0), (0, 0, 0, 1, None)],
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_vmap_of_keys_of_8_bits(axes, batch):
+    """Of descales that all sequences share, too."""
+    q, k, v, k_descale, v_descale = map(jnp.asarray, of_8_bits())
+    q, k, v = (jnp.stack([x[:batch], x[1 : 1 + batch], -x[:batch]]) for x in (q, k, v))
+    k_descale, v_descale = (jnp.stack([x[:batch], x[1 : 1 + batch], 2 * x[:batch]])
+                            for x in (k_descale, v_descale[:, :1]))  # fmt: skip
+    given = []
+    for x, axis in zip((q, k, v, k_descale, v_descale), axes, strict=True):
+        given.append(x[0] if axis is None else jnp.moveaxis(x, 0, axis))
+    got = jax.vmap(descaled, axes)(*given)
+    one = [
+        [x if axis is None else jnp.take(x, n, axis) for x, axis in zip(given, axes, strict=True)]
+        for n in range(3)
+    ]
+    same(got, [jnp.stack(x) for x in zip(*(descaled(*x) for x in one), strict=True)])
+    # Of one row, that all share.
+    given[3] = given[3][:, :1] if axes[3] == 0 else given[3][:1]
+    got = jax.vmap(descaled, axes)(*given)
+    one = [
+        [x if axis is None else jnp.take(x, n, axis) for x, axis in zip(given, axes, strict=True)]
+        for n in range(3)
+    ]
+    same(got, [jnp.stack(x) for x in zip(*(descaled(*x) for x in one), strict=True)])
+
+
 # ---- under jax.vmap, where each element is the call that it is alone
 
 

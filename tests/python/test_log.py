@@ -307,3 +307,15 @@ def test_the_page(capsys):
     parsed = [cli.parser().parse_args(command.split()) for command in commands]
     assert [args.backend for args in parsed] == ["cpu", "sm90"]
     assert parsed[0].out in text  # the folder
+
+
+def test_keys_of_8_bits():
+    pytest.importorskip("ml_dtypes")
+    code = """
+import ml_dtypes, numpy as np, flashsdk as fs
+q = np.zeros((1, 1, 4, 16), np.float16)
+k = np.zeros((1, 40, 2, 16), ml_dtypes.float8_e4m3fn)
+fs.mha_fwd(q, k, k, v_descale=np.ones((1, 1), np.float32))
+"""
+    (line,) = run(code, FLASHSDK_LOG="1").stderr.splitlines()
+    assert "float16 on cpu, float8_e4m3fn keys, v_descale: cpu_" in line

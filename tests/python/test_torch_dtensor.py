@@ -211,6 +211,20 @@ def check_sinks_and_lengths(mesh):
         assert out.placements == (Shard(dim),)
         assert torch.equal(out.full_tensor(), want)
 
+    # Keys of 8 bits, and descales that differ where these do, or not.
+    narrow = [x.to(torch.float8_e4m3fn) for x in (k, v)]
+    descales = [torch.rand(2, 2) + 0.1, torch.rand(1, 1) + 0.1]
+    names = ("k_descale", "v_descale")
+    want = ft.attention(q.half(), *narrow, **dict(zip(names, descales, strict=True)))
+    for dim in (0, 2):
+        x = distributed_over(Shard(dim), q.half(), k, v)  # gloo sends no 8 bits
+        x[1:] = (t.to(torch.float8_e4m3fn) for t in x[1:])
+        differ = distributed_over(Shard(dim // 2), descales[0])
+        alike = distributed_over(Replicate(), descales[1])
+        out = ft.attention(*x, k_descale=differ[0], v_descale=alike[0])
+        assert out.placements == (Shard(dim),)
+        assert torch.equal(out.full_tensor(), want)
+
     x = distributed_over(Shard(0), q, k, v)
     (n,) = distributed_over(Shard(0), used)
     for line, options in {

@@ -53,7 +53,7 @@ WRONG = {
         "q k v query key value qkv kv": [None, *NO_TENSORS],
         "cu_seqlens_q cu_seqlens_k cu_seqlens": [None, [0, 6], *NO_TENSORS],
         "bias alibi_slopes attn_mask": NO_TENSORS[:-2],
-        "sink seqused_q seqused_k": NO_TENSORS,
+        "sink seqused_q seqused_k k_descale v_descale": NO_TENSORS,
         "k_cache v_cache": [None, *NO_TENSORS],
         "rotary_cos rotary_sin cache_batch_idx cache_leftpad": NO_TENSORS,
         "cache_seqlens": [*NO_TENSORS[1:], 7, -1],

@@ -85,7 +85,7 @@ def test_pages():
 def options():
     q, k, v = with_gradients(qkv(seqlen_q=20))
     lengths = torch.tensor([3, 20], dtype=torch.int32)
-    more = (sink_of(), lengths, lengths, None, 1, None, None, 0, 0)
+    more = (sink_of(), lengths, lengths, None, None, None, 1, None, None, 0, 0)
     return q, k, v, (*more, None, None, None, None, [], None, 0.0, 0.0, False, "")
 
 

@@ -74,6 +74,8 @@ REFUSED = {
     "blocks: given; none, as mask is no layout": {"mask": [0, 0, 0], "blocks": OFFSETS},
 }
 TABLE = torch.zeros(2, 3, dtype=torch.int32)
+FP8 = {name: torch.zeros(2, 48, 4, 32).to(torch.float8_e4m3fn) for name in "kv"}
+FP8["q"] = torch.zeros(2, 48, 4, 32, dtype=torch.float16)
 REFUSED_MORE = {
     "sink: dtype float64; float32": {"sink": SINK.double()},
     "sink: shape (3,); (num_heads 4)": {"sink": SINK[:3]},
@@ -86,6 +88,15 @@ REFUSED_MORE = {
         "operator": "attention_bwd", "block_table": TABLE, "seqused_k": USED["seqused_k"]
     },
     "sink: shape (2,); (num_heads 4)": {"operator": "attention_bwd", "sink": SINK[:2]},
+    "v_descale: given; none, as k is float32 and no float8_e4m3fn": {"v_descale": SINK[None]},
+    "k_descale: dtype int32; float32": {**FP8, "k_descale": TABLE},
+    "k_descale: shape (4,); (1 or batch 2, 1 or num_heads_kv 4)": {**FP8, "k_descale": SINK},
+    "k: dtype float8_e5m2; float32, float16, bfloat16 or float8_e4m3fn": {
+        "k": FP8["k"].view(torch.float8_e5m2)
+    },
+    "k: dtype float8_e4m3fn; the dtype of q, as float8_e4m3fn has no backward": {
+        "operator": "attention_bwd", **FP8
+    },
 }  # fmt: skip
 
 

@@ -50,6 +50,10 @@ struct AttentionArgs {
   // max_pages·page_size.
   TensorView block_table;
 
+  // Forward, of k and v in float8_e4m3fn beside a 16-bit q, which lie in memory as k / k_descale and v / v_descale:
+  // float32 (batch, num_heads_kv), each of them or 1; not given: 1. Packed and paged alike.
+  TensorView k_descale, v_descale;
+
   // Into how many parts the keys of a query may be cut: 1 makes its bits depend on its own sequence alone, whatever
   // shares the batch; 0 chooses. On a CPU they never depend on more.
   int num_splits = 0;

@@ -80,6 +80,7 @@ typedef struct flashsdk_tensor {
 
 enum { FLASHSDK_CPU = 1, FLASHSDK_CUDA = 2 };
 enum { FLASHSDK_INT = 0, FLASHSDK_UINT = 1, FLASHSDK_FLOAT = 2, FLASHSDK_BFLOAT = 4, FLASHSDK_BOOL = 6 };
+enum { FLASHSDK_FLOAT8_E4M3FN = 10 };  // of 8 bits
 
 // ---- masks
 
@@ -147,8 +148,9 @@ typedef struct flashsdk_attention_args {
   int32_t num_splits;     // 1: bits of a sequence depend on it alone; 0: chosen
   // Here the first version ended.
   const flashsdk_tensor *seqused_q, *seqused_k;
-  const flashsdk_tensor *sink, *dsink;  // the backward writes dsink, where there is a sink
-  const flashsdk_tensor* block_table;   // of a forward: k and v are pages
+  const flashsdk_tensor *sink, *dsink;           // the backward writes dsink, where there is a sink
+  const flashsdk_tensor* block_table;            // of a forward: k and v are pages
+  const flashsdk_tensor *k_descale, *v_descale;  // of a forward with k and v of FLASHSDK_FLOAT8_E4M3FN
 } flashsdk_attention_args;
 
 // A call that is checked and has its kernel: flashsdk::Plan. It keeps the addresses of the tensors' memory, which must

@@ -11,7 +11,7 @@
 
 namespace flashsdk {
 
-enum class DType : std::uint8_t { kFloat32, kFloat16, kBFloat16, kInt32, kBool, kInt64, kUInt64 };
+enum class DType : std::uint8_t { kFloat32, kFloat16, kBFloat16, kInt32, kBool, kInt64, kUInt64, kFloat8E4M3 };
 
 // Numbering of DLPack's DLDeviceType.
 enum class DeviceType : std::int32_t { kCPU = 1, kCUDA = 2 };

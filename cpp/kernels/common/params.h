@@ -120,8 +120,18 @@ struct SinkParam {
   }
 };
 
+// What fp8 keys or values are multiplied by: float32 (batch, num_heads_kv).
+struct DescaleParam {
+  const float* ptr = nullptr;  // null: 1
+  std::int64_t batch = 0, head = 0;
+  FLASHSDK_HD float of(int batch_, int head_kv) const {
+    return ptr == nullptr ? 1.f : ptr[batch_ * batch + head_kv * head];
+  }
+};
+
 struct ForwardParams {
-  DType dtype = DType::kFloat32;
+  DType dtype = DType::kFloat32;     // of q and out, and in a backward of all
+  DType dtype_kv = DType::kFloat32;  // of k and v: dtype, or kFloat8E4M3 in a forward
   Device device;
   int batch = 0;
   int num_heads = 0, num_heads_kv = 0;
@@ -140,6 +150,7 @@ struct ForwardParams {
   MaskParam mask;
   ScoreParam score;
   SinkParam sink;
+  DescaleParam k_descale, v_descale;  // only of fp8 keys and values
 
   FLASHSDK_HD int heads_per_group() const { return num_heads / num_heads_kv; }
   // Whether sequences have lengths of their own, of which seqlen_q and seqlen_k are bounds.

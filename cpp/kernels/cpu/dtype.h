@@ -15,6 +15,10 @@ struct Bf16 {
 struct Fp16 {
   std::uint16_t bits;
 };
+// float8_e4m3fn: no infinity, and NaN is all ones. bf16 and fp16 hold every value.
+struct Fp8 {
+  std::uint8_t bits;
+};
 
 template <class T>
 inline constexpr DType kDTypeOf = DType::kFloat32;
@@ -44,6 +48,15 @@ FLASHSDK_HD float to_float(Fp16 x) {
   return bit_cast<float>(sign | bit_cast<std::uint32_t>(scaled));
 }
 #endif
+
+FLASHSDK_HD float to_float(Fp8 x) {
+  const std::uint32_t sign = std::uint32_t{x.bits & 0x80u} << 24, magnitude = x.bits & 0x7Fu;
+  if (magnitude == 0x7Fu) return bit_cast<float>(sign | 0x7FC00000u);
+  // Exponents are 120 apart. Subnormals count units of 2^-9.
+  const float value =
+      magnitude < 8u ? static_cast<float>(magnitude) * 0x1p-9f : bit_cast<float>((magnitude << 20) + (120u << 23));
+  return bit_cast<float>(sign | bit_cast<std::uint32_t>(value));
+}
 
 // Round to nearest, ties to even; NaN stays NaN.
 template <class T>

@@ -25,27 +25,29 @@ class FewQueries {
   static constexpr int kRowPitch = kHeadDim + Tr::kPadding;
 
   // Rows of keys: a stride apart, or each in a page of its own.
+  template <class E>
   struct StridedRows {
-    const T* first;
+    const E* first;
     std::int64_t stride;
-    FLASHSDK_HD const T* operator[](int r) const { return first + r * stride; }
+    FLASHSDK_HD const E* operator[](int r) const { return first + r * stride; }
   };
+  template <class E>
   struct ListedRows {
-    const T* row[kKeys];
-    FLASHSDK_HD const T* operator[](int r) const { return row[r]; }
+    const E* row[kKeys];
+    FLASHSDK_HD const E* operator[](int r) const { return row[r]; }
   };
 
  public:
   static bool fit(int queries) { return queries <= kMax; }
 
   // Calls f with the rows of at most kKeys keys.
-  template <class F>
-  static void with_rows(const KeyRows<const T>& rows, KeyRange keys, F f) {
+  template <class E, class F>
+  static void with_rows(const KeyRows<const E>& rows, KeyRange keys, F f) {
     const int count = keys.end - keys.begin;
-    if (rows.run(keys.begin) >= count) return f(StridedRows{rows.at(keys.begin), rows.stride()});
-    ListedRows listed;
+    if (rows.run(keys.begin) >= count) return f(StridedRows<E>{rows.at(keys.begin), rows.stride()});
+    ListedRows<E> listed;
     for (int r = 0; r < count;) {
-      const T* row = rows.at(keys.begin + r);
+      const E* row = rows.at(keys.begin + r);
       const int run_end = min_of(r + rows.run(keys.begin + r), count);
       for (; r < run_end; ++r, row += rows.stride()) listed.row[r] = row;
     }
@@ -91,6 +93,8 @@ class FewQueries {
   template <class Rows>
   __attribute__((noinline)) void accumulate(const Rows& v) {
     int l = 0;
+    if constexpr (kLanes == 16)  // as many sums as registers hold: each row is converted once
+      for (; l + 4 <= queries_; l += 4) add_rows<4>(v, l);
     for (; l + 2 <= queries_; l += 2) add_rows<2>(v, l);
     if (l < queries_) add_rows<1>(v, l);
   }
@@ -144,7 +148,7 @@ class FewQueries {
     const float* q[kQueries];
     for (int n = 0; n < kQueries; ++n) q[n] = q_ + (l + n) * kHeadDim;
     for (int first = 0; first < keys_; first += kRows) {
-      const T *keys[kRows], *next[kRows];
+      decltype(k[0]) keys[kRows], next[kRows];
       for (int r = 0; r < kRows; ++r) {
         keys[r] = k[min_of(first + r, keys_ - 1)];
         next[r] = k[min_of(first + kRows + r, keys_ - 1)];
@@ -219,9 +223,15 @@ class FewQueries {
   // which hide more of their latency.
   template <int kQueries, int kN, class Rows>
   FLASHSDK_HD void add_columns(const Rows& v, int l, int column) {
-    const float* p[2] = {row(l), row(l + kQueries - 1)};
-    Vec sum[2][kN];
-    for (int n = 0; n < kN; ++n) sum[0][n] = sum[1][n] = zero();
+    constexpr int kSums = max_of(2, kQueries);
+    const float* p[kSums];
+    Vec sum[kSums][kN];
+#pragma GCC unroll 4
+    for (int i = 0; i < kSums; ++i) {
+      p[i] = row(l + min_of(i, kQueries - 1));
+#pragma GCC unroll 4
+      for (int n = 0; n < kN; ++n) sum[i][n] = zero();
+    }
     auto add_key = [&](int r, int chain) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int n = 0; n < kN; ++n) {
@@ -229,8 +239,8 @@ class FewQueries {
         if constexpr (kQueries == 1) {
           sum[chain][n] = fma(set1(p[0][r]), x, sum[chain][n]);
         } else {
-          sum[0][n] = fma(set1(p[0][r]), x, sum[0][n]);
-          sum[1][n] = fma(set1(p[1][r]), x, sum[1][n]);
+#pragma GCC unroll 4
+          for (int i = 0; i < kQueries; ++i) sum[i][n] = fma(set1(p[i][r]), x, sum[i][n]);
         }
       }
     };
@@ -253,14 +263,15 @@ class FewQueries {
       if constexpr (kQueries == 1) {
         store(out, add(load(out), add(sum[0][n], sum[1][n])));
       } else {
-        store(out, add(load(out), sum[0][n]));
-        store(out + kHeadDim, add(load(out + kHeadDim), sum[1][n]));
+#pragma GCC unroll 4
+        for (int i = 0; i < kQueries; ++i, out += kHeadDim) store(out, add(load(out), sum[i][n]));
       }
     }
   }
 
-  static FLASHSDK_HD void prefetch_row(const T* row, int columns) {
-    constexpr int kLine = 64 / sizeof(T);
+  template <class E>
+  static FLASHSDK_HD void prefetch_row(const E* row, int columns) {
+    constexpr int kLine = 64 / sizeof(E);
     for (int c = 0; c < columns; c += kLine) __builtin_prefetch(row + c, 0, 2);
   }
 

@@ -162,7 +162,9 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
       if (tile.partial) keys = {max_of(keys.begin, seen.begin), min_of(keys.end, seen.end)};
       if (keys.begin >= keys.end) continue;
       const int count = keys.end - keys.begin;
-      FewQueries::with_rows(this->k_, keys, [&](const auto& k) { few.scores(k, count); });
+      this->with_key_type([&]<class E>() {
+        FewQueries::with_rows(this->template rows_of<E>(p_.k), keys, [&](const auto& k) { few.scores(k, count); });
+      });
       if constexpr (kFeatures)
         for (int i = i0; i < i1; ++i)
           this->features_.apply_row(few.row(i - i0), i, keys.begin, count, this->scale_.magnitude);
@@ -178,7 +180,9 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
       if constexpr (kFeatures)
         if (this->features_.dropout())
           for (int i = i0; i < i1; ++i) this->features_.drop_row(few.row(i - i0), i, keys.begin, count);
-      FewQueries::with_rows(this->v_, keys, [&](const auto& v) { few.accumulate(v); });
+      this->with_key_type([&]<class E>() {
+        FewQueries::with_rows(this->template rows_of<E>(p_.v), keys, [&](const auto& v) { few.accumulate(v); });
+      });
     }
     wait_for_turn();
     for (int i = i0; i < i1; ++i) this->finish_row(i, few.out(i - i0), few.max(i - i0), few.sum(i - i0));

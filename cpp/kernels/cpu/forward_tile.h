@@ -86,13 +86,11 @@ class ForwardTile {
       : p_(p),
         batch_(batch),
         head_(head),
+        head_kv_(head / p.heads_per_group()),
         seqlen_(p, batch),
         features_(p.score, seqlen_, batch, head),
-        scale_(p.score.softmax_scale),
+        scale_(p.score.softmax_scale * p.k_descale.of(batch, head_kv_)),
         w_(scratch) {
-    const int head_kv = head / p.heads_per_group();
-    k_ = seqlen_.template keys<const T>(p, p.k, batch, head_kv);
-    v_ = seqlen_.template keys<const T>(p, p.v, batch, head_kv);
     factor_ = static_cast<float>(unit() * kLog2e);
   }
 
@@ -116,17 +114,33 @@ class ForwardTile {
     }
   }
 
+  // Calls f<E>() with the type that keys and values have in memory.
+  template <class F>
+  FLASHSDK_HD void with_key_type(F f) const {
+    if constexpr (sizeof(T) == 2)
+      if (p_.dtype_kv == DType::kFloat8E4M3) return f.template operator()<Fp8>();
+    f.template operator()<T>();
+  }
+  // Where those of this head lie, in k or in v.
+  template <class E>
+  FLASHSDK_HD KeyRows<const E> rows_of(const TensorParam& t) const {
+    return seqlen_.template keys<const E>(p_, t, batch_, head_kv_);
+  }
+
   __attribute__((noinline)) void pack(const KeyTile& tile) {
-    for (int n = 0; n < tile.num_segments; ++n) {
-      const KeySegment& s = tile.segment[n];
-      with_rows(k_, p_.head_dim, s, [&](const T* first, std::int64_t stride, int row, int count) {
-        pack_rows<Dot, kRowPitch, kRowPart>(first, stride, count, p_.head_dim, Tr::padded(p_.head_dim),
-                                            w_.k + row * kRowPitch);
-      });
-      with_rows(v_, p_.head_dim_v, s, [&](const T* first, std::int64_t stride, int row, int count) {
-        pack_values(first, stride, count, w_.v + row / kStep * SummedKeys::kStep);
-      });
-    }
+    with_key_type([&]<class E>() {
+      const KeyRows<const E> k = rows_of<E>(p_.k), v = rows_of<E>(p_.v);
+      for (int n = 0; n < tile.num_segments; ++n) {
+        const KeySegment& s = tile.segment[n];
+        with_rows(k, p_.head_dim, s, [&](const auto* first, std::int64_t stride, int row, int count) {
+          pack_rows<Dot, kRowPitch, kRowPart>(first, stride, count, p_.head_dim, Tr::padded(p_.head_dim),
+                                              w_.k + row * kRowPitch);
+        });
+        with_rows(v, p_.head_dim_v, s, [&](const auto* first, std::int64_t stride, int row, int count) {
+          pack_values(first, stride, count, w_.v + row / kStep * SummedKeys::kStep);
+        });
+      }
+    });
     if constexpr (Dot::kTiles) zero_to_whole_steps(tile.rows);
     // Padding rows repeat the last key: its score cannot raise the maximum.
     for (int r = tile.rows; r < Dot::padded_rows(tile.rows); ++r)
@@ -135,9 +149,12 @@ class ForwardTile {
 
   // K and V rows the next tile will pack.
   void announce(int key, int count) {
-    count = min_of(count, k_.run(key));  // of pages the first
-    next_k_ = RowPrefetch(k_.at(key), p_.k.row, count, p_.head_dim);
-    next_v_ = RowPrefetch(v_.at(key), p_.v.row, count, p_.head_dim_v);
+    with_key_type([&]<class E>() {
+      const KeyRows<const E> k = rows_of<E>(p_.k), v = rows_of<E>(p_.v);
+      const int at_once = min_of(count, k.run(key));  // of pages the first
+      next_k_ = RowPrefetch(k.at(key), p_.k.row, at_once, p_.head_dim);
+      next_v_ = RowPrefetch(v.at(key), p_.v.row, at_once, p_.head_dim_v);
+    });
   }
 
   // S^T of the tile's rows [begin, end) into the scratch, and its row maximum, which starts from the panel's.
@@ -220,15 +237,16 @@ class ForwardTile {
   };
   Total total_of(float max, float sum) const {
     if (sum == 0.f) return {0.f, -INFINITY};
-    return {p_.score.dropout.scale() / sum, saturate(max * unit() + std::log(double{sum}))};
+    return {value_scale() / sum, saturate(max * unit() + std::log(double{sum}))};
   }
+  float value_scale() const { return p_.score.dropout.scale() * p_.v_descale.of(batch_, head_kv_); }
   // With a logit more, which has no value.
   __attribute__((noinline)) Total total_with(float sink, float max, float sum) const {
     if (sum == 0.f) return {0.f, sink};
     const double highest_key = max * unit(), highest = highest_key > sink ? highest_key : sink;
     const double of_keys = std::exp(highest_key - highest);
     const double total = sum * of_keys + std::exp(sink - highest);
-    return {static_cast<float>(p_.score.dropout.scale() * of_keys / total), saturate(highest + std::log(total))};
+    return {static_cast<float>(value_scale() * of_keys / total), saturate(highest + std::log(total))};
   }
 
   // The online softmax's step with what a part has found: o, max and sum become those of all parts up to it.
@@ -260,21 +278,32 @@ class ForwardTile {
   }
 
   // Calls f(first row, stride, row of the tile, rows) for the keys of a segment: at once where they are a stride apart.
-  // Those of several pages are copied a panel at a time, which is a whole number of steps of every product.
-  template <class F>
-  void with_rows(const KeyRows<const T>& keys, int d, const KeySegment& s, F f) {
-    if (keys.run(s.key) >= s.count) return f(keys.at(s.key), keys.stride(), s.row, s.count);
+  // Those of several pages are copied a panel at a time, which is a whole number of steps of every product. So are those
+  // of 8 bits where products take words of 16.
+  template <class E, class F>
+  void with_rows(const KeyRows<const E>& keys, int d, const KeySegment& s, F f) {
+    constexpr bool kWidened = !std::is_same_v<E, T> && kStep > 1;
+    if (!kWidened && keys.run(s.key) >= s.count) return f(keys.at(s.key), keys.stride(), s.row, s.count);
     static_assert(kPanel % Tr::kCut == 0);
-    T* copy = reinterpret_cast<T*>(w_.out);  // free until the last tile is done
+    using Copied = std::conditional_t<kWidened, T, E>;
+    auto* copy = reinterpret_cast<Copied*>(w_.out);  // free until the last tile is done
     for (int r = 0; r < s.count; r += kPanel) {
       const int count = min_of(kPanel, s.count - r);
-      for (int n = 0; n < count; ++n) std::memcpy(copy + n * d, keys.at(s.key + r + n), sizeof(T) * d);
-      f(copy, d, s.row + r, count);
+      for (int n = 0; n < count; ++n) {
+        const E* row = keys.at(s.key + r + n);
+        if constexpr (kWidened) {
+          widen_row(row, d, copy + n * d);
+        } else {
+          std::memcpy(copy + n * d, row, sizeof(E) * d);
+        }
+      }
+      f(static_cast<const Copied*>(copy), d, s.row + r, count);
     }
   }
 
   // V for the product that sums over its rows; two parts by way of packed rows.
-  void pack_values(const T* src, std::int64_t stride, int rows, Word* dst) {
+  template <class E>
+  void pack_values(const E* src, std::int64_t stride, int rows, Word* dst) {
     const int d = p_.head_dim_v, d_padded = Tr::padded(d);
     if constexpr (kParts == 1) {
       pack_summed_rows<Dot, SummedKeys::kRow, SummedKeys::kStep>(src, stride, rows, d, d_padded, dst);
@@ -355,12 +384,11 @@ class ForwardTile {
 
  protected:
   const ForwardParams& p_;
-  const int batch_, head_;
+  const int batch_, head_, head_kv_;
   const SeqlenInfo seqlen_;
   const ScoreFeatures features_;
   const ScaleSplit scale_;
   Scratch& w_;
-  KeyRows<const T> k_, v_;
   float factor_;  // of a stored score, to units of log2
   RowPrefetch next_k_, next_v_;
   Joined joined_;

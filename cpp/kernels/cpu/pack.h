@@ -16,6 +16,14 @@ void load_row(const T* src, int n, int n_padded, float* dst) {
   for (; c < n_padded; ++c) dst[c] = 0.f;
 }
 
+// n elements of 8 bits as 16-bit ones, which hold them exactly.
+template <class T>
+void widen_row(const Fp8* src, int n, T* dst) {
+  int c = 0;
+  for (; c + kLanes <= n; c += kLanes) store_as(dst + c, load_as_float(src + c));
+  for (; c < n; ++c) dst[c] = from_float<T>(to_float(src[c]));
+}
+
 // n floats times scale, converted to T.
 template <class T>
 void store_row(const float* src, int n, float scale, T* dst) {

@@ -5,7 +5,7 @@
 //
 // Each simd_*.h gives: Vec, IVec, kLanes, kVecs (vectors per micro-kernel row) and
 //   zero set1 load store add sub mul div max fma fms      fp32 arithmetic; load and store take any address
-//   load_as_float(T*) store_as(T*, Vec)                   conversion from and to float, Bf16, Fp16
+//   load_as_float(T*) store_as(T*, Vec)                   conversion from and to float, Bf16, Fp16; from Fp8
 //   floor_parts scale_by_power_of_two                     the two ends of exp2
 //   load_int mask_keys                                    lo <= j < hi per lane, -inf elsewhere
 //   transpose(src, src_stride, dst, dst_stride)           kLanes x kLanes block of 32-bit words

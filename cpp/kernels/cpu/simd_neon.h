@@ -72,6 +72,14 @@ FLASHSDK_HD Vec keep_at_least(Vec x, const std::uint8_t* bytes, int threshold) {
 FLASHSDK_HD Vec load_as_float(const float* p) { return load(p); }
 FLASHSDK_HD Vec load_as_float(const Bf16* p) { return vreinterpretq_f32_u32(vshll_n_u16(load_raw<uint16x4_t>(p), 16)); }
 FLASHSDK_HD Vec load_as_float(const Fp16* p) { return vcvt_f32_f16(vreinterpret_f16_u16(load_raw<uint16x4_t>(p))); }
+// By way of fp16, whose exponents are 8 apart.
+FLASHSDK_HD Vec load_as_float(const Fp8* p) {
+  const int8x8_t x = vcreate_s8(load_raw<std::uint32_t>(p));
+  const uint16x4_t half = vreinterpret_u16_s16(vget_low_s16(vshll_n_s8(x, 7)));  // the sign twice
+  const uint16x4_t value = vand_u16(half, vdup_n_u16(0xBF80)), magnitude = vand_u16(half, vdup_n_u16(0x3F80));
+  const uint16x4_t nan = vceq_u16(magnitude, vdup_n_u16(0x3F80));
+  return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(vorr_u16(value, nan))), 0x1p8f);
+}
 // As bf16, bit by bit.
 FLASHSDK_HD uint16x4_t to_bf16(Vec x) {
 #if defined(FLASHSDK_NEON_BF16)

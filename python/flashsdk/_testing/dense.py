@@ -78,7 +78,7 @@ def definition(p: Problem, x: dict[str, Tensor]) -> tuple[dict[str, Tensor], dic
     ``x`` holds q, k, v, dout and, where there are any, dlse, bias and alibi_slopes.
     """
     assert p.bias is None or "bias" in x
-    assert not p.sink
+    assert not p.sink and p.fp8 is None
     device = x["q"].device
     of_q = Padding(p.lengths_q, p.tail[0], p.packed, device, p.used_q)
     of_k = Padding(p.lengths_k, p.tail[1], p.packed, device, p.used_k)

@@ -16,12 +16,16 @@ MAX_VISITS = 80_000
 MAX_WIDE_ROWS = 300  # (head, query or key) of problems whose heads are wider than 256
 
 
+FP8 = "float8_e4m3fn"
+FP8_MAX = 448.0
+
+
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    if name == "bfloat16":
+    if name in ("bfloat16", FP8):
         import ml_dtypes
 
-        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return bfloat16
+        narrow: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return narrow
     return np.dtype(name)
 
 
@@ -54,6 +58,8 @@ class Problem:
     bias: tuple[str, tuple[int, int, int, int]] | None = None  # dtype, shape
     alibi: str | None = None  # "heads", "batch"
     sink: bool = False
+    # k and v in float8_e4m3fn, and the shapes of their descales; None: not given. A forward alone.
+    fp8: tuple[tuple[int, int] | None, tuple[int, int] | None] | None = None
     softcap: float = 0.0
     dropout_p: float = 0.0
     dropout_seed: int = 0
@@ -101,6 +107,7 @@ class Problem:
             "dropout_p",
             "dropout_seeds",
             "sink",
+            "fp8",
             "dlse",
             "low_bias",
             "options",
@@ -191,6 +198,9 @@ def generate(seed: int, backend: str = "cpu") -> Problem:
     own = np.random.default_rng([seed, 4])
     problem = _used(problem, own) if not packed else problem
     problem = replace(problem, sink=bool(own.random() < 0.2))
+    own = np.random.default_rng([seed, 6])
+    if dtype != "float32" and own.random() < 0.2:
+        problem = replace(problem, fp8=(_descale(own, batch, kv), _descale(own, batch, kv)))
     if backend == "cpu":
         problem = _widened(problem, np.random.default_rng([seed, 5]))
     # The fast kernels of a GPU take only what is aligned: most problems should be theirs.
@@ -227,6 +237,11 @@ def _used(problem: Problem, rng: np.random.Generator) -> Problem:
         # As for packed sequences: blocks are full or not by the shift of all rows.
         mask = replace(mask, band=replace(mask.band, alignment="top_left"))
     return replace(problem, used_q=used_q, used_k=used_k, mask=mask)
+
+
+def _descale(rng: np.random.Generator, batch: int, heads: int) -> tuple[int, int] | None:
+    shape = int(rng.choice([1, batch])), int(rng.choice([1, heads]))
+    return shape if rng.random() < 0.8 else None
 
 
 def _length(rng: np.random.Generator) -> int:
@@ -359,7 +374,11 @@ def inputs(p: Problem) -> dict[str, Placed]:
             values[name] = (6 if name == "q" else -6) * np.abs(values[name])
         if name != "v":
             values[name] *= p.magnitude
-    values = {name: x.astype(dtype) for name, x in values.items()}
+    if p.fp8 is not None:
+        own = np.random.default_rng([p.seed, 7])
+        for name, descale in zip("kv", p.fp8, strict=True):
+            values |= _quantised(name, values[name], descale, p, own)
+    values = {name: x if x.itemsize < 8 else x.astype(dtype) for name, x in values.items()}
     if p.dlse:
         values["dlse"] = rng.standard_normal(of_lse).astype(np.float32)
     if p.alibi:
@@ -404,6 +423,24 @@ def inputs(p: Problem) -> dict[str, Placed]:
         seeds = np.array(p.dropout_seeds, np.uint64).view(np.int64)
         placed["seed"] = Placed(seeds, seeds)
     return placed
+
+
+def _quantised(
+    name: str, x: Array, shape: tuple[int, int] | None, p: Problem, rng: np.random.Generator
+) -> dict[str, Array]:
+    """k or v in float8_e4m3fn, the largest a number of one to three digits, and its descale."""
+    descale = np.ones((1, 1), np.float32)
+    if shape is not None:
+        largest = np.abs(x).max(initial=0) or 1
+        descale = (largest / FP8_MAX * rng.uniform(1, 60, shape)).astype(np.float32)
+    of_head = np.broadcast_to(descale, (p.batch, p.num_heads_kv)).astype(np.float64)
+    if p.packed:
+        row = np.repeat(range(p.batch), p.lengths_k)
+        of_head = np.append(of_head[row], np.ones((p.tail[1], p.num_heads_kv)), 0)
+    else:
+        of_head = of_head[:, None]
+    narrow = np.clip(x / of_head[..., None], -FP8_MAX, FP8_MAX).astype(numpy_dtype(FP8))
+    return {name: narrow} if shape is None else {name: narrow, f"{name}_descale": descale}
 
 
 def _poison(rows: Array, used: tuple[int, ...]) -> None:

@@ -75,6 +75,9 @@ class Features:
     # Batched: (batch,), how many rows of each sequence are used; None: all. Others are not read.
     seqused_q: Array | None = None
     seqused_k: Array | None = None
+    # What k and v are multiplied with: (batch | 1, num_heads_kv | 1)
+    k_descale: Array | None = None
+    v_descale: Array | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.mask, "row_full"):
@@ -267,6 +270,11 @@ class Head:
 CuSeqlens = tuple[Array, Array] | None  # cu_seqlens_q and cu_seqlens_k of a packed problem
 
 
+def _descaled(x: Array, descale: Array | None, *index: int) -> Float64:
+    values: Float64 = x.astype(np.float64)
+    return values if descale is None else values * float(_broadcast(descale, *index))
+
+
 def heads(
     f: Features,
     q: Array,
@@ -294,8 +302,8 @@ def heads(
             h,
             num_heads,
             q[at_q].astype(np.float64),
-            k[at_k].astype(np.float64),
-            v[at_k].astype(np.float64),
+            _descaled(k[at_k], f.k_descale, b, h_kv),
+            _descaled(v[at_k], f.v_descale, b, h_kv),
             None if dout is None else dout[at_q].astype(np.float64),
             np.zeros(len(q[at_q])) if dlse is None else dlse[at_lse].astype(np.float64),
             at_q,

@@ -22,6 +22,8 @@ GIVEN = (
     "sink",
     "seqused_q",
     "seqused_k",
+    "k_descale",
+    "v_descale",
 )  # keywords of arrays, by their names
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 FEW = 512  # elements whose bound is the largest, or more with less
@@ -30,6 +32,8 @@ ORDERS = 3  # of summation and rounding, in which the errors of plain attention 
 
 
 def outputs_of(problem: Problem) -> tuple[str, ...]:
+    if problem.fp8 is not None:
+        return OUTPUTS[:2]  # it has no backward
     return (*OUTPUTS, "dsink") if problem.sink else OUTPUTS
 
 
@@ -121,7 +125,10 @@ def check(problem: Problem, backend: str = "cpu", framework: str | None = None) 
 def run(
     problem: Problem, placed: dict[str, Placed], backend: str, framework: str = "numpy"
 ) -> Results:
-    """Forward and backward into outputs that hold NaN, in the strides the problem asks for."""
+    """Forward and backward into outputs that hold NaN, in the strides the problem asks for.
+
+    Of a problem that has no backward the forward.
+    """
     import flashsdk as fs
 
     given = _Given(framework, "cpu" if backend == "cpu" else "cuda")
@@ -134,6 +141,7 @@ def run(
         **{f"d{name}": (x[name].shape, dtype) for name in "qkv"},
         **({"dsink": (x["sink"].shape, np.dtype(np.float32))} if problem.sink else {}),
     }
+    shapes = {name: shapes[name] for name in outputs_of(problem)}
     outputs = {
         name: place(
             np.full(shape, np.nan, of),
@@ -166,7 +174,8 @@ def run(
     grads = {name: t[name] for name in outputs_of(problem)[2:]}
     if problem.dlse:
         grads["dlse"] = t["dlse"]
-    returned += backward(t["dout"], *qkv, t["out"], t["lse"], *packed, **grads, **call)
+    if problem.fp8 is None:
+        returned += backward(t["dout"], *qkv, t["out"], t["lse"], *packed, **grads, **call)
 
     faults = []
     arrays = {}
@@ -193,10 +202,11 @@ def _same_bits(a: Array, b: Array) -> bool:
 
 
 def to_torch(x: Array, device: str) -> Any:
-    """A copy as a tensor. torch cannot take bfloat16 from NumPy: the bits travel as integers."""
+    """A copy as a tensor. torch cannot take all dtypes from NumPy: the bits travel as integers."""
     import torch
 
-    bits = torch.from_numpy(x.view(np.int16) if x.itemsize == 2 else x)
+    holds = {1: np.uint8, 2: np.int16}.get(x.itemsize, x.dtype)
+    bits = torch.from_numpy(x.view(holds))
     return bits.to(device, copy=True).view(getattr(torch, x.dtype.name))
 
 
@@ -204,7 +214,8 @@ def from_torch(x: Any) -> Array:
     """A copy of a tensor, by its bits as well."""
     import torch
 
-    bits = (x.view(torch.int16) if x.itemsize == 2 else x).cpu().numpy()
+    holds = {1: torch.uint8, 2: torch.int16}.get(x.itemsize, x.dtype)
+    bits = x.view(holds).cpu().numpy()
     array: Array = bits.view(numpy_dtype(str(x.dtype).removeprefix("torch."))).copy()
     return array
 
@@ -267,7 +278,7 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
     cu_seqlens = (x["cu_seqlens_q"], x["cu_seqlens_k"]) if problem.packed else None
     keywords = {"dlse": dlse, "cu_seqlens": cu_seqlens, **features}
     of_all = reference.forward_backward(dout, q, k, v, **keywords)
-    exact = dict(zip(outputs_of(problem), of_all, strict=True))
+    exact = dict(zip(outputs_of(problem), of_all, strict=problem.fp8 is None))
 
     f = reference.Features(**features)
     arrays = q, k, v, dout, dlse
@@ -277,11 +288,13 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
     for head in reference.heads(f, *arrays, cu_seqlens):
         m = naive.matrices(head, np.asarray)
         for name, part in tolerance.bounds(head, m, problem.dtype).items():
-            bound[name][_where(head, name)] += part
+            if name in bound:
+                bound[name][_where(head, name)] += part
         for name, part in tolerance.sizes(head, m).items():
-            size[name][_where(head, name)] += part
+            if name in size:
+                size[name][_where(head, name)] += part
     unit = tolerance.UNIT_ROUNDOFF[problem.dtype]
-    for name in ("dk", "dv"):
+    for name in {"dk", "dv"} & set(bound):
         bound[name] += unit * np.abs(exact[name]) + tolerance.UNDERFLOW[problem.dtype]
     for each in bound.values():
         each *= 1 + 4 * unit  # roundings of what is rounded already
@@ -317,11 +330,15 @@ def _plain_errors(
     lag = float(rng.uniform(0, 8)) if order else 0.0
     qk, vo = (rng.permutation(x.shape[-1]) if order else slice(None) for x in (q, v))
     dims = {"out": vo, "dq": qk, "dk": qk, "dv": vo}
+    dims = {name: of for name, of in dims.items() if name in exact}
     standard, flash = ({name: np.zeros(exact[name].shape) for name in of} for of in (dims, dims))
     shuffled = q[..., qk], k[..., qk], v[..., vo], dout[..., vo], dlse
     for head in reference.heads(f, *shuffled, cu_seqlens):
         for name, part in naive.standard(head, q.dtype).items():
-            standard[name][_where(head, name)] += part
+            if name in dims:
+                standard[name][_where(head, name)] += part
+        if len(dims) == 1:
+            continue
         for name, part in naive.flash_backward(head, q.dtype, lag).items():
             flash[name][_where(head, name)] += part
     flash.pop("out")  # it has no forward of its own

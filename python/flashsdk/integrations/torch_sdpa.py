@@ -132,7 +132,7 @@ def _logged(
     packed: tuple[Any, ...] | None,
 ) -> None:  # fmt: skip
     """A line of FLASHSDK_LOG for a call that came to the place of aten's kernels."""
-    rest = (None, None, None, None, None)  # what aten's kernels do not have
+    rest = (None,) * 7  # what aten's kernels do not have
     options = (scale, band, _as_bias(mask), None, 0.0, dropout_p, 0, 0, False, None, None, *rest)
     op = f"torch_sdpa_{'bwd' if backward else 'fwd'}"
     # Mostly the library refuses, which is told instead.

@@ -30,6 +30,8 @@ class _Shared(TypedDict, total=False):
     dropout_p: float
     seed: int | Tensor | None
     sink: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
     num_splits: int | None
     deterministic: bool | None
     backend: Backend | None
@@ -76,6 +78,8 @@ def attention(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -116,6 +120,9 @@ def attention(
         int32 (batch, max_pages), with seqused_k: k and v are pages (num_pages, page_size,
         num_heads_kv, head_dim), and key j of sequence b is row j % page_size of page
         block_table[b, j // page_size]. No gradient.
+    k_descale, v_descale
+        float32 (batch | 1, num_heads_kv | 1): what k and v in float8_e4m3fn are multiplied with,
+        beside a q of 16 bits, whose dtype out has. No gradient.
     num_splits
         Into how many parts the keys of a query may be cut; 1 makes its bits independent of what
         shares the batch. None is as many as pays.
@@ -131,7 +138,8 @@ def attention(
     seqlen_q) if asked for. A row that sees no key has out 0, lse -inf and no gradient.
     """
     more = (sink, seqused_q, seqused_k, block_table, num_splits)
-    if not is_dynamo_compiling():
+    scaled = k_descale is not None or v_descale is not None  # which the way in C++ does not take
+    if not scaled and not is_dynamo_compiling():
         done = native.attention(
             *(q, k, v, mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed),
             *(return_lse, deterministic, backend),
@@ -139,7 +147,7 @@ def attention(
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
-    given: tuple[Any, ...] = (q, k, v, bias, alibi_slopes, *more[:4])
+    given: tuple[Any, ...] = (q, k, v, bias, alibi_slopes, *more[:4], k_descale, v_descale)
     if isinstance(mask, Tensor):
         given = (*given, mask)
     if has_torch_function(given):
@@ -156,6 +164,8 @@ def attention(
             seqused_q=seqused_q,
             seqused_k=seqused_k,
             block_table=block_table,
+            k_descale=k_descale,
+            v_descale=v_descale,
             num_splits=num_splits,
             return_lse=return_lse,
             deterministic=deterministic,
@@ -175,7 +185,7 @@ def attention(
         seed=seed,
         deterministic=deterministic,
         backend=backend,
-        more=more_of(*more),
+        more=more_of(*more, k_descale, v_descale),
     )
     return (out, lse) if wanted else out
 
@@ -236,6 +246,8 @@ def varlen_attention(
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     sink: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -254,10 +266,11 @@ def varlen_attention(
         (batch | 1, num_heads | 1, max_seqlen_q | 1, max_seqlen_k | 1), indexed from the first row
         of each sequence, as is a ``BlockMask`` (for its alignment see ``mha_varlen_fwd``).
 
-    The rest as in ``attention``. Returns out (total_q, num_heads, head_dim_v), and lse float32
-    (num_heads, total_q) if asked for.
+    The rest as in ``attention``; descales have as many rows as there are sequences. Returns out
+    (total_q, num_heads, head_dim_v), and lse float32 (num_heads, total_q) if asked for.
     """
-    if not is_dynamo_compiling():
+    scaled = k_descale is not None or v_descale is not None
+    if not scaled and not is_dynamo_compiling():
         done = native.attention(
             *(q, k, v, mask, bias, alibi_slopes, softmax_scale, softcap, dropout_p, seed),
             *(return_lse, deterministic, backend, sink, None, None, None, num_splits),
@@ -266,6 +279,7 @@ def varlen_attention(
         if done is not None:
             return done  # type: ignore[no-any-return]
     given: tuple[Any, ...] = (q, k, v, cu_seqlens_q, cu_seqlens_k, bias, alibi_slopes, sink)
+    given = (*given, k_descale, v_descale)
     if isinstance(mask, Tensor):
         given = (*given, mask)
     if has_torch_function(given):
@@ -280,6 +294,8 @@ def varlen_attention(
             dropout_p=dropout_p,
             seed=seed,
             sink=sink,
+            k_descale=k_descale,
+            v_descale=v_descale,
             num_splits=num_splits,
             return_lse=return_lse,
             deterministic=deterministic,
@@ -300,6 +316,6 @@ def varlen_attention(
         seed=seed,
         deterministic=deterministic,
         backend=backend,
-        more=more_of(sink, num_splits=num_splits),
+        more=more_of(sink, num_splits=num_splits, k_descale=k_descale, v_descale=v_descale),
     )
     return (out, lse) if wanted else out

@@ -278,6 +278,10 @@ class _Call:
     def check(self, ring: Ring) -> None:
         """Raises what attention to any of the parts, or its backward, would raise."""
         q, k, v = (detached(x) for x in (self.q, self.k, self.v))
+        if k.dtype is torch.float8_e4m3fn:
+            raise Unsupported(
+                "k: dtype float8_e4m3fn; the dtype of q, as parts come without descales"
+            )
         if self.causal and (q.shape[1] != k.shape[1] or q.shape[1] % 2):
             given = f"{k.shape[1]} keys and {q.shape[1]} queries here"
             raise InvalidArgument(f"k: {given}; as many, an even number, as mask is causal")

@@ -24,16 +24,16 @@ template <class T>
 void probe_to(const float* x, std::uint16_t* out, int n) {
   for (int i = 0; i < n; i += kLanes) store_as(reinterpret_cast<T*>(out) + i, load(x + i));
 }
-template <class T>
-void probe_from(const std::uint16_t* x, float* out, int n) {
+template <class T, class Bits = std::uint16_t>
+void probe_from(const Bits* x, float* out, int n) {
   for (int i = 0; i < n; i += kLanes) store(out + i, load_as_float(reinterpret_cast<const T*>(x) + i));
 }
 template <class T>
 void probe_scalar_to(const float* x, std::uint16_t* out, int n) {
   for (int i = 0; i < n; ++i) out[i] = from_float<T>(x[i]).bits;
 }
-template <class T>
-void probe_scalar_from(const std::uint16_t* x, float* out, int n) {
+template <class T, class Bits = std::uint16_t>
+void probe_scalar_from(const Bits* x, float* out, int n) {
   for (int i = 0; i < n; ++i) out[i] = to_float(T{x[i]});
 }
 void probe_mask_keys(float* s, const std::int32_t* begin, const std::int32_t* end, int key) {
@@ -165,6 +165,7 @@ namespace flashsdk::testing {
 using namespace flashsdk::cpu::FLASHSDK_ISA_NS;
 using flashsdk::cpu::Bf16;
 using flashsdk::cpu::Fp16;
+using flashsdk::cpu::Fp8;
 
 extern const CpuProbe FLASHSDK_JOIN(cpu_probe_, FLASHSDK_ISA_NS);
 constinit const CpuProbe FLASHSDK_JOIN(cpu_probe_, FLASHSDK_ISA_NS) = {
@@ -181,6 +182,8 @@ constinit const CpuProbe FLASHSDK_JOIN(cpu_probe_, FLASHSDK_ISA_NS) = {
     probe_scalar_to<Fp16>,
     probe_scalar_from<Bf16>,
     probe_scalar_from<Fp16>,
+    probe_from<Fp8, std::uint8_t>,
+    probe_scalar_from<Fp8, std::uint8_t>,
     probe_mask_keys,
     probe_keep_at_least,
     probe_finite_or_zero,

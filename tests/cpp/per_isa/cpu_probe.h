@@ -22,6 +22,9 @@ struct CpuProbe {
   void (*scalar_to_fp16)(const float* x, std::uint16_t* out, int n);
   void (*scalar_from_bf16)(const std::uint16_t* x, float* out, int n);
   void (*scalar_from_fp16)(const std::uint16_t* x, float* out, int n);
+  // Of float8_e4m3fn, by vectors and by scalars.
+  void (*from_fp8)(const std::uint8_t* x, float* out, int n);
+  void (*scalar_from_fp8)(const std::uint8_t* x, float* out, int n);
   // lanes values: -inf where not begin <= key < end; 0 where the byte is below the threshold; 0 where -inf.
   void (*mask_keys)(float* s, const std::int32_t* begin, const std::int32_t* end, int key);
   void (*keep_at_least)(float* x, const std::uint8_t* bytes, int threshold);
