@@ -404,7 +404,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     }
   }
   __syncthreads();
-  const int left = min_of(rows, split.rows_of_head - m0);  // rows that have a place
+  const bool whole = split.ends == nullptr && split.parts == 1;  // there is no other part, and no second kernel
+  const int left = min_of(rows, split.rows_of_head - m0);        // rows that have a place
   for (int i = threadIdx.x; i < kBlockM * kHeadDim / 4; i += Traits::kThreads) {
     const int row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
     if (row >= left || column >= split.columns) continue;
@@ -415,13 +416,21 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
           *reinterpret_cast<const float4*>(outs + (of * kWarpBytes) / sizeof(float) + row * kHeadDim + column);
       sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
     }
-    const std::int64_t at = split.row(part.slot, work.head, m0 + row);
-    *reinterpret_cast<float4*>(split.out + at * split.columns + column) = sum;
-    if (column == 0) {
-      RowState all{most_of(row), 0.f};
-      CUTE_UNROLL
-      for (int of = 0; of < kWarps; ++of) all.sum += weight_of(state_of(of, row).max, all.max) * state_of(of, row).sum;
-      split.states[at] = all;
+    RowState all{most_of(row), 0.f};
+    CUTE_UNROLL
+    for (int of = 0; of < kWarps; ++of) all.sum += weight_of(state_of(of, row).max, all.max) * state_of(of, row).sum;
+    if (whole) {
+      const int query = split.shared.query(m0 + row), own = split.shared.head(work.head, m0 + row);
+      const cuda::RowEnd end = cuda::end_of_row(all.max, all.sum, scores.unit(), p.sink.of(own, query));
+      const float factor = end.factor * scale_of_out<Element, kFeatures>(p.score);
+      Element* out = seq.head_q<Element>(p.out, work.batch, own) + query * p.out.row + column;
+      *reinterpret_cast<uint2*>(out) = {cuda::pack<Element>(sum.x * factor, sum.y * factor),
+                                        cuda::pack<Element>(sum.z * factor, sum.w * factor)};
+      if (column == 0) seq.rows(p.lse, work.batch, own)[query * p.lse.row] = end.lse;
+    } else {
+      const std::int64_t at = split.row(part.slot, work.head, m0 + row);
+      *reinterpret_cast<float4*>(split.out + at * split.columns + column) = sum;
+      if (column == 0) split.states[at] = all;
     }
   }
 }

@@ -80,18 +80,26 @@ inline bool has_few_rows(const ForwardParams& p, int sharing) {
   const std::int64_t tiles = std::int64_t{p.num_heads / sharing} * p.batch;
   return p.fp8_kv() && p.seqlen_q > 0 && p.seqlen_q * sharing <= kFewRows && tiles > 0 && tiles <= kMostSplitTiles;
 }
-// Into how many parts their keys are split. Where not all thread blocks run at once, what counts is the last ones to
-// start, and that each has to wait for its first keys.
+// What their tile takes, by how many thread blocks share a multiprocessor, in units of PartCosts. Alone, a thread block
+// waits for its own instructions; three wait for an H100's memory. No run has fitted these: they are from the counts of
+// docs/dev/gpu.md.
+inline int few_rows_tile_cost(int beside) {
+  constexpr int kAlone = 80, kTwo = 104, kOfMemory = 46;
+  return beside == 1 ? kAlone : beside == 2 ? kTwo : kOfMemory * beside;
+}
+// Into how many parts their keys are split: without a second kernel, where one part is all. Where not all thread blocks
+// run at once, what counts is the last ones to start, and that each has to wait for its first keys.
 inline int few_rows_key_parts(std::int64_t query_tiles, int keys, int tile, int multiprocessors, int blocks_each) {
   const int key_tiles = ceil_div(keys, tile);
   const std::int64_t slots = std::int64_t{multiprocessors} * blocks_each;
   int best = 1;
   std::int64_t least = INT64_MAX;
   for (int parts = 1; parts <= max_of(1, min_of(key_tiles, kMostKeyParts)); ++parts) {
-    const std::int64_t blocks = query_tiles * parts, beside = ceil_div(min_of(blocks, slots), multiprocessors);
-    const std::int64_t each = beside > 1 ? PartCosts::kSharedTile * beside / 2 : PartCosts::kTile;
-    const std::int64_t time = ceil_div(blocks, slots) * (each * ceil_div(key_tiles, parts) + PartCosts::kStart) +
-                              PartCosts::kJoinPart * parts;
+    const std::int64_t blocks = query_tiles * parts;
+    const int beside = ceil_div(static_cast<int>(min_of(blocks, slots)), multiprocessors);
+    const std::int64_t each = std::int64_t{few_rows_tile_cost(beside)} * ceil_div(key_tiles, parts);
+    const std::int64_t time = ceil_div(blocks, slots) * (each + PartCosts::kStart) +
+                              (parts > 1 ? PartCosts::kJoin + PartCosts::kJoinPart * parts : 0);
     if (time < least) {
       least = time;
       best = parts;

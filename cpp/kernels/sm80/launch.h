@@ -168,6 +168,12 @@ KeyParts key_parts(const ForwardParams& p) {
   return key_parts(p, heads_sharing(p), kSplitTile<Traits>, device.multiprocessors, blocks_each<Traits>(device));
 }
 
+// Whether the forward kernel itself does, where it has all keys of a query.
+template <class Traits>
+bool writes_output(const KeyParts& parts) {
+  return Traits::kFp8Kv && parts.planned == 0 && parts.most == 1;
+}
+
 template <class Traits, class Policy, cuda::Features kFeatures>
 void launch_split_forward(const ForwardParams& p, const LaunchContext& context) {
   cuda::DeviceGuard guard(p.device.index);
@@ -180,7 +186,11 @@ void launch_split_forward(const ForwardParams& p, const LaunchContext& context) 
   if (parts.planned > 0) {
     constexpr flashsdk::Tile kTile = kSplitTile<Traits>;
     const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
-    const PlanProblem problem{kTile.n, visible_keys(p, kTile), device.multiprocessors, blocks_each<Traits>(device)};
+    PlanProblem problem{kTile.n, visible_keys(p, kTile), device.multiprocessors, blocks_each<Traits>(device)};
+    if constexpr (Traits::kFp8Kv) {  // as if all had a multiprocessor alone: a few are not as fast as many
+      problem.multiprocessors *= problem.blocks_each;
+      problem.blocks_each = 1;
+    }
     cuda::launch("launching the kernel that plans the parts", plan_parts_kernel<>, dim3(1), kPlanThreads, 0, stream, p,
                  split, problem);
     tiles.batch = 1;  // sequences are in the plan
@@ -190,10 +200,12 @@ void launch_split_forward(const ForwardParams& p, const LaunchContext& context) 
   } else {
     start_forward<Traits, Policy, kFeatures>(p, stream, tiles, split, parts.most);
   }
-  constexpr auto kJoin = join_parts_kernel<Traits, kFeatures>;
-  cuda::launch("launching the forward's last pass", cuda::start_during<kJoin>(p.device.index), kJoin,
-               dim3(static_cast<unsigned>(split.rows_of_head), static_cast<unsigned>(split.heads * p.batch)),
-               32 * join_warps(split.parts), 0, stream, p, split);
+  if (!writes_output<Traits>(parts)) {
+    constexpr auto kJoin = join_parts_kernel<Traits, kFeatures>;
+    cuda::launch("launching the forward's last pass", cuda::start_during<kJoin>(p.device.index), kJoin,
+                 dim3(static_cast<unsigned>(split.rows_of_head), static_cast<unsigned>(split.heads * p.batch)),
+                 32 * join_warps(split.parts), 0, stream, p, split);
+  }
   cuda::clear_unused_rows<typename Traits::Element>(p, stream);
 }
 
@@ -206,7 +218,10 @@ ForwardEntry split_forward_entry() {
             const KeyParts parts = key_parts<Traits>(p);
             return parts.planned == 0 && parts.most == 1 ? "too many queries or too few keys to split these" : nullptr;
           },
-          [](const ForwardParams& p, int) { return KeySplit(p, key_parts<Traits>(p), nullptr).size(); },
+          [](const ForwardParams& p, int) {
+            const KeyParts parts = key_parts<Traits>(p);
+            return writes_output<Traits>(parts) ? 0 : KeySplit(p, parts, nullptr).size();
+          },
           launch_split_forward<Traits, Policy, kFeatures>};
 }
 
