@@ -10,7 +10,7 @@ import torch
 from flashsdk._commands.gpu_timing import Runs, timed
 from flashsdk._errors import first_line
 from gpu_calls import DEVICE, backends, fs, peer_forward
-from gpu_tables import READ
+from gpu_tables import FP8, READ
 from gpu_wanted import Row, Wanted
 
 BEYOND_CACHES = 300_000_000  # bytes
@@ -45,7 +45,8 @@ def few_queries_of(
 ) -> list[Row]:
     """A run is calls on keys of their own, together more than any cache holds.
 
-    Beside them a sum of the same bytes: what reading them takes.
+    Beside them the same keys and values in fp8, half the bytes, and a sum of the bytes: what
+    reading them takes.
     """
     causal = queries > 1
     mask = fs.Causal() if causal else None
@@ -54,7 +55,8 @@ def few_queries_of(
     for _ in range(1 + BEYOND_CACHES // size):
         q = torch.randn(batch, queries, heads, dim, device=DEVICE).bfloat16()
         kv = torch.randn(2, batch, keys, heads_kv, dim, device=DEVICE).bfloat16()
-        inputs.append((q, *kv, kv.view(torch.float32)))
+        inputs.append((q, *kv, kv.to(torch.float8_e4m3fn), kv.view(torch.float32)))
+    descale = torch.rand(2, batch, heads_kv, device=DEVICE) + 0.5
     attention, fastest = fs.torch.attention, backends()[-1]
     calls: dict[str, Callable[..., Any]] = {
         fastest: lambda q, k, v: attention(q, k, v, mask=mask, backend=fastest),
@@ -66,7 +68,7 @@ def few_queries_of(
 
     def on_all(call: Callable[..., Any]) -> Callable[[], object]:
         def run() -> None:
-            for q, k, v, _ in inputs:
+            for q, k, v, *_ in inputs:
                 call(q, k, v)
 
         return run
@@ -79,6 +81,12 @@ def few_queries_of(
             print(f"{name}: left out: {first_line(e)}", flush=True)
             continue
         runs[name] = on_all(call)
+
+    def on_fp8() -> None:
+        for q, _, _, (k, v), _ in inputs:
+            fs.mha_fwd(q, k, v, mask=mask, k_descale=descale[0], v_descale=descale[1])
+
+    runs[FP8] = on_fp8
     runs[READ] = lambda: [kv.sum() for *_, kv in inputs]
     of = timed(runs)
     row = {"batch": batch, "queries": queries, "keys": keys, "heads": heads}

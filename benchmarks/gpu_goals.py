@@ -16,7 +16,7 @@ from typing import Any
 
 import cpu_goals
 from flashsdk._commands.table import length, markdown_table
-from gpu_tables import DIRECTIONS, READ, Record, by_name
+from gpu_tables import DIRECTIONS, FP8, READ, Record, by_name
 
 Cell = tuple[float, str]  # a figure and where it is from
 RESULTS = Path(__file__).parent / "results"
@@ -38,6 +38,7 @@ NOT_MEASURED = "–"
 OF_A_READ = 0.9  # of the rate of a read of K and V, from so many bytes on:
 FROM_BYTES = 64e6
 DECODE_US = 7.5  # of one query of 1024 keys
+OVER_BF16 = 1.7  # of the speed of bf16, from FROM_BYTES of that on
 PAGES = 1.03  # of the time of the same cache in one piece
 CHUNK = 0.95  # of the rate of the same keys alone, of a chunk of a prompt on pages
 
@@ -286,6 +287,12 @@ def few_queries(record: Record) -> list[list[str]]:
         cells = [(read[where(r)] / r["us"], where(r)) for r in large]
         goal = f"decode, K and V of {FROM_BYTES / 1e6:.0f} MB and more: rate, of a read's"
         rows.append(line(goal, str(OF_A_READ), cells, lambda x: x >= OF_A_READ))
+    fp8 = {where(r): r["us"] for r in one if r["name"] == FP8}
+    if fp8:
+        large = [r for r in ours if r["bytes"] >= FROM_BYTES]
+        cells = [(r["us"] / fp8[where(r)], where(r)) for r in large]
+        goal = f"decode, fp8 K and V in place of {FROM_BYTES / 1e6:.0f} MB and more of bf16: speed"
+        rows.append(line(goal, str(OVER_BF16), cells, lambda x: x >= OVER_BF16))
     return rows
 
 

@@ -14,6 +14,7 @@ PEERS = ("cudnn", "fa2")
 WITH_BIAS = ("cudnn", "efficient")
 OURS = ("sm80", "sm90")
 READ = "read"  # a sum over the bytes of K and V
+FP8 = "fp8"  # ours, of keys and values in float8_e4m3fn
 NAMES = {"cudnn": "cuDNN", "fa2": "FA2", "efficient": "efficient", "sm80": "sm80", "sm90": "sm90"}
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 OF_AN_OLDER_BENCH = (
@@ -236,8 +237,9 @@ def grouped(rows: list[Record], shape: tuple[str, ...]) -> dict[tuple[Any, ...],
 
 
 def few_queries_table(rows: list[Record]) -> str:
-    ours = sorted({r["name"] for r in rows} - {*PEERS, "flashsdk", READ})
-    columns = [*PEERS, *ours, "flashsdk"]
+    ours = sorted({r["name"] for r in rows} - {*PEERS, "flashsdk", FP8, READ})
+    with_fp8 = any(r["name"] == FP8 for r in rows)
+    columns = [*PEERS, *ours, "flashsdk", *([FP8] if with_fp8 else [])]
     with_read = any(r["name"] == READ for r in rows)
     shape = ("batch", "queries", "keys", "heads", "heads_kv", "head_dim", "bytes", "kernel")
     times = by_name(rows, shape, "us")
@@ -246,6 +248,8 @@ def few_queries_table(rows: list[Record]) -> str:
         line = [str(batch), str(queries), length(keys), f"{heads} / {heads_kv}", str(dim)]
         line += [f"{of[name]:.1f}" if name in of else "–" for name in columns]
         line += [f"{of[name] / of['flashsdk']:.2f}" if name in of else "–" for name in PEERS]
+        if with_fp8:
+            line.append(f"{of['flashsdk'] / of[FP8]:.2f}")
         line.append(f"{size / of['flashsdk'] / 1e6:.2f}")
         if with_read:
             line.append(f"{of[READ] / of['flashsdk']:.2f}")
@@ -253,6 +257,7 @@ def few_queries_table(rows: list[Record]) -> str:
     header = ["batch", "queries", "keys", "heads / of keys", "head_dim"]
     header += [NAMES.get(name, name) for name in columns]
     header += [f"{NAMES[name]} / ours" for name in PEERS]
+    header += ["ours / fp8"] if with_fp8 else []
     header += ["TB/s", *(["of a read"] if with_read else []), "kernel"]
     text = (
         "Forward, bf16; several queries are causal, aligned to the last key. µs a call from a CUDA "
@@ -261,6 +266,8 @@ def few_queries_table(rows: list[Record]) -> str:
         "call gets by itself, the kernel named. cuDNN is left out where there are several queries: "
         "PyTorch hands it their mask as a matrix."
     )
+    if with_fp8:
+        text += " fp8: the same call with K and V in float8_e4m3fn, half the bytes, of fs.mha_fwd."
     if with_read:
         text += " Of a read: the rate beside that of PyTorch's sum over the same bytes."
     header, table = with_spread(header, table, grouped(rows, shape).values(), "us")

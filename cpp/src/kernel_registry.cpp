@@ -65,12 +65,14 @@ std::vector<std::string> words_of(Features features) {
 }
 
 // "cpu_avx2_bf16_d128_band_fwd", "sm90_bf16_d192x128_dense_softcap_dropout_128x128_fwd",
-// "sm80_bf16_d64_dense_features_split_64x128_fwd": no two kernels of a build have the same.
+// "sm80_bf16_d64_dense_features_split_64x128_fwd", "sm80_fp16_fp8kv_d128_band_split_16x128_fwd": no two kernels of a
+// build have the same.
 std::string name_of(const KernelKey& key, Tile tile, const char* op) {
   std::string name = name_of(key.backend);
   const auto add = [&](const std::string& word) { (name += '_') += word; };
   if (key.backend == Backend::kCpu) add(key.arch);
   add(short_name_of(key.dtype));
+  if (key.fp8_kv) add("fp8kv");
   std::string dims = "d";
   dims += std::to_string(key.head_dim);
   if (key.head_dim_v != key.head_dim) (dims += 'x') += std::to_string(key.head_dim_v);
@@ -115,6 +117,11 @@ bool gpu_available([[maybe_unused]] const KernelKey& key) {
 #else
   return false;
 #endif
+}
+
+// Whether a GPU's kernel is for keys and values of another type than a call's. A CPU's take all.
+bool other_keys(const KernelKey& key, const ForwardParams& p) {
+  return key.backend != Backend::kCpu && key.fp8_kv != p.fp8_kv();
 }
 
 bool same_device(Backend backend, Device device) {
@@ -209,6 +216,9 @@ const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, std::
   for (const Row<Params>* row : rows<Params>().bucket(p.dtype, p.mask.kind, p.score.any_feature())) {
     const KernelKey& key = row->entry.key;
     if (!same_device(key.backend, p.device) || key.head_dim < p.head_dim || key.head_dim_v < p.head_dim_v) continue;
+    // Kernels of fp8 keys are nothing to calls of 16 bits. A call of fp8 keys hears why others do not take it, but not
+    // that they do not split.
+    if (other_keys(key, p) && (key.fp8_kv || key.splits_keys)) continue;
     if (key.splits_keys && !may_split) continue;
     may_split = false;  // the first that fits speaks for all: larger ones split where it says that it does not pay
     const char* refusal = nullptr;
@@ -216,6 +226,8 @@ const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, std::
       refusal = row->machine_refusal.c_str();
     } else if (forced && *forced != key.backend) {
       refusal = "the call asks for another backend";
+    } else if (other_keys(key, p)) {
+      refusal = "k and v are float8_e4m3fn";
     } else {
       refusal = row->preference_refusal;
     }
@@ -242,9 +254,10 @@ const KernelEntry<Params>& KernelRegistry::select(const Params& p, std::optional
   check_isa(p.device);
   const Row<Params>* taken = search(p, forced, [](const Row<Params>&, const char*) {});
   if (taken != nullptr) return taken->entry;
-  std::string problem = std::string(to_string(p.dtype)) + ", head_dim " +
-                        std::to_string(std::max(p.head_dim, p.head_dim_v)) + ", " + name_of(p.mask.kind) + " mask" +
-                        (p.score.any_feature() ? ", score features" : "") + " on " + to_string(p.device);
+  std::string problem = std::string(to_string(p.dtype)) + (p.fp8_kv() ? " with float8_e4m3fn k and v" : "") +
+                        ", head_dim " + std::to_string(std::max(p.head_dim, p.head_dim_v)) + ", " +
+                        name_of(p.mask.kind) + " mask" + (p.score.any_feature() ? ", score features" : "") + " on " +
+                        to_string(p.device);
   // Each reason once, as any may be the one that a caller can change: where a kernel has no bias compiled in, the next
   // may have one and refuse its type. Of the backend that was asked for, else of the last one, which takes the most.
   // Kernels that split keys are passed over: their reason says that it would not pay.
@@ -300,8 +313,8 @@ std::vector<KernelInfo> KernelRegistry::list() const {
       available = gpu[key.arch];
     }
     kernels.push_back({row.name, op, name_of(key.backend), key.arch, to_string(key.dtype), key.head_dim, key.head_dim_v,
-                       name_of(key.mask), words_of(key.features), key.any_alignment, key.splits_keys, row.entry.tile.m,
-                       row.entry.tile.n, available});
+                       name_of(key.mask), words_of(key.features), key.any_alignment, key.splits_keys, key.fp8_kv,
+                       row.entry.tile.m, row.entry.tile.n, available});
   };
   for (const auto& row : forward_.all) add(row, kOp<ForwardParams>);
   for (const auto& row : backward_.all) add(row, kOp<BackwardParams>);

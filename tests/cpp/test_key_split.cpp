@@ -126,6 +126,65 @@ TEST(SharedRows, FewQueriesOfGroupedHeads) {
   EXPECT_EQ(heads_sharing(p), 1);
 }
 
+TEST(FewRows, OfFp8KeysAreTakenHoweverManyThereAre) {
+  ForwardParams p = problem(1, 100);
+  EXPECT_FALSE(has_few_rows(p, 1));  // kernels of 16 bits have others beside them
+  p.dtype_kv = DType::kFloat8E4M3;
+  EXPECT_TRUE(has_few_rows(p, 1));
+  p.batch = 10000;
+  EXPECT_TRUE(has_few_rows(p, 1));
+  p.batch = kMostSplitTiles / 4 + 1;  // of 4 heads: the second kernel's grid has no place for them
+  EXPECT_FALSE(has_few_rows(p, 1));
+  p.batch = 0;
+  EXPECT_FALSE(has_few_rows(p, 1));
+  p = problem(32, 100);
+  p.dtype_kv = DType::kFloat8E4M3;
+  EXPECT_TRUE(has_few_rows(p, 1));
+  EXPECT_FALSE(has_few_rows(p, 2));
+  p.seqlen_q = 33;
+  EXPECT_FALSE(has_few_rows(p, 1));
+  p.seqlen_q = 0;
+  EXPECT_FALSE(has_few_rows(p, 1));
+}
+
+TEST(FewRows, SharingHeadsMayBeMany) {
+  ForwardParams p = problem(1, 4096);
+  p.num_heads = 16;
+  p.batch = 257;
+  EXPECT_EQ(heads_sharing(p), 1);
+  p.dtype_kv = DType::kFloat8E4M3;
+  EXPECT_EQ(heads_sharing(p), 4);
+  p.batch = kMostSplitTiles / 4 + 1;
+  EXPECT_EQ(heads_sharing(p), 1);
+}
+
+TEST(FewRows, PartsKeepTheLastThreadBlocksShort) {
+  constexpr int kThree = 3, kSlots = kThree * kMultiprocessors;
+  const auto parts = [](int query_tiles, int key_tiles) {
+    return few_rows_key_parts(query_tiles, key_tiles * 128, 128, kMultiprocessors, kThree);
+  };
+  EXPECT_EQ(parts(8, 0), 1);
+  EXPECT_EQ(parts(8, 1), 1);
+  EXPECT_EQ(parts(kSlots, 64), 1);  // all run at once, and end at once
+  // One more thread block than run at once would take as long again. Cut, it is a part of that.
+  for (int tiles : {kSlots + 1, 512, 1024}) {
+    const int count = parts(tiles, 256);
+    const double waves = static_cast<double>(ceil_div(tiles * count, kSlots)) / count;
+    EXPECT_LT(waves * kSlots / tiles, 1.25) << tiles << " tiles in " << count;
+  }
+  for (int tiles : {1, 8, 100, 1000, 60000})
+    for (int keys : {1, 7, 100, 1000}) EXPECT_LE(parts(tiles, keys), std::min(keys, kMostKeyParts));
+}
+
+TEST(FewRows, ACallSaysIntoHowManyPartsAtMost) {
+  ForwardParams p = problem(1, 1 << 17);
+  p.dtype_kv = DType::kFloat8E4M3;
+  p.batch = 50;
+  EXPECT_GT(parts_of(p), 1);
+  p.num_splits = 1;
+  EXPECT_EQ(parts_of(p), 1);
+}
+
 // Each query of each head is one row of one tile head.
 TEST(SharedRows, EachIsOneQueryOfOneHead) {
   const SharedRows shared{3};

@@ -207,6 +207,42 @@ TEST(KernelRegistry, ABackendThatWasAskedForSaysWhyItRefuses) {
             "flashsdk.kernels() lists");
 }
 
+TEST(KernelRegistry, Fp8KeysHaveKernelsOfTheirOwnOnAGpu) {
+  const auto gpu_entry = [](Backend backend, int head_dim, bool fp8_kv, bool splits_keys = false) {
+    ForwardEntry e = entry(backend == Backend::kSm90 ? "sm_90a" : "sm_80", head_dim, Features::kNone, DType::kBFloat16);
+    e.key.backend = backend;
+    e.key.fp8_kv = fp8_kv;
+    e.key.splits_keys = splits_keys;
+    return e;
+  };
+  ForwardEntry fp8_split = gpu_entry(Backend::kSm80, 64, true, true);
+  fp8_split.can_implement = [](const ForwardParams& p) { return p.seqlen_q == 1 ? nullptr : "too many queries"; };
+  const KernelRegistry registry =
+      registry_of({gpu_entry(Backend::kSm90, 64, false), gpu_entry(Backend::kSm90, 128, false),
+                   gpu_entry(Backend::kSm80, 64, false, true), gpu_entry(Backend::kSm80, 64, false), fp8_split,
+                   gpu_entry(Backend::kSm80, 64, true), gpu_entry(Backend::kSm80, 128, false),
+                   entry("portable", 128, Features::kNone, DType::kBFloat16)});
+  ForwardParams p = problem(64, 64, DType::kBFloat16);
+  p.device = {DeviceType::kCUDA, 0};
+  p.seqlen_q = 1;
+  Explanation why = registry.explain(p, {});
+  EXPECT_EQ(why.kernel, "sm80_bf16_d64_dense_split_64x64_fwd");  // the first that splits is that of 16 bits
+  EXPECT_TRUE(why.refused.empty());
+  p.dtype_kv = DType::kFloat8E4M3;
+  why = registry.explain(p, {});
+  EXPECT_EQ(why.kernel, "sm80_bf16_fp8kv_d64_dense_split_64x64_fwd");
+  EXPECT_TRUE(why.refused.empty());
+  p.seqlen_q = 2;
+  why = registry.explain(p, {});
+  EXPECT_EQ(why.kernel, "sm80_bf16_fp8kv_d64_dense_64x64_fwd");
+  EXPECT_EQ(reasons(why), (Reasons{"too many queries", "k and v are float8_e4m3fn", "k and v are float8_e4m3fn"}));
+  EXPECT_EQ(message_of(registry, p, Backend::kSm90),
+            "unsupported: mha_fwd: no sm90 kernel for bfloat16 with float8_e4m3fn k and v, head_dim 64, dense mask on "
+            "cuda:0; what flashsdk.kernels() lists (sm90_bf16_d64_dense_64x64_fwd: k and v are float8_e4m3fn)");
+  p.device = {DeviceType::kCPU, 0};  // whose kernels take both
+  EXPECT_EQ(registry.explain(p, {}).kernel, "cpu_portable_bf16_d128_dense_fwd");
+}
+
 TEST(KernelRegistry, EveryReasonOfABackendIsToldOnce) {
   auto gpu_entry = [](Backend backend, int head_dim, const char* (*can_implement)(const ForwardParams&)) {
     ForwardEntry e = entry(backend == Backend::kSm90 ? "sm_90a" : "sm_80", head_dim, Features::kAll, DType::kBFloat16);
@@ -252,6 +288,7 @@ TEST(Registry, ListsEveryKernelOnceUnderItsName) {
       EXPECT_TRUE(k.features.size() == 4 || k.name.find("_" + feature + "_") != std::string::npos) << k.name;
     }
     EXPECT_EQ(k.name.find("_split_") != std::string::npos, k.splits_keys) << k.name;
+    EXPECT_EQ(k.name.find("_fp8kv_") != std::string::npos, k.fp8_kv) << k.name;
     EXPECT_EQ(k.name.substr(k.name.size() - 4), "_" + k.op) << k.name;
     EXPECT_TRUE(k.tile_m > 0 && k.tile_n > 0) << k.name;
     if (k.backend == "cpu") {

@@ -229,6 +229,7 @@ def test_every_section_runs_and_renders(modules, put, monkeypatch, tmp_path):
     assert {r["kind"] for r in rows["many_short"]} == {"batched", "packed"}
     for section in ("few_queries", "caches"):
         assert "read" in {r["name"] for r in rows[section]}
+    assert "fp8" in {r["name"] for r in rows["few_queries"]}
 
     page = modules.tables.bench_section("x", record, modules.goals.text(record))
     assert "captured in CUDA graphs" in page and "Not in this record: features_off." in page

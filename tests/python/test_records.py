@@ -441,12 +441,13 @@ def test_goals_are_counted(monkeypatch):
     )  # fmt: skip
     assert features[2:] == ["0 of 1", "1.200 (all, backward 64)"]
     decode = {"batch": 1, "queries": 1, "keys": 1024, "heads": 32, "heads_kv": 8, "head_dim": 128}
-    times = {"flashsdk": 8.0, "read": 7.0}
-    one, read = goals.few_queries(
+    times = {"flashsdk": 8.0, "read": 7.0, "fp8": 5.0}
+    one, read, fp8 = goals.few_queries(
         {"few_queries": [{**decode, "bytes": 1e8, "name": n, "us": t} for n, t in times.items()]}
     )
     assert one[2:] == ["0 of 1", "8.000 (1 × 1K, 32:8 × 128)"]
     assert read[2:] == ["0 of 1", "0.875 (1 × 1K, 32:8 × 128)"]
+    assert fp8[2:] == ["0 of 1", "1.600 (1 × 1K, 32:8 × 128)"]
     times = {"alone": 9.0, "used": 10.0, "unequal": 12.0, "read": 9.5, "pages of 16": 10.2}
     rows = [{**decode, "bytes": 1e8, "name": name, "us": us} for name, us in times.items()]
     rows += [{**r, "queries": 512} for r in rows]

@@ -19,6 +19,7 @@ struct KernelInfo {
   std::vector<std::string> features;  // compiled in, of "softcap", "bias", "alibi", "dropout"
   bool any_alignment;                 // of a GPU's: takes tensors that are not aligned to 16 bytes
   bool splits_keys;                   // of few queries, among thread blocks of a GPU
+  bool fp8_kv;                        // of a GPU's: k and v are float8_e4m3fn, else of dtype
   int tile_m, tile_n;                 // queries x keys
   bool available;                     // this machine can run it
 };

@@ -21,6 +21,7 @@ struct KernelKey {
   Features features;           // compiled in
   bool any_alignment = false;  // of a GPU's: takes tensors that are not aligned to 16 bytes
   bool splits_keys = false;    // among thread blocks, where there are few queries
+  bool fp8_kv = false;         // of a GPU's: k and v are float8_e4m3fn, else of dtype
 };
 
 // Runs fn(context, slot) on up to num_threads threads at once, one of them the caller, and returns when all are done.

@@ -153,6 +153,7 @@ struct ForwardParams {
   DescaleParam k_descale, v_descale;  // only of fp8 keys and values
 
   FLASHSDK_HD int heads_per_group() const { return num_heads / num_heads_kv; }
+  FLASHSDK_HD bool fp8_kv() const { return dtype_kv == DType::kFloat8E4M3; }
   // Whether sequences have lengths of their own, of which seqlen_q and seqlen_k are bounds.
   FLASHSDK_HD bool ragged() const { return cu_seqlens_q != nullptr || seqused_q != nullptr || seqused_k != nullptr; }
 };

@@ -43,13 +43,24 @@ using ForwardBias =
                                       kFeatures == cuda::Features::kBias>,
                        cuda::NoBiasTile>;
 
+// What products with fp8 keys are multiplied by; nothing of others.
+template <bool kFp8Kv>
+struct KeyDescale {
+  __device__ KeyDescale(const ForwardParams&, int, int) {}
+};
+template <>
+struct KeyDescale<true> {
+  float factor;
+  __device__ KeyDescale(const ForwardParams& p, int batch, int head_kv) : factor(p.k_descale.of(batch, head_kv)) {}
+};
+
 // What happens between the two products, for one tile of scores.
 template <class Traits, class Policy, cuda::Features kFeatures, class Rows>
 class ForwardScores {
   static_assert(!kHasScore<Policy> || kFeatures == cuda::Features::kAll, "where a policy's scores are asked for");
 
  public:
-  static constexpr int kRows = 2 * Traits::kBlockM / (16 * (Traits::kThreads / 32));  // a thread's rows of the tile
+  static constexpr int kRows = 2 * Traits::kBlockM / (16 * Traits::kRowWarps);  // a thread's rows of the tile
 
   __device__ ForwardScores(const ForwardParams& p, const SeqlenInfo& seq, const cuda::TileWork& work, const Rows& rows)
       : p_(p),
@@ -58,6 +69,7 @@ class ForwardScores {
         policy_(p.mask, seq, work.batch, work.head),
         stages_(p, seq, work.batch, work.head),
         alibi_(p.score, seq, work.batch, work.head),
+        k_descale_(p, work.batch, head_kv(p, work, rows)),
         m0_(work.block * Traits::kBlockM),
         scale_first_(kHasScore<Policy> || scale_first<kFeatures>(p.score)),
         softmax_(unit() * cuda::kLog2e) {
@@ -81,6 +93,7 @@ class ForwardScores {
     auto coordinates = matrix_coordinates<Traits::kBlockM, Traits::kBlockN>(typename Traits::Mma{});
     int n0 = tile.index * Traits::kBlockN;
     using At = cuda::TileCoordinates<false, decltype(coordinates)>;
+    if constexpr (Traits::kFp8Kv) cuda::for_each_element(scores, [&](int, int, float& s) { s *= k_descale_.factor; });
     if constexpr (kFeatures == cuda::Features::kBias) {
       bias.add(scores, At{coordinates, m0_, n0}, p_.score.softmax_scale);
     } else {
@@ -131,7 +144,8 @@ class ForwardScores {
     for (int i = 0; i < kRows; ++i) {
       const int row = m0_ + cute::get<0>(coordinates(i, 0));
       const cuda::RowEnd end = softmax_.end(i, unit(), p_.sink.of(work.head, min_of(row, seq_.seqlen_q - 1)));
-      const float factor = end.factor * scale_of_out<typename Traits::Element, kFeatures>(p_.score);
+      float factor = end.factor * scale_of_out<typename Traits::Element, kFeatures>(p_.score);
+      if constexpr (Traits::kFp8Kv) factor *= v_descale(work);
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(out); ++j) out(i, j) *= factor;
       if (threadIdx.x % 4 == 0 && row < seq_.seqlen_q) lse[row * p_.lse.row] = end.lse;
@@ -160,9 +174,21 @@ class ForwardScores {
     }
   }
 
- private:
+  // For kernels whose warps have seen other keys of the same rows: what this one knows of a row, after end_rows().
+  __device__ void end_rows() { softmax_.finish(); }
+  __device__ RowState state(int i) const { return {softmax_.max(i), softmax_.sum(i)}; }
   // From the scores that the softmax sees to natural logarithms.
   __device__ float unit() const { return scale_first_ ? 1.f : p_.score.softmax_scale; }
+  __device__ float v_descale(const cuda::TileWork& work) const {
+    return p_.v_descale.of(work.batch, head_kv(p_, work, rows_));
+  }
+
+ private:
+  static __device__ int head_kv(const ForwardParams& p, const cuda::TileWork& work, const Rows& rows) {
+    int head = work.head;
+    if constexpr (Rows::kShared) head = rows.head(head, 0);
+    return head / p.heads_per_group();
+  }
 
   const ForwardParams& p_;
   const SeqlenInfo& seq_;
@@ -170,6 +196,7 @@ class ForwardScores {
   Policy policy_;
   cuda::ScoreStages<kFeatures, Policy> stages_;
   cuda::AlibiAlone<kFeatures> alibi_;
+  KeyDescale<Traits::kFp8Kv> k_descale_;
   DropoutRng rng_;
   int m0_;
   bool scale_first_;

@@ -12,6 +12,7 @@
 namespace flashsdk::sm80 {
 
 inline constexpr int kMostKeyParts = 128;
+inline constexpr int kMostSplitTiles = 65535;  // heads of all sequences: a dimension of the second kernel's grid
 
 // Rows of a tile that are queries of one head.
 struct OwnRows {
@@ -36,8 +37,9 @@ inline int heads_sharing(const ForwardParams& p) {
   const bool alike = p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
                      missing(Features::kSoftcap, p.score.features()) == Features::kNone;
   const std::int64_t tiles = std::int64_t{p.batch} * p.num_heads_kv;
+  const int most_tiles = p.fp8_kv() ? kMostSplitTiles : kMostTiles;
   const bool few = group > 1 && rows > 0 && rows <= kMostRows && p.seqlen_k >= kManyKeys &&
-                   p.seqlen_k >= kKeysOfRow * rows && tiles > 0 && tiles <= kMostTiles;
+                   p.seqlen_k >= kKeysOfRow * rows && tiles > 0 && tiles <= most_tiles;
   return alike && few ? group : 1;
 }
 
@@ -63,6 +65,41 @@ inline int key_parts(std::int64_t query_tiles, int keys, int tile, int multiproc
     const int each = blocks > multiprocessors ? PartCosts::kSharedTile : PartCosts::kTile;
     const std::int64_t time =
         std::int64_t{each} * ceil_div(key_tiles, parts) + PartCosts::kJoin + PartCosts::kJoinPart * parts;
+    if (time < least) {
+      least = time;
+      best = parts;
+    }
+  }
+  return best;
+}
+
+// Of fp8 keys and values, calls of few rows a head are taken however many heads there are, split or not: no other
+// kernel converts a key once.
+inline bool has_few_rows(const ForwardParams& p, int sharing) {
+  constexpr int kFewRows = 32;
+  const std::int64_t tiles = std::int64_t{p.num_heads / sharing} * p.batch;
+  return p.fp8_kv() && p.seqlen_q > 0 && p.seqlen_q * sharing <= kFewRows && tiles > 0 && tiles <= kMostSplitTiles;
+}
+// What their tile takes, by how many thread blocks share a multiprocessor, in units of PartCosts. Alone, a thread block
+// waits for its own instructions; three wait for an H100's memory. No run has fitted these: they are from the counts of
+// docs/dev/gpu.md.
+inline int few_rows_tile_cost(int beside) {
+  constexpr int kAlone = 80, kTwo = 104, kOfMemory = 46;
+  return beside == 1 ? kAlone : beside == 2 ? kTwo : kOfMemory * beside;
+}
+// Into how many parts their keys are split: without a second kernel, where one part is all. Where not all thread blocks
+// run at once, what counts is the last ones to start, and that each has to wait for its first keys.
+inline int few_rows_key_parts(std::int64_t query_tiles, int keys, int tile, int multiprocessors, int blocks_each) {
+  const int key_tiles = ceil_div(keys, tile);
+  const std::int64_t slots = std::int64_t{multiprocessors} * blocks_each;
+  int best = 1;
+  std::int64_t least = INT64_MAX;
+  for (int parts = 1; parts <= max_of(1, min_of(key_tiles, kMostKeyParts)); ++parts) {
+    const std::int64_t blocks = query_tiles * parts;
+    const int beside = ceil_div(static_cast<int>(min_of(blocks, slots)), multiprocessors);
+    const std::int64_t each = std::int64_t{few_rows_tile_cost(beside)} * ceil_div(key_tiles, parts);
+    const std::int64_t time = ceil_div(blocks, slots) * (each + PartCosts::kStart) +
+                              (parts > 1 ? PartCosts::kJoin + PartCosts::kJoinPart * parts : 0);
     if (time < least) {
       least = time;
       best = parts;
@@ -109,7 +146,10 @@ inline KeyParts key_parts(const ForwardParams& p, int sharing, Tile tile, int mu
             p.batch + ceil_div(kAll * slots, heads)};
   }
   const std::int64_t query_tiles = std::int64_t{ceil_div(p.seqlen_q * sharing, tile.m)} * heads * p.batch;
-  const int parts = key_parts(query_tiles, visible_keys(p, tile), tile.n, multiprocessors, blocks_each);
+  const int keys = visible_keys(p, tile);
+  const int parts = has_few_rows(p, sharing)
+                        ? few_rows_key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each)
+                        : key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each);
   return {p.num_splits > 0 ? min_of(parts, p.num_splits) : parts};
 }
 

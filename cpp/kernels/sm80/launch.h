@@ -15,6 +15,7 @@
 #include "cuda/tile/element.h"
 #include "sm80/backward.h"
 #include "sm80/forward.h"
+#include "sm80/fp8_forward.h"
 #include "sm80/join_parts.h"
 #include "sm80/plan_parts.h"
 #include "sm80/row_scores.h"
@@ -30,6 +31,8 @@ constexpr const char* kArch = "sm_80";
 inline bool vector_aligned(const ForwardParams& p) {
   bool aligned = true;
   for (const TensorParam* t : {&p.q, &p.k, &p.v, &p.out}) aligned = aligned && cuda::vector_aligned(*t);
+  if (p.fp8_kv())
+    for (const TensorParam* t : {&p.k, &p.v}) aligned = aligned && cuda::fp8_vector_aligned(*t);
   return aligned;
 }
 inline bool vector_aligned(const BackwardParams& p) {
@@ -52,6 +55,7 @@ std::int64_t grid_size(const BackwardParams& p) {
 template <class Traits, cuda::Features kFeatures, class Params>
 const char* refuse(const Params& p, int shared_bytes) {
   static_assert(kFeatures != cuda::Features::kBiasDropout, "kernels with all features take these");
+  if (const char* reason = cuda::refuse_dtype_kv(p, Traits::kFp8Kv)) return reason;
   if (const char* reason = cuda::refuse_features<kFeatures>(p.score)) return reason;
   if (max_of(p.head_dim, p.head_dim_v) > Traits::kHeadDim) return "head_dim is larger than the kernel's";
   if (p.mask.kind == MaskKind::kBlockSparse &&
@@ -61,6 +65,8 @@ const char* refuse(const Params& p, int shared_bytes) {
   if constexpr (!Traits::kAnyAlignment) {
     if (p.head_dim % cuda::kVectorElements != 0 || p.head_dim_v % cuda::kVectorElements != 0)
       return "head_dim is not a multiple of 8";
+    if (Traits::kFp8Kv && (p.head_dim % cuda::kFp8Vector != 0 || p.head_dim_v % cuda::kFp8Vector != 0))
+      return "head_dim is not a multiple of 16, as vectors of float8_e4m3fn are";
     if (!vector_aligned(p)) return "a tensor's address or strides are not multiples of 16 bytes";
   }
   if (grid_size<Traits>(p) > INT32_MAX) return "there are more tiles than a grid has blocks";
@@ -82,7 +88,19 @@ KernelKey key_of(bool splits_keys = false) {
           Policy::kKind,
           kFeatures,
           Traits::kAnyAlignment,
-          splits_keys};
+          splits_keys,
+          Traits::kFp8Kv};
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
+constexpr auto forward_kernel_of() {
+  if constexpr (!Traits::kFp8Kv) {
+    return forward_kernel<Traits, Policy, kFeatures, Keys>;
+  } else if constexpr (std::is_same_v<Keys, KeySplit>) {
+    return fp8_split_forward_kernel<Traits, Policy, kFeatures>;
+  } else {
+    return fp8_forward_kernel<Traits, Policy, kFeatures>;
+  }
 }
 
 // A bias takes shared memory, calls without one keep it for another thread block.
@@ -92,21 +110,23 @@ int forward_smem_bytes(const ForwardParams& p) {
   return Traits::kSmemBytes + (Bias::takes(p.score.bias) ? Bias::kBytes : 0);
 }
 
-// Whether calls that ask for no feature take these kernels: those that kernels without features refuse.
+// Whether calls that ask for no feature take these kernels: those that kernels without features refuse. Of fp8 keys and
+// values they are few, and do with what is compiled in.
 template <class Traits, class Policy, cuda::Features kFeatures>
-inline constexpr bool kTakesPlainCalls = kFeatures == cuda::Features::kAll && !kHasScore<Policy> &&
+inline constexpr bool kTakesPlainCalls = kFeatures == cuda::Features::kAll && !kHasScore<Policy> && !Traits::kFp8Kv &&
                                          (Traits::kAnyAlignment || std::is_same_v<Policy, BlockSparsePolicy>);
 
-// Starts forward_kernel on as many parts of the keys as `keys` says. tiles: p, with the heads and rows of its tiles.
+// Starts the forward kernel on as many parts of the keys as `keys` says. tiles: p, with the heads and rows of its tiles.
 template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
 void start_forward(const ForwardParams& p, cudaStream_t stream, const ForwardParams& tiles, const Keys& keys, int parts,
                    cuda::Start start = cuda::Start::kAfter) {
   static std::atomic<std::uint64_t> prepared{0};
-  auto kernel = forward_kernel<Traits, Policy, kFeatures, Keys>;
+  auto kernel = forward_kernel_of<Traits, Policy, kFeatures, Keys>();
   using Bias = ForwardBias<Traits, kFeatures, Keys>;
   allow_shared_memory(kernel, Traits::kSmemBytes + Bias::kBytes, p.device.index, prepared);
+  constexpr std::size_t kKeyBytes = Traits::kFp8Kv ? 1 : sizeof(typename Traits::Element);
   const cuda::TileSchedule schedule =
-      cuda::forward_schedule(tiles, Traits::kBlockM, sizeof(typename Traits::Element), p.mask.kind == MaskKind::kDense);
+      cuda::forward_schedule(tiles, Traits::kBlockM, kKeyBytes, p.mask.kind == MaskKind::kDense);
   if (schedule.size() == 0) return;
   cuda::launch("launching the forward kernel", start, kernel,
                dim3(static_cast<unsigned>(schedule.size()), static_cast<unsigned>(parts)), Traits::kThreads,
@@ -141,10 +161,17 @@ int blocks_each(const cuda::DeviceLimits& device) {
   return min_of(device.shared_memory_per_multiprocessor / (Traits::kSmemBytes + kReserved), Traits::kMinBlocks);
 }
 template <class Traits>
+inline constexpr flashsdk::Tile kSplitTile{Traits::kBlockM, Traits::kTileKeys};
+template <class Traits>
 KeyParts key_parts(const ForwardParams& p) {
   const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
-  return key_parts(p, heads_sharing(p), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, device.multiprocessors,
-                   blocks_each<Traits>(device));
+  return key_parts(p, heads_sharing(p), kSplitTile<Traits>, device.multiprocessors, blocks_each<Traits>(device));
+}
+
+// Whether the forward kernel itself does, where it has all keys of a query.
+template <class Traits>
+bool writes_output(const KeyParts& parts) {
+  return Traits::kFp8Kv && parts.planned == 0 && parts.most == 1;
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
@@ -157,35 +184,44 @@ void launch_split_forward(const ForwardParams& p, const LaunchContext& context) 
   tiles.num_heads = split.heads;
   tiles.seqlen_q = split.rows_of_head;
   if (parts.planned > 0) {
-    constexpr flashsdk::Tile kTile{Traits::kBlockM, Traits::kBlockN};
+    constexpr flashsdk::Tile kTile = kSplitTile<Traits>;
     const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
-    const PlanProblem problem{kTile.n, visible_keys(p, kTile), device.multiprocessors, blocks_each<Traits>(device)};
+    PlanProblem problem{kTile.n, visible_keys(p, kTile), device.multiprocessors, blocks_each<Traits>(device)};
+    if constexpr (Traits::kFp8Kv) {  // as if all had a multiprocessor alone: a few are not as fast as many
+      problem.multiprocessors *= problem.blocks_each;
+      problem.blocks_each = 1;
+    }
     cuda::launch("launching the kernel that plans the parts", plan_parts_kernel<>, dim3(1), kPlanThreads, 0, stream, p,
                  split, problem);
     tiles.batch = 1;  // sequences are in the plan
-    constexpr auto kForward = forward_kernel<Traits, Policy, kFeatures, KeySplit>;
+    constexpr auto kForward = forward_kernel_of<Traits, Policy, kFeatures, KeySplit>();
     start_forward<Traits, Policy, kFeatures>(p, stream, tiles, split, parts.planned,
                                              cuda::start_during<kForward>(p.device.index));
   } else {
     start_forward<Traits, Policy, kFeatures>(p, stream, tiles, split, parts.most);
   }
-  constexpr auto kJoin = join_parts_kernel<Traits, kFeatures>;
-  cuda::launch("launching the forward's last pass", cuda::start_during<kJoin>(p.device.index), kJoin,
-               dim3(static_cast<unsigned>(split.rows_of_head), static_cast<unsigned>(split.heads * p.batch)),
-               32 * join_warps(split.parts), 0, stream, p, split);
+  if (!writes_output<Traits>(parts)) {
+    constexpr auto kJoin = join_parts_kernel<Traits, kFeatures>;
+    cuda::launch("launching the forward's last pass", cuda::start_during<kJoin>(p.device.index), kJoin,
+                 dim3(static_cast<unsigned>(split.rows_of_head), static_cast<unsigned>(split.heads * p.batch)),
+                 32 * join_warps(split.parts), 0, stream, p, split);
+  }
   cuda::clear_unused_rows<typename Traits::Element>(p, stream);
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 ForwardEntry split_forward_entry() {
-  return {key_of<Traits, Policy, kFeatures>(true), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
+  return {key_of<Traits, Policy, kFeatures>(true), kSplitTile<Traits>,
           [](const ForwardParams& p) {
             const char* reason = refuse<Traits, kFeatures>(p, Traits::kSmemBytes);
-            if (reason != nullptr || heads_sharing(p) > 1) return reason;
+            if (reason != nullptr || heads_sharing(p) > 1 || has_few_rows(p, 1)) return reason;
             const KeyParts parts = key_parts<Traits>(p);
             return parts.planned == 0 && parts.most == 1 ? "too many queries or too few keys to split these" : nullptr;
           },
-          [](const ForwardParams& p, int) { return KeySplit(p, key_parts<Traits>(p), nullptr).size(); },
+          [](const ForwardParams& p, int) {
+            const KeyParts parts = key_parts<Traits>(p);
+            return writes_output<Traits>(parts) ? 0 : KeySplit(p, parts, nullptr).size();
+          },
           launch_split_forward<Traits, Policy, kFeatures>};
 }
 

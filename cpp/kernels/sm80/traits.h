@@ -67,9 +67,12 @@ struct ForwardTraits {
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kThreads = 32 * kWarps_;
+  static constexpr int kRowWarps = kWarps_;  // that a tile's rows are dealt to
+  static constexpr int kTileKeys = kBlockN;  // of a thread block's tile
   static constexpr int kStages = kStages_;
   static constexpr bool kQInRegisters = kQInRegisters_;
   static constexpr bool kAnyAlignment = kAnyAlignment_;
+  static constexpr bool kFp8Kv = false;
   static constexpr int kMinBlocks = kMinBlocks_;  // thread blocks a multiprocessor should hold: caps the registers
 
   using Mma = WarpMma<Element, kWarps_, 1>;
@@ -77,6 +80,47 @@ struct ForwardTraits {
   using SmemKV = SmemTile<kBlockN, kHeadDim>;
   static constexpr int kSmemBytes =
       static_cast<int>(sizeof(Element)) * (SmemQ::kElements + 2 * kStages * SmemKV::kElements);
+};
+
+// K and V are float8_e4m3fn in memory. They are copied as they are, each thread's vectors to a place of its own, and
+// from there become the tiles of 16 bits that the products take.
+template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kMinBlocks_, bool kAnyAlignment_>
+struct Fp8ForwardTraits
+    : ForwardTraits<Element_, kHeadDim_, kBlockM_, kBlockN_, kWarps_, 1, false, kMinBlocks_, kAnyAlignment_> {
+  using Tiles = ForwardTraits<Element_, kHeadDim_, kBlockM_, kBlockN_, kWarps_, 1, false, kMinBlocks_, kAnyAlignment_>;
+  static constexpr bool kFp8Kv = true;
+  static constexpr int kCopiedBytes = Tiles::SmemKV::kElements;  // of K or V, as they are in memory
+  static constexpr int kSmemBytes = Tiles::kSmemBytes + 2 * kCopiedBytes;
+};
+
+// Few rows of many such keys. All rows are each warp's, and the keys are dealt to the warps, which convert them in
+// registers: each element once, while kBlockM rows that are dealt out would have every warp read and convert all keys.
+// A warp copies tiles of kBlockN keys to kStages places of its own, and waits for nobody until its last one.
+template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_, int kMinBlocks_>
+struct Fp8SplitTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr int kBlockN = kBlockN_;  // of a warp
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kThreads = 32 * kWarps_;
+  static constexpr int kRowWarps = 1;
+  static constexpr int kTileKeys = kBlockN_ * kWarps_;
+  static constexpr int kStages = kStages_;
+  static constexpr bool kAnyAlignment = false;
+  static constexpr bool kFp8Kv = true;
+  static constexpr int kMinBlocks = kMinBlocks_;
+  static_assert(kBlockM == 16, "one atom of rows");
+
+  // Side by side along the sum, warps have the same rows and columns of a tile, each of its own keys.
+  using Mma =
+      cute::TiledMMA<cute::MMA_Atom<typename MmaInstruction<Element>::type>, Layout<Shape<_1, _1, Int<kWarps_>>>>;
+  static constexpr int kCopiedBytes = kBlockN * kHeadDim;  // of K or V, of a stage of a warp
+  static constexpr int kSmemBytes = kWarps * kStages * 2 * kCopiedBytes +
+                                    kBlockM * kHeadDim * static_cast<int>(sizeof(Element)) +
+                                    kWarps * kBlockM * 2 * static_cast<int>(sizeof(float));  // states of rows
+  static_assert(kBlockM * kHeadDim * static_cast<int>(sizeof(float)) <= kStages * 2 * kCopiedBytes,
+                "a warp's output has no place where its keys had theirs");
 };
 
 // The key rows of a tile are dealt to the warps. Sᵀ and dPᵀ are computed with keys as rows: where every warp owns
@@ -93,6 +137,7 @@ struct BackwardTraits {
   static constexpr int kStages = 2;
   static constexpr int kMinBlocks = kMinBlocks_;
   static constexpr bool kAnyAlignment = kAnyAlignment_;
+  static constexpr bool kFp8Kv = false;
   static constexpr bool kStaggered = kStaggered_;  // see QueryStream: it pays for some tiles and costs for others
   static constexpr bool kRegisterOperands = kWarpsScores_ == kWarps_ && kWarpsKeys_ == kWarps_;
 
@@ -128,6 +173,15 @@ template <class Row, class Element>
 using ForwardTraitsOf = typename OfRow<
     Row, ForwardTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n, Row::kRow.warps,
                        Row::kRow.stages, Row::kRow.q_in_registers, Row::kRow.blocks, Row::kRow.any_alignment>>::type;
+template <class Row, class Element>
+using Fp8ForwardTraitsOf =
+    typename OfRow<Row, Fp8ForwardTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n,
+                                         Row::kRow.warps, Row::kRow.blocks, Row::kRow.any_alignment>>::type;
+template <class Row, class Element>
+using Fp8SplitTraitsOf =
+    typename OfRow<Row,
+                   Fp8SplitTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n / Row::kRow.warps,
+                                  Row::kRow.warps, Row::kRow.stages, Row::kRow.blocks>>::type;
 template <class Row, class Element>
 using BackwardTraitsOf =
     typename OfRow<Row, BackwardTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n,

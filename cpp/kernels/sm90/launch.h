@@ -16,6 +16,7 @@ constexpr const char* kArch = "sm_90a";
 // Null, or why no SM90 kernel with these head dimensions, tile and features takes the problem.
 template <class Traits, cuda::Features kFeatures>
 const char* refuse(const ForwardParams& p) {
+  if (const char* reason = cuda::refuse_dtype_kv(p, false)) return reason;
   if (const char* reason = cuda::refuse_features<kFeatures>(p.score)) return reason;
   if (p.head_dim > Traits::kHeadDim || p.head_dim_v > Traits::kHeadDimV) return "head_dim is larger than the kernel's";
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return "head_dim is not a multiple of 8";

@@ -34,6 +34,12 @@ constexpr bool of_every_mask(const Kernels& kernels) {
   return true;
 }
 
+constexpr bool of_no_layout(const Kernels& kernels) {
+  for (const Masks masks : kernels.masks)
+    if (has(masks, MaskKind::kBlockSparse)) return false;
+  return true;
+}
+
 // K, V and Q tiles of 16 bits.
 constexpr int smem_bytes(const Sm90Forward& row) {
   return 2 * (row.tile.m * row.stages_q * row.head_dim.qk + row.tile.n * row.stages_k * row.head_dim.qk +
@@ -46,6 +52,23 @@ struct CheckedSm80Forward {
   static_assert(kRow.tile.m % (16 * kRow.warps) == 0, "tile.m: not a multiple of 16 rows a warp");
   static_assert(kRow.tile.n % 16 == 0, "tile.n: not a multiple of 16");
   static_assert(kRow.stages == 1 || kRow.stages == 2, "stages: not 1 or 2");
+  static_assert(only(kRow.kernels, kSm80Sets), "kernels: a set of features that sm80 has no code for");
+  static_assert(has_kernels(kRow.kernels), "kernels: none");
+};
+
+template <Sm80Fp8Forward kRow>
+struct CheckedSm80Fp8Forward : CheckedSm80Forward<Sm80Forward(kRow)> {
+  static_assert(kRow.stages == 1 && !kRow.q_in_registers, "stages, q_in_registers: not as fp8_forward_kernel has them");
+  static_assert(kRow.any_alignment || only(kRow.kernels, {kNone}), "kernels: no tile of a bias is loaded");
+};
+template <Sm80Fp8SplitForward kRow>
+struct CheckedSm80Fp8SplitForward {
+  static_assert(is_compiled(kRow.head_dim.qk) && kRow.head_dim.qk == kRow.head_dim.v, "head_dim: see kGpuHeadDims");
+  static_assert(kRow.head_dim.qk % 64 == 0, "head_dim: not a multiple of what the lanes of a row read at once");
+  static_assert(kRow.tile.m == 16 && kRow.tile.n % (16 * kRow.warps) == 0, "tile: not 16 rows, 16 keys a warp");
+  static_assert(!kRow.any_alignment && !kRow.q_in_registers, "any_alignment, q_in_registers: they are for other tiles");
+  static_assert(of_no_layout(kRow.kernels), "kernels: tiles of a part follow each other");
+  static_assert(smem_bytes(kRow) <= kSmallSharedBytes, "stages: more shared memory than some GPUs have");
   static_assert(only(kRow.kernels, kSm80Sets), "kernels: a set of features that sm80 has no code for");
   static_assert(has_kernels(kRow.kernels), "kernels: none");
 };
@@ -135,7 +158,8 @@ constexpr bool serves_everything(const Row (&rows)[kRows], int head_dim) {
     if (row.head_dim.qk >= head_dim && row.any_alignment) masks |= row.kernels.of(kAll);
   return masks == kEveryMask;
 }
-static_assert(serves_everything(kSm80Forward, 256) && serves_everything(kSm80Backward, 256),
+static_assert(serves_everything(kSm80Forward, 256) && serves_everything(kSm80Backward, 256) &&
+                  serves_everything(kSm80Fp8Forward, 256),
               "sm80: no kernel for calls that no other takes");
 // The same of those that every GPU has the shared memory for, and of every head_dim: kernels that take any alignment
 // keep no tile of a bias, and need nothing beside smem_bytes().
@@ -150,7 +174,7 @@ constexpr bool serves_small_gpus(const Row (&rows)[kRows]) {
   }
   return true;
 }
-static_assert(serves_small_gpus(kSm80Forward) && serves_small_gpus(kSm80Backward),
+static_assert(serves_small_gpus(kSm80Forward) && serves_small_gpus(kSm80Backward) && serves_small_gpus(kSm80Fp8Forward),
               "sm80: no kernel for some calls on GPUs with the least shared memory");
 
 // One check a row.
@@ -163,6 +187,10 @@ constexpr void check_tables() {
   each([](auto i) { CheckedSm80Forward<kSm80Forward[i]>(); })(std::make_index_sequence<std::size(kSm80Forward)>());
   each([](auto i) { CheckedSm80Forward<kSm80SplitForward[i]>(); })(
       std::make_index_sequence<std::size(kSm80SplitForward)>());
+  each([](auto i) { CheckedSm80Fp8Forward<kSm80Fp8Forward[i]>(); })(
+      std::make_index_sequence<std::size(kSm80Fp8Forward)>());
+  each([](auto i) { CheckedSm80Fp8SplitForward<kSm80Fp8SplitForward[i]>(); })(
+      std::make_index_sequence<std::size(kSm80Fp8SplitForward)>());
   each([](auto i) { CheckedSm80Backward<kSm80Backward[i]>(); })(std::make_index_sequence<std::size(kSm80Backward)>());
   each([](auto i) { CheckedSm90Forward<kSm90Forward[i]>(); })(std::make_index_sequence<std::size(kSm90Forward)>());
   each([](auto i) { CheckedSm90Backward<kSm90Backward[i]>(); })(std::make_index_sequence<std::size(kSm90Backward)>());

@@ -19,10 +19,21 @@ struct Sm80Forward {
   bool any_alignment = false;  // takes tensors that are not aligned to 16 bytes, and head_dim that is no multiple of 8
   Kernels kernels;
 };
+// Of keys and values in float8_e4m3fn.
+struct Sm80Fp8Forward : Sm80Forward {};
+struct Sm80Fp8SplitForward : Sm80Forward {};
 
 // Q, K and V tiles of 16 bits.
 constexpr int smem_bytes(const Sm80Forward& row) {
   return 2 * row.head_dim.qk * (row.tile.m + 2 * row.stages * row.tile.n);
+}
+// The same, and K and V as they are in memory.
+constexpr int smem_bytes(const Sm80Fp8Forward& row) {
+  return smem_bytes(static_cast<const Sm80Forward&>(row)) + 2 * row.head_dim.qk * row.tile.n;
+}
+// K and V as they are in memory, Q of 16 bits, and a state of each row for each warp.
+constexpr int smem_bytes(const Sm80Fp8SplitForward& row) {
+  return 2 * row.head_dim.qk * (row.stages * row.tile.n + row.tile.m) + 8 * row.warps * row.tile.m;
 }
 
 // CTAs of four warps, two a multiprocessor, leave 255 registers a thread, as one of eight in the backward. Some plain
@@ -79,6 +90,26 @@ constexpr Sm80Forward kSm80SplitForward[] = {
     {.head_dim = 128, .tile = {64, 64}, .warps = 4, .stages = 2, .q_in_registers = true,
      .kernels = no_layout(kNone, kAll)},
     {.head_dim = 256, .tile = {64, 64}, .warps = 4, .kernels = no_layout(kNone, kAll)},
+};
+
+// Keys and values in float8_e4m3fn: few kernels, which take all calls between them. Each head_dim has tiles for calls
+// without features and for all others, of any alignment; layouts of small blocks share one kernel.
+constexpr Sm80Fp8Forward kSm80Fp8Forward[] = {
+    {{.head_dim = 64, .tile = {128, 64}, .warps = 4, .kernels = every_mask(kNone)}},
+    {{.head_dim = 128, .tile = {128, 32}, .warps = 4, .kernels = every_mask(kNone)}},
+    {{.head_dim = 256, .tile = {64, 64}, .warps = 4, .blocks = 1, .kernels = every_mask(kNone)}},
+    {{.head_dim = 64, .tile = {64, 64}, .warps = 4, .any_alignment = true, .kernels = every_mask(kAll)}},
+    {{.head_dim = 128, .tile = {64, 64}, .warps = 4, .any_alignment = true, .kernels = every_mask(kAll)}},
+    {{.head_dim = 256, .tile = {64, 32}, .warps = 4, .any_alignment = true, .kernels = every_mask(kAll)}},
+    {{.head_dim = 256, .tile = {16, 16}, .warps = 1, .blocks = 1, .any_alignment = true, .kernels = layouts(kAll)}},
+};
+// Few rows: tiles whose keys are dealt to the warps, 4 KB of K and of V to each.
+constexpr Sm80Fp8SplitForward kSm80Fp8SplitForward[] = {
+    {{.head_dim = 64, .tile = {16, 256}, .warps = 4, .stages = 2, .blocks = 3, .kernels = no_layout(kNone)}},
+    {{.head_dim = 64, .tile = {16, 256}, .warps = 4, .stages = 2, .kernels = no_layout(kAll)}},
+    {{.head_dim = 128, .tile = {16, 128}, .warps = 4, .stages = 2, .blocks = 3, .kernels = no_layout(kNone)}},
+    {{.head_dim = 128, .tile = {16, 128}, .warps = 4, .stages = 2, .kernels = no_layout(kAll)}},
+    {{.head_dim = 256, .tile = {16, 64}, .warps = 4, .stages = 2, .kernels = no_layout(kNone, kAll)}},
 };
 // clang-format on
 

@@ -197,11 +197,16 @@ std::string row_type(const std::string& name, const char* table, std::ptrdiff_t 
          "];\n};\n";
 }
 
+// The templates of sm80/traits.h and sm80/launch.h that make entries of rows.
+struct Templates {
+  std::string traits, entry;
+};
+
 // A file a row, dtype and set of features, with the kernels of all its masks: most of a kernel's compile time goes into
 // headers.
 template <class Row, std::size_t kRows>
-void add_sm80(Sources& sources, const Wanted& wanted, int head_dim, const std::string& op, const char* table,
-              const Row (&rows)[kRows]) {
+void add_sm80(Sources& sources, const Wanted& wanted, int head_dim, const std::string& op, const Templates& of,
+              const char* table, const Row (&rows)[kRows]) {
   for (const DType dtype : wanted.dtypes)
     for (const bool any_alignment : {false, true})
       for (const Features f : kSm80Sets)
@@ -214,18 +219,16 @@ void add_sm80(Sources& sources, const Wanted& wanted, int head_dim, const std::s
           Strings entries;
           for (const MaskKind mask : kMaskKinds)
             if (has(wanted.of(row.kernels.of(f)), mask))
-              entries.push_back("sm80::" + op + "_entry<Traits_" + name + ", " + name_of(mask) + "Policy, Features::k" +
+              entries.push_back("sm80::" + of.entry + "<Traits_" + name + ", " + name_of(mask) + "Policy, Features::k" +
                                 name_of(f) + ">()");
           if (entries.empty()) continue;
-          const bool backward = op == "backward";
           sources.add({.target = "sm80",
                        .name = name,
                        .extension = ".cu",
-                       .backward = backward,
+                       .backward = op == "backward",
                        .includes = "#include \"sm80/launch.h\"\n",
                        .declared = row_type(name, table, &row - rows) + "using Traits_" + name +
-                                   " = sm80::" + (backward ? "Backward" : "Forward") + "TraitsOf<Row_" + name + ", " +
-                                   gpu_type(dtype) + ">;\n",
+                                   " = sm80::" + of.traits + "<Row_" + name + ", " + gpu_type(dtype) + ">;\n",
                        .entries = entries});
         }
 }
@@ -290,9 +293,14 @@ void write_gpu(const std::string& directory, const Strings& architectures, const
       add_sm90(sources, wanted, done, "backward", "kSm90Backward", kSm90Backward);
     }
   for (const int head_dim : wanted.head_dims) {
-    add_sm80(sources, wanted, head_dim, "forward", "kSm80Forward", kSm80Forward);
-    add_sm80(sources, wanted, head_dim, "split_forward", "kSm80SplitForward", kSm80SplitForward);
-    add_sm80(sources, wanted, head_dim, "backward", "kSm80Backward", kSm80Backward);
+    const Templates forward{"ForwardTraitsOf", "forward_entry"}, backward{"BackwardTraitsOf", "backward_entry"};
+    const Templates split{"ForwardTraitsOf", "split_forward_entry"};
+    const Templates fp8{"Fp8ForwardTraitsOf", "forward_entry"}, fp8_split{"Fp8SplitTraitsOf", "split_forward_entry"};
+    add_sm80(sources, wanted, head_dim, "forward", forward, "kSm80Forward", kSm80Forward);
+    add_sm80(sources, wanted, head_dim, "split_forward", split, "kSm80SplitForward", kSm80SplitForward);
+    add_sm80(sources, wanted, head_dim, "backward", backward, "kSm80Backward", kSm80Backward);
+    add_sm80(sources, wanted, head_dim, "fp8_forward", fp8, "kSm80Fp8Forward", kSm80Fp8Forward);
+    add_sm80(sources, wanted, head_dim, "fp8_split_forward", fp8_split, "kSm80Fp8SplitForward", kSm80Fp8SplitForward);
   }
   sources.list("cuda_table.cpp", "add_cuda_kernels",
                "#include \"common/kernel_entry.h\"\n#include \"cuda/host/device.h\"\n",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness import Harness, Mask, Problem
+from harness import FP8, Harness, Mask, Problem
 
 # Not through flashsdk, which this needs no build of.
 sys.path.insert(0, str(Path(__file__).parents[3] / "python" / "flashsdk"))
@@ -96,6 +96,8 @@ def synchronize(name, index):
 
 def check(harness: Harness, p: Problem, generator, with_dlse, rng):
     """{name: error ratio}; above 1 is a failure."""
+    if p.k.dtype == FP8:
+        return check_fp8(harness, p, rng)
     dout = torch.randn(*p.q.shape[:-1], p.v.shape[-1], device=DEVICE, generator=generator).to(
         p.q.dtype
     )
@@ -132,16 +134,39 @@ def check(harness: Harness, p: Problem, generator, with_dlse, rng):
             bound += extra.abs().max().item()
         ratios[name] = math.inf if math.isnan(error) else error / bound
     if lse.numel():
-        empty = exact_lse == -math.inf
-        error = (lse.double() - exact_lse)[~empty].abs()
-        magnitude = exact_lse[~empty].abs().clamp(min=1)
-        ratios["lse"] = (error / magnitude).max().item() / 2e-5 if error.numel() else 0.0
-        if not torch.equal(lse == -math.inf, empty) or lse.isnan().any() or (out.isnan().any()):
-            ratios["lse"] = math.inf
+        ratios["lse"] = lse_ratio(out, lse, exact_lse)
     return ratios
 
 
-def random_problem(rng: np.random.Generator, generator, head_dims, dtypes):
+def lse_ratio(out, lse, exact):
+    empty = exact == -math.inf
+    error = (lse.double() - exact)[~empty].abs()
+    magnitude = exact[~empty].abs().clamp(min=1)
+    if not torch.equal(lse == -math.inf, empty) or lse.isnan().any() or out.isnan().any():
+        return math.inf
+    return (error / magnitude).max().item() / 2e-5 if error.numel() else 0.0
+
+
+def check_fp8(harness: Harness, p: Problem, rng):
+    """As check(), of the forward, which is all that there is."""
+    fitting = harness.pick(0, p, harness.words(p, p.q, None), all_fitting=True)
+    index = int(rng.choice(fitting))
+    out, lse = harness.forward(p, index)
+    synchronize("forward", index)
+    wide = p.widened()
+    exact, exact_lse, _ = standard_attention(wide, torch.float64)
+    rough, _, _ = standard_attention(wide, p.q.dtype)
+    ratios = {"kernels": (index,)}
+    if out.numel():
+        error = (out.double() - exact).abs().max().item()
+        bound = 2 * (rough.double() - exact).abs().nan_to_num(0).max().item() + 1e-5
+        ratios["fp8 out"] = math.inf if math.isnan(error) else error / bound
+        ratios["fp8 lse"] = lse_ratio(out, lse, exact_lse)
+    return ratios
+
+
+def random_problem(rng: np.random.Generator, generator, head_dims, dtypes, fp8=False):
+    """fp8: some have keys and values in fp8."""
     pick = lambda *choices: choices[rng.integers(len(choices))]  # noqa: E731
     dtype = pick(*dtypes)
     head_dim = pick(*head_dims)
@@ -204,6 +229,12 @@ def random_problem(rng: np.random.Generator, generator, head_dims, dtypes):
 
         p.cu_q, p.cu_k = ends(lengths_q), ends(lengths_k)
     p.deterministic = bool(rng.random() < 0.25)
+    if fp8 and rng.random() < 0.3:
+        p.k, p.v = p.k.to(FP8), p.v.to(FP8)
+        if rng.random() < 0.8:
+            p.k_descale, p.v_descale = (
+                torch.rand(batch, kv, device=DEVICE, generator=generator) * 2 for _ in range(2)
+            )
     if rng.random() < 0.1:
         p.softmax_scale = float(rng.normal() * 0.2)
     if rng.random() < 0.5:
@@ -234,7 +265,7 @@ def random_problem(rng: np.random.Generator, generator, head_dims, dtypes):
 
 def describe(p: Problem):
     parts = [
-        str(p.q.dtype)[6:],
+        str(p.q.dtype)[6:] + (" fp8" if p.k.dtype == FP8 else ""),
         f"q{tuple(p.q.shape)}",
         f"k{tuple(p.k.shape)}",
         f"dv{p.v.shape[-1]}",
@@ -275,7 +306,7 @@ def main():
         if time.time() - start > args.seconds:
             break
         rng, generator = np.random.default_rng(seed), torch.Generator(DEVICE).manual_seed(seed)
-        p = random_problem(rng, generator, head_dims, dtypes)
+        p = random_problem(rng, generator, head_dims, dtypes, any(e[8] for e in harness.entries))
         with_dlse = bool(rng.random() < 0.3)
         try:
             ratios = check(harness, p, generator, with_dlse, rng)

@@ -57,6 +57,13 @@ class Words {
     t.row = integer();
     return t;
   }
+  DescaleParam descale() {
+    DescaleParam t;
+    t.ptr = pointer<const float>();
+    t.batch = integer();
+    t.head = integer();
+    return t;
+  }
   BlockListParam lists() {
     BlockListParam t;
     t.offsets = pointer<const std::int32_t>();
@@ -119,6 +126,9 @@ BackwardParams read_params(Words& w, double softmax_scale, double softcap) {
   p.pages.batch = w.integer();
   p.pages.size = w.number();
   p.pages.count = w.number();
+  p.dtype_kv = static_cast<DType>(w.number());
+  p.k_descale = w.descale();
+  p.v_descale = w.descale();
   p.score.softmax_scale = static_cast<float>(softmax_scale);
   p.score.softcap = static_cast<float>(softcap);
   return p;
@@ -131,7 +141,7 @@ extern "C" {
 
 __attribute__((visibility("default"))) int harness_count() { return static_cast<int>(flashsdk::entries().size()); }
 
-// op, dtype, largest head_dim, mask kind, number of features, tile m, tile n, splits keys
+// op, dtype, largest head_dim, mask kind, number of features, tile m, tile n, splits keys, fp8 keys
 __attribute__((visibility("default"))) void harness_describe(int index, int* out) {
   const flashsdk::Entry& entry = flashsdk::entries()[index];
   std::visit(
@@ -144,6 +154,7 @@ __attribute__((visibility("default"))) void harness_describe(int index, int* out
         out[5] = e.tile.m;
         out[6] = e.tile.n;
         out[7] = e.key.splits_keys;
+        out[8] = e.key.fp8_kv;
       },
       entry);
 }

@@ -9,7 +9,8 @@ import math
 import numpy as np
 import torch
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 4}
+FP8 = torch.float8_e4m3fn
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.bool: 4, FP8: 7}
 UNLIMITED = 1 << 40
 MASK_KINDS = {"dense": 0, "band": 1, "block_sparse": 2}
 
@@ -90,6 +91,27 @@ class Problem:
     sink: torch.Tensor | None = None  # (heads)
     table: torch.Tensor | None = None  # int32 (batch, pages each): k and v are pages
     deterministic: bool = False
+    k_descale: torch.Tensor | None = None  # (batch, heads of keys), of k and v in float8_e4m3fn
+    v_descale: torch.Tensor | None = None
+
+    def widened(self):
+        """The same problem with the keys and values that fp8 stands for, in float64."""
+        factors = [
+            self.descale_of_rows(x, d)
+            for x, d in ((self.k, self.k_descale), (self.v, self.v_descale))
+        ]
+        k, v = (x.double() * f for x, f in zip((self.k, self.v), factors, strict=True))
+        return dataclasses.replace(self, k=k, v=v, k_descale=None, v_descale=None)
+
+    def descale_of_rows(self, x, descale):
+        """What broadcasts to x, whose keys are not in pages."""
+        if descale is None:
+            return torch.ones((), device=x.device, dtype=torch.float64)
+        if not self.packed:
+            return descale.double()[:, None, :, None]
+        each = descale.double().repeat_interleave(self.cu_k.diff(), 0)
+        behind = each.new_ones(x.shape[0] - each.shape[0], each.shape[1])
+        return torch.cat([each, behind])[..., None]
 
     @property
     def packed(self):
@@ -134,7 +156,7 @@ class Harness:
         self.lib.harness_workspace.restype = ctypes.c_int64
         self.entries = []
         for i in range(self.lib.harness_count()):
-            out = (ctypes.c_int * 8)()
+            out = (ctypes.c_int * 9)()
             self.lib.harness_describe(i, out)
             self.entries.append(tuple(out))
 
@@ -193,7 +215,9 @@ class Harness:
         for t in (p.used_q, p.used_k, p.sink, dsink, p.table):
             words.append(0 if t is None else t.data_ptr())
         pages = [0, 0, 0] if p.table is None else [p.table.stride(0), p.k.shape[1], p.k.shape[0]]
-        words += pages
+        words += [*pages, DTYPES[p.k.dtype]]
+        for t in (p.k_descale, p.v_descale):
+            words += [0] * 3 if t is None else [t.data_ptr(), t.stride(0), t.stride(1)]
         return (ctypes.c_int64 * len(words))(*words)
 
     def pick(self, op, p: Problem, words, all_fitting=False):

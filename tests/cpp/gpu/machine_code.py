@@ -68,13 +68,15 @@ def described(name: str) -> dict[str, str]:
         if backend == "sm90" and (head_dim_v := numbers.pop(0)) != head_dim:
             head_dim += f"x{head_dim_v}"
         m, n, *rest = numbers
+        if "Fp8SplitTraits" in name:  # whose tile is that of a warp, which the next number counts
+            n = str(int(n) * int(rest[0]))
     features = FEATURES[int(re.findall(r"FeaturesE(\d+)E", name)[0])]
     if backend == "sm90" and re.search(r"FeaturesE\d+ELb1E", name):
         features += " packed"  # the backward has kernels of its own for packed sequences
     return {
         "backend": backend,
         "op": op,
-        "dtype": "bf16" if "bfloat16" in name else "fp16",
+        "dtype": ("bf16" if "bfloat16" in name else "fp16") + (" fp8kv" if "Fp8" in name else ""),
         "head_dim": head_dim,
         "mask": next((short for long, short in POLICY.items() if long in name), "all masks"),
         "features": features,

@@ -27,7 +27,7 @@ import time
 
 import numpy as np
 import torch
-from harness import DTYPES, Harness, Mask, Problem
+from harness import DTYPES, FP8, Harness, Mask, Problem
 
 FORWARD, BACKWARD = 0, 1
 KINDS = ("dense", "band", "block_sparse")
@@ -47,6 +47,11 @@ def empty(*shape, dtype, aligned=True):
 def random(*shape, dtype, aligned=True):
     wide = torch.randn(*shape[:-1], shape[-1] + (0 if aligned else 3)).to(dtype).cuda()
     return wide[..., : shape[-1]]
+
+
+def of_bits(f, x):
+    """f(x); fp8 by its bits, as PyTorch moves few elements of it."""
+    return f(x.view(torch.uint8)).view(FP8) if x.dtype == FP8 else f(x)
 
 
 def lengths(tile_m, tile_n):
@@ -75,7 +80,9 @@ def serve(p, tile_n, page_size):
         table = torch.randperm(batch * each).to(torch.int32).reshape(batch, each)
         p.table = table.cuda()
         p.k, p.v = (
-            x[:, :1].repeat_interleave(each * page_size, 1).reshape(-1, page_size, *x.shape[2:])
+            of_bits(lambda x: x[:, :1].repeat_interleave(each * page_size, 1), x).reshape(
+                -1, page_size, *x.shape[2:]
+            )
             for x in (p.k, p.v)
         )
     return p
@@ -84,7 +91,7 @@ def serve(p, tile_n, page_size):
 def problem(entry, make, features, block, size, aligned, packed, narrow_v, bias, page_size):
     """Tensors by `make`: empty will do to ask whether a kernel takes it. page_size: None where all
     rows are used, else as in serve()."""
-    _, code, head_dim, mask, _, tile_m, tile_n, _ = entry
+    _, code, head_dim, mask, _, tile_m, tile_n, _, fp8 = entry
     dtype = next(dtype for dtype, c in DTYPES.items() if c == code)
     rows, keys = size
     batch, heads, dim = 2, 2, head_dim if aligned else head_dim - 3
@@ -98,14 +105,17 @@ def problem(entry, make, features, block, size, aligned, packed, narrow_v, bias,
         grid = -(-rows // block[0]), -(-keys // block[1])
         m.blocks = np.random.default_rng(0).integers(0, 3, (1, heads, *grid))
         m.blocks[0, 0, 0, 0] = 2
+    of_keys = FP8 if fp8 else dtype
     p = Problem(
         make(*lead_q, heads, dim, dtype=dtype, aligned=aligned),
-        make(*lead_k, 1, dim, dtype=dtype, aligned=aligned),
-        make(*lead_k, 1, dim_v, dtype=dtype, aligned=aligned),
+        make(*lead_k, 1, dim, dtype=of_keys, aligned=aligned),
+        make(*lead_k, 1, dim_v, dtype=of_keys, aligned=aligned),
         m,
         softcap=5.0 if "softcap" in features else 0.0,
         threshold=40 if "dropout" in features else 0,
     )
+    if fp8:
+        p.k_descale, p.v_descale = (torch.rand(batch, 1).cuda() for _ in range(2))
     if packed:
         p.cu_q = torch.tensor([0, tile_m + 3, rows - 2], dtype=torch.int32).cuda()
         p.cu_k = torch.tensor([0, tile_n + 2, keys - 2], dtype=torch.int32).cuda()
@@ -153,7 +163,7 @@ def touch(
     widths = (False, True) if entry[2] == 192 else (False,)  # 192 x 128 has kernels of its own
     sizes = many_keys(*tile) if growing or entry[7] else lengths(*tile)
     if entry[7] and page_size is not None:  # so few queries that a kernel plans the parts
-        sizes = tuple((12, keys) for _, keys in sizes)
+        sizes = tuple((min(12, tile[0] // 2), keys) for _, keys in sizes)
     for size, features, block, narrow_v in itertools.product(sizes, all_features, blocks, widths):
         what = features, block, size, aligned, packed, narrow_v, bias, page_size
         shape = problem(entry, empty, *what)
@@ -180,9 +190,10 @@ def families(harness):
     """Indices of kernels by the family's name."""
     dtype = max(entry[1] for entry in harness.entries)
     found = {}
-    for i, (op, of, head_dim, _, features, m, n, splits) in enumerate(harness.entries):
+    for i, (op, of, head_dim, _, features, m, n, splits, fp8) in enumerate(harness.entries):
         if of == dtype:
             way = "split" if splits else "forward" if op == FORWARD else "backward"
+            way = f"fp8kv_{way}" if fp8 else way
             kind = "featured" if features else "plain"
             name = f"{harness.backend(i)}_{way}_d{head_dim}_{kind}_{m}x{n}"
             found.setdefault(name, []).append(i)
