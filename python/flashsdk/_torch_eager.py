@@ -32,7 +32,6 @@ class InPython:
     def attention(*_: Any) -> None: ...
 
     flash_attn = scaled_dot_product_attention = register_operators = attention
-    override_sdpa = restore_sdpa = watch_sdpa = attention
 
 
 def _native() -> Any:

@@ -14,12 +14,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.autograd import Function, forward_ad
 
 from ._errors import Unsupported
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _module(name: str) -> Any:
@@ -124,6 +126,18 @@ def below_autograd(operator: Any, keys: Any, inputs: tuple[Any, ...]) -> Any:
         return operator.redispatch(keys & _C._after_autograd_keyset, *inputs)
 
 
+def remove_library(library: Any) -> None:
+    """Its kernels go now; without the name with the last reference to it, which is the caller's."""
+    destroy = getattr(library, "_destroy", None)
+    if destroy is not None:
+        destroy()
+
+
+# Inside of an operator, in Python: neither a mode nor a subclass sees what it is made of. Without
+# the name they do.
+without_torch_function: Any = getattr(_C, "DisableTorchFunction", nullcontext)
+
+
 def with_forward_mode() -> AbstractContextManager[Any]:
     """On again, which a Function turns off; torch.func may use it below."""
     turn: Any = getattr(forward_ad, "_set_fwd_grad_enabled", None)
@@ -146,6 +160,17 @@ else:
 # ---- the compiler
 
 _config = _module("torch._functorch.config")
+
+
+def not_compiled(function: F) -> F:
+    """Nor what it calls: torch.compile looks into an operator in Python below its graph breaks."""
+    frames: Any = getattr(getattr(_C, "_dynamo", None), "eval_frame", None)
+    strategy = getattr(frames, "_FrameExecStrategy", None)
+    if strategy is None:  # imports the compiler, which takes seconds
+        return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, strategy(skip, skip))
+    return function
 
 
 def memory_budget() -> float:

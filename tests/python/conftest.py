@@ -90,6 +90,20 @@ def torch_way(request, monkeypatch) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=("native", "python"))
+def sdpa_way(request, monkeypatch) -> str:
+    """The two ways of torch_sdpa.enable(): for tests of what both have to do."""
+    from flashsdk.integrations import _sdpa_kernels, torch_sdpa
+
+    if not torch_sdpa._REGISTRY:
+        pytest.skip("torch_sdpa.enable() is for PyTorch 2.11 or newer")
+    if request.param == "python":
+        monkeypatch.setattr(torch_sdpa, "_kernels", _sdpa_kernels)
+    elif torch_sdpa._kernels is _sdpa_kernels:
+        pytest.skip("flashsdk._torch_native is not built for this PyTorch")
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True)
 def same_threads():
     """Leaves the number of threads as it was."""

@@ -5,16 +5,14 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as functional
-from flashsdk import _torch_eager
 from flashsdk.integrations import torch_sdpa
 from flashsdk.torch import scaled_dot_product_attention as ours_alone
 from standard_attention import check, standard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-NOT_BUILT = pytest.mark.skipif(
-    _torch_eager.built is _torch_eager.InPython,
-    reason="flashsdk._torch_native is not built for this PyTorch",
-)
+BOTH_WAYS = pytest.mark.usefixtures("sdpa_way")
+# For what does not depend on the way. That in Python is always there.
+ONCE = pytest.mark.parametrize("sdpa_way", ["python"], indirect=True)
 sdpa = functional.scaled_dot_product_attention
 
 

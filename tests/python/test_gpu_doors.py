@@ -13,7 +13,7 @@ from flashsdk.integrations import torch_sdpa  # noqa: E402
 from flashsdk.torch import explain, varlen_attention  # noqa: E402
 from flashsdk.torch import scaled_dot_product_attention as ours_alone  # noqa: E402
 from sdpa_cases import (  # noqa: E402
-    NOT_BUILT,
+    BOTH_WAYS,
     each_alone,
     gradients,
     jagged,
@@ -173,7 +173,7 @@ def heads_first(place, dtype, seqlen_q=140, seqlen_k=None, heads_kv=4):
     return with_gradients([place.randn(2, *s, 64, dtype=dtype) for s in shapes])
 
 
-@NOT_BUILT
+@BOTH_WAYS
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(140, 140), (11, 300), (300, 11)])
 def test_sdpa(place, dtype, enabled, seqlen_q, seqlen_k):
     inputs = heads_first(place, dtype, seqlen_q, seqlen_k)
@@ -183,7 +183,7 @@ def test_sdpa(place, dtype, enabled, seqlen_q, seqlen_k):
     same_as_math(inputs, scale=0.3)
 
 
-@NOT_BUILT
+@BOTH_WAYS
 def test_the_order_of_pytorchs_backends_comes_back(place, dtype):
     inputs = heads_first(place, dtype)
     choice = torch_sdpa.explain(*inputs).backend  # PyTorch makes its order with the first call
@@ -194,7 +194,7 @@ def test_the_order_of_pytorchs_backends_comes_back(place, dtype):
     assert torch_sdpa.explain(*inputs).backend == choice
 
 
-@NOT_BUILT
+@BOTH_WAYS
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_causal_and_grouped_heads(place, dtype, enabled, heads_kv):
     inputs = heads_first(place, dtype, heads_kv=heads_kv)
@@ -203,7 +203,7 @@ def test_causal_and_grouped_heads(place, dtype, enabled, heads_kv):
     same_as_math(inputs, **options)
 
 
-@NOT_BUILT
+@BOTH_WAYS
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_sdpa_under_compile(place, dtype, enabled, backend):
     if backend == "inductor" and (place.device == "cpu" or place.shifted):
@@ -216,7 +216,7 @@ def test_sdpa_under_compile(place, dtype, enabled, backend):
     same_as_math(heads_first(place, dtype), function=compiled, is_causal=True)
 
 
-@NOT_BUILT
+@BOTH_WAYS
 def test_sdpa_under_autocast(place, dtype, enabled):
     """Float32 before and after, as a model's parameters are."""
     inputs = heads_first(place, torch.float32)
@@ -233,7 +233,7 @@ def test_sdpa_under_autocast(place, dtype, enabled):
         torch.testing.assert_close(one.to(dtype), other)
 
 
-@NOT_BUILT
+@BOTH_WAYS
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_nested_tensors(place, dtype, enabled, is_causal):

@@ -187,12 +187,12 @@ assert torch.allclose(got, want, atol=1e-5) and torch_sdpa.enabled()
 """
 
 
-def test_pytorch_s_own_function():
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_pytorch_s_own_function(native):
     pytest.importorskip("torch")
-    eager = importlib.import_module("flashsdk._torch_eager")
-    if eager.built is eager.InPython:
-        pytest.skip("flashsdk._torch_native is not built for this PyTorch")
-    found = lines(SDPA, FLASHSDK_LOG="1")
+    if not importlib.import_module("flashsdk.integrations.torch_sdpa")._REGISTRY:
+        pytest.skip("torch_sdpa.enable() is for PyTorch 2.11 or newer")
+    found = lines(SDPA, FLASHSDK_LOG="1", FLASHSDK_TORCH_NATIVE=native)
     shapes = "q (1,40,2,16) k (1,40,2,16) float32 on cpu"
     wide = "q (1,40,2,600) k (1,40,2,600) float32 on cpu"
     starts = [

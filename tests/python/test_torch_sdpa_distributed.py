@@ -6,8 +6,7 @@ torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
 import torch.nn.functional as functional  # noqa: E402
-from flashsdk import _torch_eager  # noqa: E402
-from flashsdk.integrations import torch_sdpa  # noqa: E402
+from flashsdk.integrations import _sdpa_kernels, torch_sdpa  # noqa: E402
 from processes import TIMEOUT, spawn  # noqa: E402
 from standard_attention import assert_close, gradients, standard  # noqa: E402
 
@@ -17,8 +16,7 @@ pytestmark = [
         not (distributed.is_available() and distributed.is_gloo_available()), reason="no gloo"
     ),
     pytest.mark.skipif(
-        _torch_eager.native is _torch_eager.InPython,
-        reason="flashsdk._torch_native is not built for this PyTorch",
+        not torch_sdpa._REGISTRY, reason="torch_sdpa.enable() is for PyTorch 2.11 or newer"
     ),
 ]
 PROCESSES, SEQUENCE = 4, 2
@@ -114,7 +112,7 @@ def check_ring_of_a_gpu(mesh):
     mine = [x.chunk(PROCESSES, SEQUENCE)[mesh.get_local_rank()] for x in (*inputs, weight)]
     q, k, v, dout = (DTensor.from_local(x, mesh, [Shard(SEQUENCE)]) for x in mine)
     aten = torch.ops.aten
-    _torch_eager.native.override_sdpa("flash", "CPU")
+    torch_sdpa._kernels.override_sdpa("flash", "CPU")
     ring._enable_context_parallel_dispatcher()
     ring._cp_options.enable_load_balance = False
     try:
@@ -125,7 +123,7 @@ def check_ring_of_a_gpu(mesh):
         )
     finally:
         ring._disable_context_parallel_dispatcher()
-        _torch_eager.native.restore_sdpa()
+        torch_sdpa._kernels.restore_sdpa()
     exact, plain = exact_and_plain(inputs, weight, True)
     assert_close([x.full_tensor() for x in (out, *grads)], plain, exact)
 
@@ -169,8 +167,10 @@ def work(rank):
 
     mesh = init_device_mesh("cpu", (PROCESSES,))
     check_ring(mesh)
-    check_ring_of_a_gpu(mesh)
-    check_batch_and_heads(mesh)
+    for way in (torch_sdpa._kernels, _sdpa_kernels):  # the same where nothing was built
+        torch_sdpa._kernels = way
+        check_ring_of_a_gpu(mesh)
+        check_batch_and_heads(mesh)
     distributed.destroy_process_group()
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,15 +16,14 @@ torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
 import torch.nn.functional as functional  # noqa: E402
-from flashsdk import _torch_eager  # noqa: E402
 from flashsdk.integrations import torch_sdpa  # noqa: E402
 from flashsdk.torch import scaled_dot_product_attention as ours_alone  # noqa: E402
-from sdpa_cases import NOT_BUILT, gradients, qkv, same_as_math  # noqa: E402
+from sdpa_cases import BOTH_WAYS, ONCE, gradients, qkv, same_as_math  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 from torch_cases import TORCH, with_gradients  # noqa: E402
 
-pytestmark = NOT_BUILT
+pytestmark = BOTH_WAYS
 FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 sdpa = functional.scaled_dot_product_attention
 
@@ -115,12 +113,12 @@ def test_layouts():
 
 def test_the_other_operators_of_a_gpu():
     """What stands at CUDA's dispatch key, here at CPU's: both directions, and what is refused."""
-    native, aten = _torch_eager.built, torch.ops.aten
+    kernels, aten = torch_sdpa._kernels, torch.ops.aten
     q, k, v = (x.detach() for x in qkv(seqlen_k=50))
     lower_right = causal_lower_right(40, 50)  # what causal means to these
     want = gradients(ours_alone, with_gradients([q, k, v]), lower_right)
     dump = torch._C._dispatch_dump("aten::_scaled_dot_product_flash_attention")
-    native.override_sdpa("flash", "CPU")
+    kernels.override_sdpa("flash", "CPU")
     try:
         flash = aten._scaled_dot_product_flash_attention
         out, lse, cu_q, cu_k, max_q, max_k, seed, offset, mask = flash(q, k, v, 0.0, True)
@@ -138,7 +136,7 @@ def test_the_other_operators_of_a_gpu():
         with pytest.raises(NotImplementedError, match="neither flashsdk nor PyTorch"):
             flash(q.double(), k.double(), v.double())
     finally:
-        native.restore_sdpa()
+        kernels.restore_sdpa()
     assert torch._C._dispatch_dump("aten::_scaled_dot_product_flash_attention") == dump
 
 
@@ -375,8 +373,15 @@ def test_between_forward_and_backward():
 # ---- on and off
 
 
+def dumped():
+    return torch._C._dispatch_dump(f"aten::{FOR_CPU}")
+
+
+WITHOUT_US = dumped()
+
+
 def registered():
-    return "torch_eager/sdpa.cpp" in torch._C._dispatch_dump(f"aten::{FOR_CPU}")
+    return dumped() != WITHOUT_US
 
 
 def test_on_and_off():
@@ -474,20 +479,7 @@ def test_threads_that_enable_at_once():
     assert not registered() and chosen["can_use_flash_attention"] is before
 
 
-def test_without_the_extension():
-    program = (
-        "import flashsdk as fs\nfrom flashsdk.integrations import torch_sdpa\n"
-        "try:\n    torch_sdpa.enable()\nexcept fs.Error as e:\n    print(e.code, e)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "FLASHSDK_TORCH_NATIVE": "0"},
-    )
-    assert done.stdout.startswith("unsupported torch: "), done.stderr
-
-
+@ONCE
 def test_the_script_for_pytorchs_own_tests(tmp_path):
     """It tells what enabling changes from what fails anyway."""
     script = Path(__file__).parents[2] / "scripts" / "torch_tests.py"

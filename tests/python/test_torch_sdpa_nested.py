@@ -11,12 +11,12 @@ import flashsdk as fs  # noqa: E402
 import flashsdk.torch as ft  # noqa: E402
 import torch.nn.functional as functional  # noqa: E402
 from flashsdk.integrations import torch_sdpa  # noqa: E402
-from sdpa_cases import NOT_BUILT, each_alone, jagged, nested, rows, starts  # noqa: E402
+from sdpa_cases import BOTH_WAYS, each_alone, jagged, nested, rows, starts  # noqa: E402
 from standard_attention import assert_close, gradients  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 pytestmark = [
-    NOT_BUILT,
+    BOTH_WAYS,
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
 ]
 sdpa = functional.scaled_dot_product_attention

@@ -1,5 +1,6 @@
 """PyTorch's own function on our kernels where it is traced: torch.compile's choice, fx, export."""
 
+import os
 import subprocess
 import sys
 
@@ -11,10 +12,10 @@ import flashsdk as fs  # noqa: E402
 import flashsdk.torch as ft  # noqa: E402
 import torch.nn.functional as functional  # noqa: E402
 from flashsdk.integrations import torch_sdpa  # noqa: E402
-from sdpa_cases import NOT_BUILT  # noqa: E402
+from sdpa_cases import BOTH_WAYS  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-pytestmark = NOT_BUILT
+pytestmark = BOTH_WAYS
 sdpa = functional.scaled_dot_product_attention
 
 
@@ -137,8 +138,11 @@ for file in sys.argv[2:]:
 """
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_traced_and_reloaded(name, tmp_path):
+EACH = [*(("native", name) for name in FUNCTIONS), ("python", "PyTorch's")]
+
+
+@pytest.mark.parametrize("sdpa_way, name", EACH, indirect=["sdpa_way"])
+def test_traced_and_reloaded(sdpa_way, name, tmp_path):
     inputs = [x.detach() for x in qkv()]
     block = Block(FUNCTIONS[name])
     with torch_sdpa.enable():
@@ -153,5 +157,7 @@ def test_traced_and_reloaded(name, tmp_path):
         torch.save((inputs, want.detach()), files[0])
         torch.save(traced, files[1])
         torch.export.save(exported, files[2])
-    done = subprocess.run([sys.executable, "-c", LOAD, *files], capture_output=True, text=True)
+    env = {**os.environ, "FLASHSDK_TORCH_NATIVE": "" if sdpa_way == "native" else "0"}
+    command = [sys.executable, "-c", LOAD, *files]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr

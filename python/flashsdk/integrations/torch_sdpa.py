@@ -29,7 +29,8 @@ from .._errors import Error, Unsupported, renamed
 from .._torch_checks import flag, shape_of, tensor
 from .._torch_eager import InPython, built
 from .._torch_private import sdp_choice, sdp_order, set_sdp_order, when_cuda_starts
-from . import _sdpa_dtensor, _sdpa_nested
+from . import _sdpa_dtensor, _sdpa_kernels, _sdpa_nested
+from ._sdpa_kernels import as_bias, options_of
 
 __all__ = ["Enabled", "Explanation", "disable", "enable", "enabled", "explain"]
 
@@ -37,6 +38,8 @@ _NAME = "flashsdk"
 _NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "softmax_scale": "scale"}
 # Of PyTorch 2.11 and newer. Each impl's kernels give way to the next one's.
 _REGISTRY = hasattr(torch_attention, "register_flash_attention_impl")
+# What puts ours in the place of aten's: compiled for the PyTorch at hand, or in Python.
+_kernels: Any = _sdpa_kernels if built is InPython else built
 _switching = threading.Lock()  # two threads that enable at once would put ours on top of ours
 
 
@@ -99,31 +102,24 @@ _flash_first = _FlashFirst()
 class _Overrides:
     """Our kernels in the place of aten's, until ``remove``."""
 
-    active: _Overrides | None = None
-
     def __init__(self) -> None:
-        if built is InPython:
-            allowed = "the one that flashsdk._torch_native is for"
-            raise Unsupported(f"torch: {torch.__version__}; {allowed}")
         with ExitStack() as undo:  # all of it, or nothing
-            undo.callback(built.restore_sdpa)
-            built.override_sdpa("for_cpu", "CPU")
-            built.override_sdpa("packed", "CPU")
+            undo.callback(_kernels.restore_sdpa)
+            _kernels.override_sdpa("for_cpu", "CPU")
+            _kernels.override_sdpa("packed", "CPU")
             if build_info()["cuda"] and torch.version.cuda is not None:
-                built.override_sdpa("flash", "CUDA")
-                built.override_sdpa("packed", "CUDA")
+                _kernels.override_sdpa("flash", "CUDA")
+                _kernels.override_sdpa("packed", "CUDA")
                 undo.callback(_flash_first.leave)
                 _flash_first.wish()
             if _log.ON:
-                built.watch_sdpa(_logged)
+                _kernels.watch_sdpa(_logged)
             undo.callback(_sdpa_nested.Choice().remove)
             _sdpa_dtensor.prepare(enabled)
             self._undo = undo.pop_all()
-        _Overrides.active = self
 
     def remove(self) -> None:
         self._undo.close()
-        _Overrides.active = None
 
 
 def _logged(
@@ -132,8 +128,7 @@ def _logged(
     packed: tuple[Any, ...] | None,
 ) -> None:  # fmt: skip
     """A line of FLASHSDK_LOG for a call that came to the place of aten's kernels."""
-    rest = (None,) * 7  # what aten's kernels do not have
-    options = (scale, band, _as_bias(mask), None, 0.0, dropout_p, 0, 0, False, None, None, *rest)
+    options = options_of(scale, band, as_bias(mask), dropout_p)
     op = f"torch_sdpa_{'bwd' if backward else 'fwd'}"
     # Mostly the library refuses, which is told instead.
     later = "" if taken else "PyTorch's kernel"
@@ -146,24 +141,19 @@ if _REGISTRY:
 
 def _current() -> str | None:
     """The flash attention implementation in use, None for PyTorch's own."""
-    if _REGISTRY:
-        return torch_attention.current_flash_attention_impl()
-    return _NAME if _Overrides.active else None
+    return torch_attention.current_flash_attention_impl() if _REGISTRY else None
 
 
 def _switch_to(name: str | None) -> None:
     """The caller holds ``_switching``."""
     if name == _current():
         return
-    if _REGISTRY:
-        if name is None:
-            torch_attention.restore_flash_attention_impl()
-        else:
-            torch_attention.activate_flash_attention_impl(name)
-    elif name is None and _Overrides.active:
-        _Overrides.active.remove()
+    if not _REGISTRY:
+        raise Unsupported(f"torch: {torch.__version__}; 2.11 or newer")
+    if name is None:
+        torch_attention.restore_flash_attention_impl()
     else:
-        _Overrides()
+        torch_attention.activate_flash_attention_impl(name)
 
 
 class Enabled:
@@ -189,8 +179,7 @@ def enable() -> Enabled:
     """Gives torch.nn.functional.scaled_dot_product_attention our kernels, in the whole process.
 
     A call, or a context: ``with enable(): ...``. What is compiled by torch.compile takes the
-    kernels that are in place when it runs. Raises Error where this build has no extension for the
-    PyTorch at hand.
+    kernels that are in place when it runs. Raises Error for a PyTorch older than 2.11.
     """
     with _switching:
         before = _current()
@@ -284,15 +273,7 @@ def explain(
     # PyTorch 2.14 adds a batch of one to three dimensions, on a CPU.
     four = (x[None] if x.dim() == 3 else x for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in four)
-    return _kernel_of(q, k, v, op=op, mask=causal, bias=_as_bias(attn_mask), softmax_scale=scale)
-
-
-def _as_bias(attn_mask: Tensor | None) -> Tensor | None:
-    """(batch, heads, seqlen_q, seqlen_k), with sizes of 1 where it broadcasts."""
-    if attn_mask is None:
-        return None
-    bias = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
-    return bias[..., :1] if bias.stride(-1) == 0 else bias
+    return _kernel_of(q, k, v, op=op, mask=causal, bias=as_bias(attn_mask), softmax_scale=scale)
 
 
 def _explain_nested(
