@@ -18,6 +18,7 @@
 #include "sm80/join_parts.h"
 #include "sm80/plan_parts.h"
 #include "sm80/row_scores.h"
+#include "sm80/wide_backward.h"
 
 namespace flashsdk::sm80 {
 
@@ -53,7 +54,7 @@ template <class Traits, cuda::Features kFeatures, class Params>
 const char* refuse(const Params& p, int shared_bytes) {
   static_assert(kFeatures != cuda::Features::kBiasDropout, "kernels with all features take these");
   if (const char* reason = cuda::refuse_features<kFeatures>(p.score)) return reason;
-  if (max_of(p.head_dim, p.head_dim_v) > Traits::kHeadDim) return "head_dim is larger than the kernel's";
+  if (p.head_dim > Traits::kHeadDim || p.head_dim_v > Traits::kHeadDimV) return "head_dim is larger than the kernel's";
   if (p.mask.kind == MaskKind::kBlockSparse &&
       (p.mask.block_q % Traits::kBlockM != 0 || p.mask.block_k % Traits::kBlockN != 0)) {
     return "the mask's blocks are not multiples of the kernel's tile";
@@ -78,7 +79,7 @@ KernelKey key_of(bool splits_keys = false) {
           kArch,
           kDType<typename Traits::Element>,
           Traits::kHeadDim,
-          Traits::kHeadDim,
+          Traits::kHeadDimV,
           Policy::kKind,
           kFeatures,
           Traits::kAnyAlignment,
@@ -140,18 +141,40 @@ int blocks_each(const cuda::DeviceLimits& device) {
   constexpr int kReserved = 1024;  // bytes of shared memory that the driver takes of each thread block's
   return min_of(device.shared_memory_per_multiprocessor / (Traits::kSmemBytes + kReserved), Traits::kMinBlocks);
 }
-template <class Traits>
-KeyParts key_parts(const ForwardParams& p) {
-  const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
-  return key_parts(p, heads_sharing(p), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, device.multiprocessors,
-                   blocks_each<Traits>(device));
+
+// Whether calls with v in the memory of k have a kernel of their own here. Where all that read a key are few rows, none
+// other is as fast.
+template <class Traits, cuda::Features kFeatures>
+inline constexpr bool kHasValuesInKeys =
+    Traits::kColumnWarps > 1 && !Traits::kValuesInKeys && kFeatures == cuda::Features::kNone;
+template <class Traits, cuda::Features kFeatures>
+bool takes_all_of_few_rows(const ForwardParams& p) {
+  constexpr int kManyKeys = 512;
+  return kHasValuesInKeys<Traits, kFeatures> && values_in_keys(p) && p.seqlen_k >= kManyKeys && p.seqlen_q > 0 &&
+         p.batch > 0 && p.heads_per_group() == heads_sharing(p) &&
+         std::int64_t{p.seqlen_q} * heads_sharing(p) <= kMostWideRows;
 }
 
-template <class Traits, class Policy, cuda::Features kFeatures>
+template <class Traits, cuda::Features kFeatures>
+KeyParts key_parts(const ForwardParams& p) {
+  const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
+  const float others_key = takes_all_of_few_rows<Traits, kFeatures>(p) ? kNoOthers
+                           : Traits::kColumnWarps > 1                  ? kOthersWideKey
+                                                                       : kOthersKey;
+  return key_parts(p, heads_sharing(p), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, device.multiprocessors,
+                   blocks_each<Traits>(device), others_key);
+}
+
+// OfEntry: the traits that the parts are counted by, those of the call's row.
+template <class Traits, class Policy, cuda::Features kFeatures, class OfEntry = Traits>
 void launch_split_forward(const ForwardParams& p, const LaunchContext& context) {
+  if constexpr (kHasValuesInKeys<Traits, kFeatures>) {
+    if (values_in_keys(p))
+      return launch_split_forward<typename Traits::WithValuesInKeys, Policy, kFeatures, Traits>(p, context);
+  }
   cuda::DeviceGuard guard(p.device.index);
   auto stream = static_cast<cudaStream_t>(context.stream);
-  const KeyParts parts = key_parts<Traits>(p);
+  const KeyParts parts = key_parts<OfEntry, kFeatures>(p);
   const KeySplit split(p, parts, context.workspace);
   ForwardParams tiles = p;
   tiles.num_heads = split.heads;
@@ -159,7 +182,8 @@ void launch_split_forward(const ForwardParams& p, const LaunchContext& context) 
   if (parts.planned > 0) {
     constexpr flashsdk::Tile kTile{Traits::kBlockM, Traits::kBlockN};
     const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
-    const PlanProblem problem{kTile.n, visible_keys(p, kTile), device.multiprocessors, blocks_each<Traits>(device)};
+    const PlanProblem problem{kTile.n, visible_keys(p, kTile), device.multiprocessors, blocks_each<OfEntry>(device),
+                              tiles_of_head(p, split.shared.heads, kTile)};
     cuda::launch("launching the kernel that plans the parts", plan_parts_kernel<>, dim3(1), kPlanThreads, 0, stream, p,
                  split, problem);
     tiles.batch = 1;  // sequences are in the plan
@@ -169,23 +193,32 @@ void launch_split_forward(const ForwardParams& p, const LaunchContext& context) 
   } else {
     start_forward<Traits, Policy, kFeatures>(p, stream, tiles, split, parts.most);
   }
-  constexpr auto kJoin = join_parts_kernel<Traits, kFeatures>;
+  constexpr auto kJoin = join_parts_kernel<OfEntry, kFeatures>;
   cuda::launch("launching the forward's last pass", cuda::start_during<kJoin>(p.device.index), kJoin,
-               dim3(static_cast<unsigned>(split.rows_of_head), static_cast<unsigned>(split.heads * p.batch)),
+               dim3(static_cast<unsigned>(split.rows_of_head), static_cast<unsigned>(split.heads * p.batch),
+                    static_cast<unsigned>(max_of(1, ceil_div(split.columns, kMostJoinColumns)))),
                32 * join_warps(split.parts), 0, stream, p, split);
   cuda::clear_unused_rows<typename Traits::Element>(p, stream);
+}
+
+template <class Traits, cuda::Features kFeatures>
+int split_smem_bytes(const ForwardParams& p) {
+  if constexpr (kHasValuesInKeys<Traits, kFeatures>) {
+    if (values_in_keys(p)) return Traits::WithValuesInKeys::kSmemBytes;
+  }
+  return Traits::kSmemBytes;
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 ForwardEntry split_forward_entry() {
   return {key_of<Traits, Policy, kFeatures>(true), flashsdk::Tile{Traits::kBlockM, Traits::kBlockN},
           [](const ForwardParams& p) {
-            const char* reason = refuse<Traits, kFeatures>(p, Traits::kSmemBytes);
-            if (reason != nullptr || heads_sharing(p) > 1) return reason;
-            const KeyParts parts = key_parts<Traits>(p);
+            const char* reason = refuse<Traits, kFeatures>(p, split_smem_bytes<Traits, kFeatures>(p));
+            if (reason != nullptr || heads_sharing(p) > 1 || takes_all_of_few_rows<Traits, kFeatures>(p)) return reason;
+            const KeyParts parts = key_parts<Traits, kFeatures>(p);
             return parts.planned == 0 && parts.most == 1 ? "too many queries or too few keys to split these" : nullptr;
           },
-          [](const ForwardParams& p, int) { return KeySplit(p, key_parts<Traits>(p), nullptr).size(); },
+          [](const ForwardParams& p, int) { return KeySplit(p, key_parts<Traits, kFeatures>(p), nullptr).size(); },
           launch_split_forward<Traits, Policy, kFeatures>};
 }
 
@@ -202,11 +235,19 @@ template <class Traits>
 constexpr flashsdk::Tile kBackwardTile{Traits::kBlockM, Traits::kBlockN};
 
 template <class Traits, class Policy, cuda::Features kFeatures>
+constexpr auto main_backward_kernel() {
+  if constexpr (Traits::kHeadDim > 256)
+    return wide_backward_kernel<Traits, Policy, kFeatures>;
+  else
+    return backward_kernel<Traits, Policy, kFeatures>;
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures>
 void launch_backward_kernels(const BackwardParams& p, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
   using Element = typename Traits::Element;
   auto stream = static_cast<cudaStream_t>(context.stream);
-  auto kernel = backward_kernel<Traits, BackwardPolicy<Traits, Policy, kFeatures>, kFeatures>;
+  constexpr auto kernel = main_backward_kernel<Traits, BackwardPolicy<Traits, Policy, kFeatures>, kFeatures>();
   constexpr int kSmemBytes = kBackwardSmemBytes<Traits, kFeatures>;
   allow_shared_memory(kernel, kSmemBytes, p.device.index, prepared);
   const cuda::BackwardWorkspace ws(p, Traits::kBlockM, Traits::kHeadDim, context.workspace);
