@@ -195,8 +195,8 @@ void launch_split_forward(const ForwardParams& p, const LaunchContext& context) 
   }
   constexpr auto kJoin = join_parts_kernel<OfEntry, kFeatures>;
   cuda::launch("launching the forward's last pass", cuda::start_during<kJoin>(p.device.index), kJoin,
-               dim3(static_cast<unsigned>(split.rows_of_head), static_cast<unsigned>(split.heads * p.batch),
-                    static_cast<unsigned>(max_of(1, ceil_div(split.columns, kMostJoinColumns)))),
+               dim3(static_cast<unsigned>(split.rows_of_head * kJoinsOfRow<OfEntry>),
+                    static_cast<unsigned>(split.heads * p.batch)),
                32 * join_warps(split.parts), 0, stream, p, split);
   cuda::clear_unused_rows<typename Traits::Element>(p, stream);
 }
