@@ -6,7 +6,7 @@ set_property(CACHE FLASHSDK_CUDA_SUBSET PROPERTY STRINGS all ci)
 set(FLASHSDK_CUDA_DTYPES "" CACHE STRING
   "Data types of the GPU kernels, part of: float16 bfloat16; empty: those of the subset")
 set(FLASHSDK_CUDA_HEAD_DIMS "" CACHE STRING
-  "Head dimensions of the GPU kernels, part of: 32 64 96 128 192 256; empty: those of the subset")
+  "Head dimensions of the GPU kernels, part of: 32 64 96 128 192 256 576; empty: those of the subset")
 
 # An object library of kernels, for architectures of its own where any are given.
 function(flashsdk_add_cuda_objects target sources)

@@ -148,7 +148,7 @@ AppendParams validate(const KvAppendArgs& a) {
   const bool paged = a.block_table.given();
   check_tensor("k", a.k, a.k, {{"batch"}, {"seqlen_new"}, {"num_heads_kv"}, {"head_dim"}}, memory, kRead);
   const std::int64_t batch = a.k.shape[0], heads_kv = a.k.shape[2], dim = a.k.shape[3];
-  check_head_dim("k", "head_dim", dim, device);
+  check_head_dim("k", dim, Operation::kAppend, device);
   check_extent("k", "num_heads_kv", heads_kv, 1, kMaxRows);
   check_extent("k", "batch", batch, 0, kMaxRows);
   check_tensor("v", a.v, a.k,

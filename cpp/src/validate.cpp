@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "table/cpu.h"
+#include "table/sm80.h"
 #include "validate_mask.h"
 
 namespace flashsdk {
@@ -36,6 +37,23 @@ DType dtype_of_keys(const AttentionArgs& args) {
 
 // ---- shapes
 
+// sm80 has the widest heads, and what it appends to a cache has any.
+table::HeadDims widest_on_gpu(Operation operation) {
+  return operation == Operation::kForward    ? table::widest(table::kSm80Forward)
+         : operation == Operation::kBackward ? table::widest(table::kSm80Backward)
+                                             : table::HeadDims(table::widest(table::kCpuHeadDims));
+}
+
+void check_width(const char* name, const char* dim, std::int64_t width, int gpu, Operation operation, Device device) {
+  constexpr int kCpu = table::widest(table::kCpuHeadDims);
+  if (device.type == DeviceType::kCPU || width <= gpu || width > kCpu)
+    return check_extent(name, dim, width, 1, device.type == DeviceType::kCPU ? kCpu : gpu);
+  fail(name, dim + (' ' + std::to_string(width)),
+       "1 to " + std::to_string(gpu) + (operation == Operation::kBackward ? " in the backward" : "") +
+           " on a GPU, to " + std::to_string(kCpu) + " on a CPU",
+       ErrorCode::kUnsupported);
+}
+
 // Those of pages: k and v have no batch, and as many keys as the table has room for.
 void read_pages(const AttentionArgs& args, ForwardParams& p) {
   if (!args.seqused_k.given()) fail("block_table", "given", "none without seqused_k, the lengths");
@@ -50,7 +68,7 @@ void read_pages(const AttentionArgs& args, ForwardParams& p) {
 }
 
 // The extents that q, k and v say; the tensors are checked against them afterwards.
-void read_sizes(const AttentionArgs& args, bool packed, ForwardParams& p) {
+void read_sizes(const AttentionArgs& args, bool packed, Operation operation, ForwardParams& p) {
   check_given("q", args.q);
   check_given("k", args.k);
   check_given("v", args.v);
@@ -73,8 +91,8 @@ void read_sizes(const AttentionArgs& args, bool packed, ForwardParams& p) {
   check_extent("k", packed ? "total_k" : "seqlen_k", args.k.shape[row], 0, kMaxRows);
   check_extent("q", "num_heads", num_heads, 1, kMaxRows);
   check_extent("k", "num_heads_kv", num_heads_kv, 1, kMaxRows);
-  check_head_dim("q", "head_dim", args.q.shape[row + 2], args.q.device);
-  check_head_dim("v", "head_dim_v", args.v.shape[row + 2], args.q.device);
+  check_head_dim("q", args.q.shape[row + 2], operation, args.q.device);
+  check_head_dim_v("v", args.v.shape[row + 2], operation, args.q.device);
   if (num_heads % num_heads_kv != 0)
     fail("k", "num_heads_kv " + std::to_string(num_heads_kv),
          "a divisor of num_heads, which is " + std::to_string(num_heads));
@@ -333,7 +351,7 @@ void validate_common(const AttentionArgs& args, bool packed, bool columns, Forwa
   p.deterministic = args.deterministic;
   if (args.num_splits < 0) fail("num_splits", std::to_string(args.num_splits), "0 or more");
   p.num_splits = args.num_splits;
-  read_sizes(args, packed, p);
+  read_sizes(args, packed, columns ? Operation::kBackward : Operation::kForward, p);
 
   Tensors tensors(p, packed, memory);
   p.q = tensors.rows("q", args.q, Side::kQuery, Width::kQk, kRead);
@@ -382,12 +400,11 @@ void check_kernels_for(const char* name, Device device) {
 #endif
 }
 
-void check_head_dim(const char* name, const char* dim, std::int64_t head_dim, Device device) {
-  constexpr int kCpu = table::widest(table::kCpuHeadDims), kGpu = table::widest(table::kGpuHeadDims);
-  if (device.type == DeviceType::kCPU) return check_extent(name, dim, head_dim, 1, kCpu);
-  if (head_dim <= kGpu || head_dim > kCpu) return check_extent(name, dim, head_dim, 1, kGpu);
-  fail(name, dim + (' ' + std::to_string(head_dim)),
-       "1 to " + std::to_string(kGpu) + " on a GPU, to " + std::to_string(kCpu) + " on a CPU", ErrorCode::kUnsupported);
+void check_head_dim(const char* name, std::int64_t head_dim, Operation operation, Device device) {
+  check_width(name, "head_dim", head_dim, widest_on_gpu(operation).qk, operation, device);
+}
+void check_head_dim_v(const char* name, std::int64_t head_dim_v, Operation operation, Device device) {
+  check_width(name, "head_dim_v", head_dim_v, widest_on_gpu(operation).v, operation, device);
 }
 
 std::optional<Backend> forced_backend(const AttentionArgs& args) {

@@ -18,8 +18,11 @@ BackwardParams validate(const BackwardArgs& args, Completeness completeness = Co
 // Throws where this build has no kernels for a device, on which `name` is.
 void check_kernels_for(const char* name, Device device);
 
-// Throws where no kernel for a device has heads so wide: the tables of kernels say how wide they are.
-void check_head_dim(const char* name, const char* dim, std::int64_t head_dim, Device device);
+enum class Operation : std::uint8_t { kForward, kBackward, kAppend };
+
+// Throw where no kernel for a device has heads so wide: the tables of kernels say how wide they are. q's and k's, v's.
+void check_head_dim(const char* name, std::int64_t head_dim, Operation operation, Device device);
+void check_head_dim_v(const char* name, std::int64_t head_dim_v, Operation operation, Device device);
 
 // The backend the caller insists on, if any. Fits the device of the tensors.
 std::optional<Backend> forced_backend(const AttentionArgs& args);

@@ -13,10 +13,11 @@ Shapes, batched and packed (varlen)::
 
 float32, bfloat16 or float16, all the same; lse and dlse are float32. In a forward k and v may be
 float8_e4m3fn beside a q of bfloat16 or float16, whose dtype out has. head_dim and head_dim_v are 1
-to 576, on a GPU 1 to 256; num_heads is a multiple of num_heads_kv. Any strides, except that the
-last dimension is contiguous. Inputs may be read-only, and may share memory, as with
-v = k[..., :512]. Tensors of PyTorch that require gradients are read like any other (an older
-PyTorch, whose DLPack refuses to lend them, is an Error): autograd belongs to ``flashsdk.torch``.
+to 576, on a GPU of v and in the backward to 512; num_heads is a multiple of num_heads_kv. Any
+strides, except that the last dimension is contiguous. Inputs may be read-only, and may share
+memory, as with v = k[..., :512]. Tensors of PyTorch that require gradients are read like any other
+(an older PyTorch, whose DLPack refuses to lend them, is an Error): autograd belongs to
+``flashsdk.torch``.
 Those that results are written into count as changed, as after torch's own out=.
 
 Keywords of all four functions::

@@ -185,6 +185,60 @@ TEST(FewRows, ACallSaysIntoHowManyPartsAtMost) {
   EXPECT_EQ(parts_of(p), 1);
 }
 
+// Of latent attention: 128 heads of one head of keys, whose first 512 columns are the values.
+constexpr Tile kWideTile{32, 32};
+ForwardParams latent(int seqlen_q, int seqlen_k, int num_heads = 128) {
+  static float memory[1];
+  ForwardParams p = problem(seqlen_q, seqlen_k);
+  p.num_heads = num_heads;
+  p.num_heads_kv = 1;
+  p.head_dim = 576;
+  p.head_dim_v = 512;
+  p.k = p.v = {memory, 576 * seqlen_k, 576, 576};
+  return p;
+}
+
+TEST(SharedRows, MoreOfWideHeads) {
+  EXPECT_EQ(heads_sharing(latent(4, 512)), 128);
+  EXPECT_EQ(heads_sharing(latent(4, 511)), 1);
+  EXPECT_EQ(heads_sharing(latent(5, 4096)), 1);  // more than 512 rows
+  EXPECT_EQ(heads_sharing(latent(32, 4096, 16)), 16);
+}
+
+TEST(ValuesInKeys, AreTheirFirstColumns) {
+  const ForwardParams p = latent(1, 100);
+  EXPECT_TRUE(values_in_keys(p));
+  ForwardParams other = p;
+  other.v.ptr = static_cast<float*>(p.v.ptr) + 1;
+  EXPECT_FALSE(values_in_keys(other));
+  for (std::int64_t TensorParam::* stride : {&TensorParam::batch, &TensorParam::row}) {
+    other = p;
+    other.v.*stride += 8;
+    EXPECT_FALSE(values_in_keys(other));
+  }
+  other = p;
+  other.v.head += 8;
+  EXPECT_TRUE(values_in_keys(other));  // of one head nobody asks where the next is
+  other.num_heads_kv = 2;
+  EXPECT_FALSE(values_in_keys(other));
+  other = p;
+  other.head_dim_v = 640;
+  EXPECT_FALSE(values_in_keys(other));
+}
+
+// Where no other kernel is as fast, also of many tiles, and of few keys.
+TEST(KeyParts, WithoutOthers) {
+  const auto parts = [](std::int64_t query_tiles, int keys) {
+    return key_parts(query_tiles, keys, kWideTile.n, kMultiprocessors, kBlocksEach, kNoOthers);
+  };
+  EXPECT_EQ(parts(0, 4096), 1);
+  EXPECT_EQ(parts(1, 16), 1);
+  EXPECT_EQ(parts(1000, 1 << 20), 1);
+  EXPECT_EQ(parts(128, 32768), 2);
+  EXPECT_EQ(parts(4, 32768), 64);
+  EXPECT_LE(parts(1, 1 << 20), kMostKeyParts);
+}
+
 // Each query of each head is one row of one tile head.
 TEST(SharedRows, EachIsOneQueryOfOneHead) {
   const SharedRows shared{3};
@@ -222,6 +276,19 @@ TEST(PlannedParts, OfFewQueriesInSequencesOfUnequalLengths) {
     p.mask.band.right = 0;
   }));
   EXPECT_FALSE(planned_with([](Problem p) { p.mask.kind = MaskKind::kBlockSparse; }));
+}
+
+TEST(PlannedParts, OfSeveralTilesOfWideHeads) {
+  const auto planned = [](int seqlen_q, int num_heads) {
+    ForwardParams p = latent(seqlen_q, 4096, num_heads);
+    p.seqused_k = kSomeLengths;
+    return key_parts(p, heads_sharing(p), kWideTile, kMultiprocessors, kBlocksEach).planned;
+  };
+  constexpr int kAll = 4 * kMultiprocessors * kBlocksEach;
+  EXPECT_EQ(planned(1, 16), 2 + kAll);
+  EXPECT_EQ(planned(1, 128), 2 + kAll / 4);  // a part of a sequence is a thread block for each of its tiles
+  EXPECT_EQ(planned(4, 128), 2 + kAll / 16);
+  EXPECT_EQ(planned(5, 128), 2 + ceil_div(kAll, 128));  // heads have tiles of their own
 }
 
 TEST(PlannedParts, EachSequenceHasOneAtLeast) {

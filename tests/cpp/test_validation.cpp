@@ -214,19 +214,30 @@ TEST_F(Validation, Sizes) {
 
 TEST(HeadDims, AreOfADevice) {
   const Device cpu{DeviceType::kCPU, 0}, gpu{DeviceType::kCUDA, 0};
-  const auto message = [](std::int64_t head_dim, Device device) {
+  const auto message = [](auto check, std::int64_t head_dim, Operation operation, Device device) {
     try {
-      check_head_dim("q", "head_dim", head_dim, device);
+      check("q", head_dim, operation, device);
     } catch (const Error& e) {
       return to_string(e.code()) + std::string(": ") + e.what();
     }
     return std::string();
   };
-  EXPECT_EQ(message(576, cpu), "");
-  EXPECT_EQ(message(256, gpu), "");
-  EXPECT_EQ(message(512, gpu), "unsupported: q: head_dim 512; 1 to 256 on a GPU, to 576 on a CPU");
-  EXPECT_EQ(message(577, gpu), "unsupported: q: head_dim 577; 1 to 256");
-  EXPECT_EQ(message(0, gpu), "invalid_argument: q: head_dim 0; 1 to 256");
+  for (const Operation operation : {Operation::kForward, Operation::kBackward, Operation::kAppend}) {
+    EXPECT_EQ(message(check_head_dim, 576, operation, cpu), "");
+    EXPECT_EQ(message(check_head_dim_v, 576, operation, cpu), "");
+    EXPECT_EQ(message(check_head_dim, 512, operation, gpu), "");
+    EXPECT_EQ(message(check_head_dim_v, 512, operation, gpu), "");
+    EXPECT_EQ(message(check_head_dim, 0, operation, cpu), "invalid_argument: q: head_dim 0; 1 to 576");
+  }
+  EXPECT_EQ(message(check_head_dim, 576, Operation::kForward, gpu), "");
+  EXPECT_EQ(message(check_head_dim, 577, Operation::kForward, gpu), "unsupported: q: head_dim 577; 1 to 576");
+  EXPECT_EQ(message(check_head_dim_v, 513, Operation::kForward, gpu),
+            "unsupported: q: head_dim_v 513; 1 to 512 on a GPU, to 576 on a CPU");
+  EXPECT_EQ(message(check_head_dim, 576, Operation::kBackward, gpu),
+            "unsupported: q: head_dim 576; 1 to 512 in the backward on a GPU, to 576 on a CPU");
+  EXPECT_EQ(message(check_head_dim, 577, Operation::kBackward, gpu), "unsupported: q: head_dim 577; 1 to 512");
+  EXPECT_EQ(message(check_head_dim, 0, Operation::kBackward, gpu), "invalid_argument: q: head_dim 0; 1 to 512");
+  EXPECT_EQ(message(check_head_dim, 576, Operation::kAppend, gpu), "");
 }
 
 TEST_F(Validation, DTypes) {

@@ -65,6 +65,12 @@ def test_grouped_heads_are_repeated_heads(dtype, mask):
     assert np.abs(lse - wide_lse).max() <= 1e-5
 
 
+def dims_of(runner):
+    """On a GPU of all kernels that split keys."""
+    wide = [512] if runner.backend == "sm80" else []
+    return [40] if runner.backend == "cpu" else [40, (128, 72), 256, *wide]
+
+
 LONG = [
     ((1, 2500), (4, 1), {}),
     ((1, 2499), (3, 3), {"mask": BandSpec(2200, 0, "bottom_right")}),
@@ -80,8 +86,8 @@ LONG = [
 
 @pytest.mark.parametrize("seqlen, heads, features", LONG, ids=str)
 def test_many_keys(runner, seqlen, heads, features):
-    """So many that a GPU splits them among thread blocks, in kernels of three head dimensions."""
-    for i, dim in enumerate([40] if runner.backend == "cpu" else [40, (128, 72), 256]):
+    """So many that a GPU splits them among thread blocks, in kernels of several head dimensions."""
+    for i, dim in enumerate(dims_of(runner)):
         dtype = runner.dtypes[i % len(runner.dtypes)]
         runner.check(problem(seqlen, heads, dim, dtype=dtype, **features))
 
@@ -106,7 +112,7 @@ def test_few_queries_of_grouped_heads(runner, queries, heads, features):
     """On a GPU the queries of a group share a tile, up to 128 of them."""
     if "bias" in features:
         features = features | {"bias": ("bool", (1, 1, queries, 2100))}
-    for i, dim in enumerate([40] if runner.backend == "cpu" else [40, (128, 72), 256]):
+    for i, dim in enumerate(dims_of(runner)):
         dtype = runner.dtypes[i % len(runner.dtypes)]
         runner.check(problem((queries, 2100), heads, dim, batch=2, dtype=dtype, **features))
 
@@ -130,7 +136,7 @@ def test_unequal_lengths(runner, queries, heads, features):
     used = {"used_k": (2600, 0, 1, 700, 1100)}
     if queries > 1:
         used["used_q"] = (queries, 1, queries, 0, queries)
-    for i, dim in enumerate([40] if runner.backend == "cpu" else [40, (128, 72), 256]):
+    for i, dim in enumerate(dims_of(runner)):
         dtype = runner.dtypes[i % len(runner.dtypes)]
         runner.check(problem((queries, 2600), heads, dim, batch=5, dtype=dtype, **used, **features))
 

@@ -99,7 +99,7 @@ def test_split_keys_of_a_sequence_longer_than_said(backend):
     assert (lse[:, 2] - want_lse[0, :, 0]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("kind", ["of q's type", "of the other", "bool"])
 def test_bias_by_vectors_or_by_elements(backend, kind, dim):
     """The same however it comes: copied by 16 bytes where rows are made of such vectors and begin
@@ -180,7 +180,7 @@ def assert_within_bounds(p, x, got, backward=True):
         assert (share <= 1).all(), f"{name} of {p.max_seqlen} under {p.mask}: {share.max()}"
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("kind", ["of q's type", "bool"])
 def test_bias_without_softcap(backend, kind, dropout_p, dim):
@@ -216,7 +216,7 @@ def test_bias_without_softcap(backend, kind, dropout_p, dim):
         torch.testing.assert_close(a.float(), b.float(), rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256, 512])
 def test_alibi_over_many_tiles(backend, dim):
     """Scores that rise or fall from tile to tile by more than an exponential's range, on both sides
     of the diagonal, also where it is not that of the tiles."""
@@ -236,7 +236,7 @@ BANDS = [
 ]
 
 
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256, 320])
 @pytest.mark.parametrize("left, right", BANDS)
 def test_bands_over_many_tiles(backend, left, right, dim):
     """From those that show many tiles of keys as a whole to those that hide all from some queries,
@@ -250,7 +250,7 @@ def test_bands_over_many_tiles(backend, left, right, dim):
         assert_band(backend, (nq, nk), 2, dim, BandSpec(left, right, alignment))
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("left, right", [(200, 0), (100, 100), (-200, 450)])
 def test_bands_over_more_tiles_than_multiprocessors(backend, left, right, dim):
     """Where a block goes on from one tile of queries to the next."""

@@ -1,6 +1,7 @@
-"""Heads wider than 256, on a CPU; and v in the memory of k, as latent attention (MLA) has it."""
+"""Heads wider than 256, and v in the memory of k, as latent attention (MLA) has it."""
 
 import importlib
+from dataclasses import replace
 
 import flashsdk as fs
 import numpy as np
@@ -14,36 +15,56 @@ MLA = (576, 512)
 HEAD_DIMS = (257, 288, 320, 384, 511, 512, MLA, (300, 570))
 
 
+class Wide:
+    """A backend's runner. A GPU has them by sm80 alone: a forward with values to 512 and keys to
+    576, and a backward to 512."""
+
+    def __init__(self, runner):
+        self.runner = runner
+        if runner.backend == "sm90":
+            pytest.skip("sm80's")
+
+    def fits(self, dtype, head_dim):
+        head_dim_v = head_dim if isinstance(head_dim, int) else head_dim[1]
+        if dtype not in self.runner.dtypes or (self.runner.backend == "sm80" and head_dim_v > 512):
+            pytest.skip("a CPU's")
+
+    def check(self, problem):
+        on_gpu = self.runner.backend == "sm80"
+        self.runner.check(replace(problem, forward_only=on_gpu and problem.head_dim > 512))
+
+
 @pytest.fixture
-def cpu(runner):
-    if runner.backend != "cpu":
-        pytest.skip("heads of a GPU are at most 256 wide")
-    return runner
+def wide(runner):
+    return Wide(runner)
 
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
-def test_head_dims(cpu, head_dim, dtype):
-    cpu.check(problem((70, 110), (4, 2), head_dim, batch=2, dtype=dtype))
-    cpu.check(problem((150, 90), (3, 1), head_dim, dtype=dtype, mask=CAUSAL))
-    cpu.check(packed(((0, 9), (65, 130), (3, 0), (17, 17)), 2, head_dim, dtype=dtype, mask=CAUSAL))
+def test_head_dims(wide, head_dim, dtype):
+    wide.fits(dtype, head_dim)
+    wide.check(problem((70, 110), (4, 2), head_dim, batch=2, dtype=dtype))
+    wide.check(problem((150, 90), (3, 1), head_dim, dtype=dtype, mask=CAUSAL))
+    wide.check(packed(((0, 9), (65, 130), (3, 0), (17, 17)), 2, head_dim, dtype=dtype, mask=CAUSAL))
     used = {"used_q": (70, 1), "used_k": (31, 110)}
-    cpu.check(problem((70, 110), (4, 2), head_dim, batch=2, dtype=dtype, mask=CAUSAL, **used))
+    wide.check(problem((70, 110), (4, 2), head_dim, batch=2, dtype=dtype, mask=CAUSAL, **used))
 
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 @pytest.mark.parametrize("queries", [1, 2, 4, 5, 16, 17])
 @pytest.mark.parametrize("head_dim", [257, 511, MLA], ids=str)
-def test_few_queries(cpu, head_dim, queries, dtype):
-    cpu.check(problem((queries, 207), (4, 2), head_dim, dtype=dtype))
-    cpu.check(packed(((queries, 150), (1, 40), (2, 2)), 2, head_dim, dtype=dtype, mask=CAUSAL))
+def test_few_queries(wide, head_dim, queries, dtype):
+    wide.fits(dtype, head_dim)
+    wide.check(problem((queries, 207), (4, 2), head_dim, dtype=dtype))
+    wide.check(packed(((queries, 150), (1, 40), (2, 2)), 2, head_dim, dtype=dtype, mask=CAUSAL))
 
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
-def test_one_query_of_many_keys(cpu, dtype):
+def test_one_query_of_many_keys(wide, dtype):
     """The heads of the group are the rows of one head, and the keys are cut into parts."""
-    cpu.check(problem((1, 4500), (5, 1), MLA, dtype=dtype))
-    cpu.check(problem((1, 4200), 1, 512, dtype=dtype, used_k=(4150,)))
+    wide.fits(dtype, MLA)
+    wide.check(problem((1, 4500), (5, 1), MLA, dtype=dtype))
+    wide.check(problem((1, 4200), 1, 512, dtype=dtype, used_k=(4150,)))
 
 
 FEATURES = {
@@ -64,9 +85,21 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-def test_features(cpu, features):
-    for dtype, head_dim in zip(CPU_DTYPES, (MLA, 320, 512), strict=True):
-        cpu.check(problem((70, 110), (4, 2), head_dim, dtype=dtype, **features))
+def test_features(wide, features):
+    dtypes = wide.runner.dtypes
+    for i, head_dim in enumerate((MLA, 320, 512)):
+        dtype = dtypes[i % len(dtypes)]
+        wide.check(problem((70, 110), (4, 2), head_dim, dtype=dtype, **features))
+
+
+@pytest.mark.parametrize("features", [{}, {"alibi": "heads", "softcap": 5.0}], ids=str)
+def test_aligned_and_not(wide, features):
+    """On a GPU kernels of other tiles take what is not."""
+    for aligned in (False, True):
+        where = {"strides": True, "aligned": aligned, "negative_strides": False}
+        for dtype in wide.runner.dtypes:
+            for head_dim in (512, (328, 64), (64, 328)):
+                wide.check(problem((70, 110), 2, head_dim, dtype=dtype, **where, **features))
 
 
 @pytest.mark.parametrize("queries", [1, 4, 70])

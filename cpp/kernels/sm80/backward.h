@@ -39,12 +39,11 @@ template <class Traits, cuda::Features kFeatures>
 inline constexpr int kBackwardSmemBytes =
     Traits::kSmemBytes + kScoreBytes<Traits, kFeatures> - kScoreBytes<Traits, cuda::Features::kNone>;
 
-// Adds a tile of dQ (without the softmax scale) to its accumulator. In a deterministic call key tiles take turns.
-template <class Traits, class Policy, class Accumulator>
-__device__ void accumulate_dq(const Accumulator& acc, const ForwardParams& p, const SeqlenInfo& seq,
-                              const cuda::BackwardWorkspace& ws, int batch, const QueryStream<Traits, Policy>& stream,
-                              const typename QueryStream<Traits, Policy>::Item& item) {
-  constexpr int kElements = decltype(cute::size(acc))::value;
+// add(place) adds to a tile of dQ (without the softmax scale). In a deterministic call key tiles take turns.
+template <class Traits, class Policy, class Add>
+__device__ void accumulate_dq(const ForwardParams& p, const SeqlenInfo& seq, const cuda::BackwardWorkspace& ws,
+                              int batch, const QueryStream<Traits, Policy>& stream,
+                              const typename QueryStream<Traits, Policy>::Item& item, Add&& add) {
   const std::int64_t tile = ws.tile<Traits::kBlockM>(p, seq, batch, item.head, item.tile.index);
   float* target = ws.dq_accum + tile * (Traits::kBlockM * Traits::kHeadDim);
   if (p.deterministic) {
@@ -57,7 +56,7 @@ __device__ void accumulate_dq(const Accumulator& acc, const ForwardParams& p, co
     }
     __syncthreads();
   }
-  cuda::add_to_dq_accum<Traits::kThreads, kElements>(target, acc.data(), threadIdx.x);
+  add(target);
   if (p.deterministic) {
     __threadfence();
     __syncthreads();
@@ -116,22 +115,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   Element* smem_p = smem_ds + SmemScores::kElements;  // unless P stays in registers
   Rows* smem_rows =
       reinterpret_cast<Rows*>(reinterpret_cast<unsigned char*>(smem_ds) + kScoreBytes<Traits, kFeatures>);  // kStages
-  auto row_major = [](Element* ptr, auto layout) {
-    return cute::make_tensor(cute::make_smem_ptr(ptr), typename decltype(layout)::RowMajor{});
-  };
-  auto transposed = [](Element* ptr, auto layout) {
-    return cute::make_tensor(cute::make_smem_ptr(ptr), typename decltype(layout)::Transposed{});
-  };
-
   using Stream = QueryStream<Traits, Policy>;
   Stream stream(p, seq, work);
   auto load_queries = [&](const typename Stream::Item& item, int stage) {
     const int m0 = item.tile.index * kBlockM, rows = seq.seqlen_q - m0;
     QIo(thread, p.head_dim)
-        .load(row_major(smem_q + stage * SmemQ::kElements, SmemQ{}),
+        .load(row_major<SmemQ>(smem_q + stage * SmemQ::kElements),
               seq.head_q<const Element>(p.q, work.batch, item.head) + m0 * p.q.row, p.q.row, rows);
     QIo(thread, p.head_dim_v)
-        .load(row_major(smem_do + stage * SmemQ::kElements, SmemQ{}),
+        .load(row_major<SmemQ>(smem_do + stage * SmemQ::kElements),
               seq.head_q<const Element>(p.dout, work.batch, item.head) + m0 * p.dout.row, p.dout.row, rows);
     using Vector = cute::uint128_t;
     constexpr int kLseVectors = sizeof(Rows::lse) / sizeof(Vector), kVectors = sizeof(Rows) / sizeof(Vector);
@@ -150,11 +142,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   bool more = stream.next(item);
   if (more) {
     KvIo(thread, p.head_dim)
-        .load(row_major(smem_k, SmemKV{}), seq.head_k<const Element>(p.k, work.batch, work.head) + n0 * p.k.row,
-              p.k.row, seq.seqlen_k - n0);
+        .load(row_major<SmemKV>(smem_k), seq.head_k<const Element>(p.k, work.batch, work.head) + n0 * p.k.row, p.k.row,
+              seq.seqlen_k - n0);
     KvIo(thread, p.head_dim_v)
-        .load(row_major(smem_v, SmemKV{}), seq.head_k<const Element>(p.v, work.batch, work.head) + n0 * p.v.row,
-              p.v.row, seq.seqlen_k - n0);
+        .load(row_major<SmemKV>(smem_v), seq.head_k<const Element>(p.v, work.batch, work.head) + n0 * p.v.row, p.v.row,
+              seq.seqlen_k - n0);
     load_queries(item, 0);
   }
   cute::cp_async_fence();
@@ -187,15 +179,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     const auto minus_delta = cuda::rows_of_queries(rows.minus_delta, at);
     const cuda::TopOfTile top(rows.lse.top);
     cuda::branch_if(top.marked(), [&] {
-      clear_blind_queries<Traits>(row_major(q, SmemQ{}), row_major(dout, SmemQ{}), rows.lse.lse_log2);
+      clear_blind_queries<Traits>(row_major<SmemQ>(q), row_major<SmemQ>(dout), rows.lse.lse_log2);
     });
 
     auto acc_s = cute::partition_fragment_C(mma_scores, Shape<Int<kBlockN>, Int<kBlockM>>{});
     auto acc_dp = cute::partition_fragment_C(mma_scores, Shape<Int<kBlockN>, Int<kBlockM>>{});
     cute::clear(acc_s);
     cute::clear(acc_dp);
-    gemm(mma_scores, acc_s, operand_a(mma_scores, row_major(smem_k, SmemKV{}), SumContiguous{}),
-         operand_b(mma_scores, row_major(q, SmemQ{}), SumContiguous{}));
+    gemm(mma_scores, acc_s, operand_a(mma_scores, row_major<SmemKV>(smem_k), SumContiguous{}),
+         operand_b(mma_scores, row_major<SmemQ>(q), SumContiguous{}));
     const auto wait_for_bias = [&] {
       cuda::branch_if(bias.holds(), [] {
         cute::cp_async_wait<1>();
@@ -209,8 +201,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     } else if constexpr (!cuda::modifies_scores(kFeatures)) {
       scores.probabilities(as_matrix(acc_s), at, item.head, item.tile, lse_log2, top, scores.alibi(item.head));
     }
-    gemm(mma_scores, acc_dp, operand_a(mma_scores, row_major(smem_v, SmemKV{}), SumContiguous{}),
-         operand_b(mma_scores, row_major(dout, SmemQ{}), SumContiguous{}));
+    gemm(mma_scores, acc_dp, operand_a(mma_scores, row_major<SmemKV>(smem_v), SumContiguous{}),
+         operand_b(mma_scores, row_major<SmemQ>(dout), SumContiguous{}));
     auto probabilities = cute::make_tensor<Element>(acc_s.layout());  // that weigh dO
     if constexpr (cuda::has_softcap(kFeatures)) {
       wait_for_bias();
@@ -223,10 +215,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       scores.gradients(probabilities, as_matrix(acc_s), as_matrix(acc_dp), at, item.head, item.tile, minus_delta);
     }
 
-    auto dout_t = transposed(dout, SmemQ{});  // (head_dim, queries)
-    auto q_t = transposed(q, SmemQ{});
+    auto dout_t = transposed<SmemQ>(dout);  // (head_dim, queries)
+    auto q_t = transposed<SmemQ>(q);
     auto ds = convert<Element>(acc_dp);
-    store_accumulator(mma_scores, ds, row_major(smem_ds, SmemScores{}));
+    store_accumulator(mma_scores, ds, row_major<SmemScores>(smem_ds));
     if constexpr (Traits::kRegisterOperands) {
       auto p_operand = as_operand_a(probabilities);
       auto ds_operand = as_operand_a(ds);
@@ -234,19 +226,21 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       __syncthreads();  // dS is complete
       gemm(mma_keys, acc_dk, RegisterOperand{ds_operand}, operand_b(mma_keys, q_t, SumStrided{}));
     } else {
-      store_accumulator(mma_scores, probabilities, row_major(smem_p, SmemScores{}));
+      store_accumulator(mma_scores, probabilities, row_major<SmemScores>(smem_p));
       __syncthreads();
-      gemm(mma_keys, acc_dv, operand_a(mma_keys, row_major(smem_p, SmemScores{}), SumContiguous{}),
+      gemm(mma_keys, acc_dv, operand_a(mma_keys, row_major<SmemScores>(smem_p), SumContiguous{}),
            operand_b(mma_keys, dout_t, SumStrided{}));
-      gemm(mma_keys, acc_dk, operand_a(mma_keys, row_major(smem_ds, SmemScores{}), SumContiguous{}),
+      gemm(mma_keys, acc_dk, operand_a(mma_keys, row_major<SmemScores>(smem_ds), SumContiguous{}),
            operand_b(mma_keys, q_t, SumStrided{}));
     }
 
     auto acc_dq = cute::partition_fragment_C(mma_queries, Shape<Int<kBlockM>, Int<kHeadDim>>{});
     cute::clear(acc_dq);
-    gemm(mma_queries, acc_dq, operand_a(mma_queries, transposed(smem_ds, SmemScores{}), SumStrided{}),
-         operand_b(mma_queries, transposed(smem_k, SmemKV{}), SumStrided{}));
-    accumulate_dq<Traits, Policy>(acc_dq, p, seq, ws, work.batch, stream, item);
+    gemm(mma_queries, acc_dq, operand_a(mma_queries, transposed<SmemScores>(smem_ds), SumStrided{}),
+         operand_b(mma_queries, transposed<SmemKV>(smem_k), SumStrided{}));
+    accumulate_dq<Traits, Policy>(p, seq, ws, work.batch, stream, item, [&](float* target) {
+      cuda::add_to_dq_accum<kThreads, decltype(cute::size(acc_dq))::value>(target, acc_dq.data(), threadIdx.x);
+    });
 
     item = next;
     more = has_next;
@@ -261,14 +255,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   auto dv = convert<Element>(acc_dv);
   cute::cp_async_wait<0>();
   __syncthreads();  // K's and V's places are free
-  store_accumulator(mma_keys, dk, row_major(smem_k, SmemKV{}));
-  store_accumulator(mma_keys, dv, row_major(smem_v, SmemKV{}));
+  store_accumulator(mma_keys, dk, row_major<SmemKV>(smem_k));
+  store_accumulator(mma_keys, dv, row_major<SmemKV>(smem_v));
   __syncthreads();
   KvIo(thread, p.head_dim)
-      .store(row_major(smem_k, SmemKV{}), seq.head_k<Element>(p.dk, work.batch, work.head) + n0 * p.dk.row, p.dk.row,
+      .store(row_major<SmemKV>(smem_k), seq.head_k<Element>(p.dk, work.batch, work.head) + n0 * p.dk.row, p.dk.row,
              seq.seqlen_k - n0);
   KvIo(thread, p.head_dim_v)
-      .store(row_major(smem_v, SmemKV{}), seq.head_k<Element>(p.dv, work.batch, work.head) + n0 * p.dv.row, p.dv.row,
+      .store(row_major<SmemKV>(smem_v), seq.head_k<Element>(p.dv, work.batch, work.head) + n0 * p.dv.row, p.dv.row,
              seq.seqlen_k - n0);
 }
 
@@ -283,19 +277,22 @@ __device__ void convert_dq_tile(const BackwardParams& p, const cuda::BackwardWor
   if (m0 >= seq.seqlen_q) return;
 
   typename Traits::MmaQueries mma;
-  auto acc = cute::partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kHeadDim>>{});
   const float* tile = ws.dq_accum + ws.tile<kBlockM>(p, seq, batch, head, m_block) * (kBlockM * kHeadDim);
-  CUTE_UNROLL
-  for (int e = 0; e < cute::size(acc); ++e) {
-    acc.data()[e] = tile[cuda::dq_accum_index<kThreads>(e, threadIdx.x)] * p.score.softmax_scale;
-  }
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  auto smem = cute::make_tensor(cute::make_smem_ptr(reinterpret_cast<Element*>(smem_bytes)),
-                                typename Traits::SmemOut::RowMajor{});
-  store_accumulator(mma, convert<Element>(acc), smem);
+  auto* smem = reinterpret_cast<Element*>(smem_bytes);
+  const int columns = Traits::kPiece == kHeadDim ? kHeadDim : p.head_dim;
+  for (int first = 0; first < columns; first += Traits::kPiece) {
+    auto acc = cute::partition_fragment_C(mma, Shape<Int<kBlockM>, Int<Traits::kPiece>>{});
+    CUTE_UNROLL
+    for (int e = 0; e < cute::size(acc); ++e) {
+      acc.data()[e] = tile[first * kBlockM + cuda::dq_accum_index<kThreads>(e, threadIdx.x)] * p.score.softmax_scale;
+    }
+    store_accumulator(mma, convert<Element>(acc), row_major<SmemTile<kBlockM, Traits::kPiece>>(smem + first * kBlockM));
+  }
   __syncthreads();
   TileIo<Element, kBlockM, kHeadDim, kThreads, Traits::kAnyAlignment>(threadIdx.x, p.head_dim)
-      .store(smem, seq.head_q<Element>(p.dq, batch, head) + m0 * p.dq.row, p.dq.row, seq.seqlen_q - m0);
+      .store(row_major<typename Traits::SmemOut>(smem), seq.head_q<Element>(p.dq, batch, head) + m0 * p.dq.row,
+             p.dq.row, seq.seqlen_q - m0);
 }
 
 // Grid: cuda::query_tile_grid().

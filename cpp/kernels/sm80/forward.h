@@ -13,6 +13,7 @@
 #include "cuda/tile/masking.h"
 #include "cuda/tile/score_stages.h"
 #include "cuda/tile/softmax.h"
+#include "sm80/column_warps.h"
 #include "sm80/gemm.h"
 #include "sm80/key_split.h"
 #include "sm80/tile_io.h"
@@ -156,7 +157,7 @@ class ForwardScores {
   template <class Out>
   __device__ void leave(const Out& acc_out, const cuda::TileWork& work, const KeySplit& split, int slot) {
     auto out = as_matrix(acc_out);
-    auto coordinates = matrix_coordinates<Traits::kBlockM, Traits::kHeadDim>(typename Traits::Mma{});
+    auto coordinates = matrix_coordinates<Traits::kBlockM, Traits::kHeadDimV>(typename Traits::MmaOut{});
     softmax_.finish();
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
@@ -223,9 +224,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   constexpr bool kSplit = std::is_same_v<Keys, KeySplit>;
   using Element = typename Traits::Element;
   using Mma = typename Traits::Mma;
-  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
+  constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
+  constexpr int kHeadDim = Traits::kHeadDim, kHeadDimV = Traits::kHeadDimV;
+  constexpr bool kSideBySide = Traits::kColumnWarps > 1;
   using QIo = TileIo<Element, kBlockM, kHeadDim, Traits::kThreads, Traits::kAnyAlignment>;
-  using KvIo = TileIo<Element, kBlockN, kHeadDim, Traits::kThreads, Traits::kAnyAlignment>;
+  using KIo = TileIo<Element, kBlockN, kHeadDim, Traits::kThreads, Traits::kAnyAlignment>;
+  using VIo = TileIo<Element, kBlockN, kHeadDimV, Traits::kThreads, Traits::kAnyAlignment>;
+  using OutIo = TileIo<Element, kBlockM, kHeadDimV, Traits::kThreads, Traits::kAnyAlignment>;
   using Bias = ForwardBias<Traits, kFeatures, Keys>;
   static_assert(Traits::kStages == 1 || Bias::kBytes == 0, "with two stages no bias is loaded");
   static_assert(!kSplit || !std::is_same_v<Policy, BlockSparsePolicy>, "tiles of a part follow each other");
@@ -255,30 +260,32 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Element* smem = reinterpret_cast<Element*>(smem_bytes);
-  auto kv_tile = [&](int buffer) {
-    return cute::make_smem_ptr(smem + Traits::SmemQ::kElements + buffer * Traits::SmemKV::kElements);
+  auto k_tile = [&](int stage) { return smem + Traits::SmemQ::kElements + stage * Traits::SmemK::kElements; };
+  auto v_tile = [&](int stage) {
+    if constexpr (Traits::kValuesInKeys)
+      return k_tile(stage);
+    else if constexpr (kSideBySide)
+      return k_tile(Traits::kStages) + stage * Traits::SmemV::kElements;
+    else
+      return k_tile(Traits::kStages + stage);  // as wide as K's
   };
-  auto sQ = cute::make_tensor(cute::make_smem_ptr(smem), typename Traits::SmemQ::RowMajor{});  // (kBlockM, kHeadDim)
-  auto sK = [&](int stage) { return cute::make_tensor(kv_tile(stage), typename Traits::SmemKV::RowMajor{}); };
-  auto sV = [&](int stage) {
-    return cute::make_tensor(kv_tile(Traits::kStages + stage), typename Traits::SmemKV::RowMajor{});
-  };
-  auto sVt = [&](int stage) {
-    return cute::make_tensor(kv_tile(Traits::kStages + stage), typename Traits::SmemKV::Transposed{});
-  };
+  auto sQ = row_major<typename Traits::SmemQ>(smem);  // (kBlockM, kHeadDim)
+  auto sK = [&](int stage) { return row_major<typename Traits::SmemK>(k_tile(stage)); };
+  auto sV = [&](int stage) { return row_major<typename Traits::SmemV>(v_tile(stage)); };
+  auto sVt = [&](int stage) { return transposed<typename Traits::SmemV>(v_tile(stage)); };
 
   const int head_kv = head / p.heads_per_group(), thread = threadIdx.x;
   const int keys_of = kSplit && p.pages.table != nullptr ? 0 : work.batch;
   const Element* k = seq.head_k<const Element>(p.k, keys_of, head_kv);
   const Element* v = seq.head_k<const Element>(p.v, keys_of, head_kv);
-  [[maybe_unused]] typename KvIo::Pages pages;  // of the tile that is loaded next: those of a part follow each other
+  [[maybe_unused]] typename KIo::Pages pages;  // of the tile that is loaded next: those of a part follow each other
   auto ask_pages = [&](int tile) {
     if constexpr (kSplit) {
       if (p.pages.table != nullptr)
-        pages = KvIo(thread, 0).ask_pages(p.pages, work.batch, tile * kBlockN, seq.seqlen_k - tile * kBlockN);
+        pages = KIo(thread, 0).ask_pages(p.pages, work.batch, tile * kBlockN, seq.seqlen_k - tile * kBlockN);
     }
   };
-  auto load_keys = [&](const KvIo& io, auto smem, const TensorParam& t, const Element* first, TileRef tile) {
+  auto load_keys = [&](const auto& io, auto smem, const TensorParam& t, const Element* first, TileRef tile) {
     const int n0 = tile.index * kBlockN, rows = seq.seqlen_k - n0;
     if (p.pages.table == nullptr)
       io.load(smem, first + n0 * t.row, t.row, rows);
@@ -287,8 +294,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     else
       io.load(smem, seq.keys<const Element>(p, t, work.batch, head_kv), n0, rows);
   };
-  auto load_k = [&](TileRef tile, int stage) { load_keys(KvIo(thread, p.head_dim), sK(stage), p.k, k, tile); };
-  auto load_v = [&](TileRef tile, int stage) { load_keys(KvIo(thread, p.head_dim_v), sV(stage), p.v, v, tile); };
+  auto load_k = [&](TileRef tile, int stage) { load_keys(KIo(thread, p.head_dim), sK(stage), p.k, k, tile); };
+  auto load_v = [&](TileRef tile, int stage) {
+    if constexpr (!Traits::kValuesInKeys) load_keys(VIo(thread, p.head_dim_v), sV(stage), p.v, v, tile);
+  };
 
   ForwardScores<Traits, Policy, kFeatures, decltype(shared)> scores(p, seq, work, shared);
   const Bias bias(p.score, seq, work.batch, work.head, smem_bytes + Traits::kSmemBytes);
@@ -316,8 +325,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   cute::cp_async_fence();
 
   Mma mma;
-  auto acc_out = cute::partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kHeadDim>>{});
+  typename Traits::MmaOut mma_out;
+  auto acc_out = cute::partition_fragment_C(mma_out, Shape<Int<kBlockM>, Int<kHeadDimV>>{});
   cute::clear(acc_out);
+  [[maybe_unused]] auto* shared_scores = reinterpret_cast<float4*>(smem + Traits::kElements);
   auto q_operand = operand_a(mma, sQ, SumContiguous{});
   if constexpr (Traits::kQInRegisters) {
     cute::cp_async_wait<0>();
@@ -347,7 +358,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     }
     cute::cp_async_fence();
 
-    if constexpr (Traits::kQInRegisters) {
+    if constexpr (kSideBySide) {
+      ColumnWarps<Traits>::multiply(acc, smem, k_tile(stage), p.head_dim, shared_scores);
+      if constexpr (Traits::kStages == 2) __syncthreads();  // they are complete
+    } else if constexpr (Traits::kQInRegisters) {
       gemm(mma, acc, RegisterOperand{q_operand.fragment}, operand_b(mma, sK(stage), SumContiguous{}));
     } else {
       gemm(mma, acc, q_operand, operand_b(mma, sK(stage), SumContiguous{}));
@@ -358,11 +372,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
       if (has_next) load_k(next, 0);
       cute::cp_async_fence();
     }
+    if constexpr (kSideBySide) ColumnWarps<Traits>::collect(acc, shared_scores);
 
     scores.apply(acc, acc_out, tile, bias);
     auto probabilities = scores.kept_probabilities(acc, tile);
     auto p_fragment = as_operand_a(probabilities);
-    gemm(mma, acc_out, RegisterOperand{p_fragment}, operand_b(mma, sVt(stage), SumStrided{}));
+    if constexpr (kSideBySide)
+      gemm_by_pieces<ColumnWarps<Traits>::kPiece, kBlockN>(mma_out, acc_out, p_fragment, v_tile(stage), p.head_dim_v);
+    else
+      gemm(mma, acc_out, RegisterOperand{p_fragment}, operand_b(mma, sVt(stage), SumStrided{}));
 
     tile = next;
     more = has_next;
@@ -378,10 +396,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   auto out = convert<Element>(acc_out);
   cute::cp_async_wait<0>();
   __syncthreads();  // Q's place is free
-  store_accumulator(mma, out, sQ);
+  auto sOut = row_major<typename Traits::SmemOut>(smem);
+  store_accumulator(mma_out, out, sOut);
   __syncthreads();
-  QIo(thread, p.head_dim_v)
-      .store(sQ, seq.head_q<Element>(p.out, work.batch, work.head) + m0 * p.out.row, p.out.row, seq.seqlen_q - m0);
+  OutIo(thread, p.head_dim_v)
+      .store(sOut, seq.head_q<Element>(p.out, work.batch, work.head) + m0 * p.out.row, p.out.row, seq.seqlen_q - m0);
 }
 
 }  // namespace flashsdk::sm80

@@ -13,17 +13,25 @@ namespace flashsdk::sm80 {
 inline constexpr int kPartsOfWarp = 4, kMostJoinWarps = ceil_div(kMostKeyParts, kPartsOfWarp);
 inline int join_warps(int parts) { return ceil_div(parts, kPartsOfWarp); }
 
-// A thread block of join_warps() a row: (row, head of all batches). Its warps share out the parts, a warp's lanes the
-// columns, by four.
+// Columns that a thread block joins: all but of wide heads, of which a row has several thread blocks.
+inline constexpr int kMostJoinColumns = 256;
+template <class Traits>
+inline constexpr int kJoinsOfRow = ceil_div(Traits::kHeadDimV, kMostJoinColumns);
+
+// A thread block of join_warps() a row, or some columns of one: (these, head of all batches). Its warps share out the
+// parts, a warp's lanes the columns, by four.
 template <class Traits, cuda::Features kFeatures>
 __global__ void __launch_bounds__(32 * kMostJoinWarps)
     join_parts_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ KeySplit split) {
   using Element = typename Traits::Element;
-  constexpr int kPieces = ceil_div(Traits::kHeadDim, 4 * 32), kLaneStates = ceil_div(kMostKeyParts, 32);
+  constexpr int kJoins = kJoinsOfRow<Traits>;
+  constexpr int kPieces = ceil_div(min_of(Traits::kHeadDimV, kMostJoinColumns), 4 * 32);
+  constexpr int kLaneStates = ceil_div(kMostKeyParts, 32);
   constexpr unsigned kAll = 0xffffffffu;
-  const int row = blockIdx.x, tile_head = blockIdx.y % split.heads, batch = blockIdx.y / split.heads;
+  const int row = blockIdx.x / kJoins, tile_head = blockIdx.y % split.heads, batch = blockIdx.y / split.heads;
   const int query = split.shared.query(row), head = split.shared.head(tile_head, row);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_column = static_cast<int>(blockIdx.x) % kJoins * kMostJoinColumns;
   cuda::wait_for_kernel_before();
   const SeqlenInfo seq(p, batch);
   if (query >= seq.seqlen_q) return;
@@ -41,7 +49,7 @@ __global__ void __launch_bounds__(32 * kMostJoinWarps)
     own_states[i] = state_of(part);
     CUTE_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
-      const int column = 4 * (32 * piece + lane);
+      const int column = first_column + 4 * (32 * piece + lane);
       own[i][piece] = part < parts && column < split.columns ? *reinterpret_cast<const float4*>(out + column)
                                                              : float4{0.f, 0.f, 0.f, 0.f};
     }
@@ -79,7 +87,7 @@ __global__ void __launch_bounds__(32 * kMostJoinWarps)
     Element* out = seq.head_q<Element>(p.out, batch, head) + query * p.out.row;
     CUTE_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
-      const int column = 4 * (32 * piece + lane);
+      const int column = first_column + 4 * (32 * piece + lane);
       float4 sum = sums[0][piece][lane];
       for (int other = 1; other < static_cast<int>(blockDim.x) / 32; ++other) {
         const float4 x = sums[other][piece][lane];
@@ -91,7 +99,7 @@ __global__ void __launch_bounds__(32 * kMostJoinWarps)
         *reinterpret_cast<uint2*>(out + column) = words;
       }
     }
-    if (lane == 0) seq.rows(p.lse, batch, head)[query * p.lse.row] = end.lse;
+    if (lane == 0 && first_column == 0) seq.rows(p.lse, batch, head)[query * p.lse.row] = end.lse;
   }
 }
 

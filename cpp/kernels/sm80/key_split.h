@@ -27,19 +27,31 @@ struct SharedRows {
   FLASHSDK_HD int head(int tile_head, int row) const { return tile_head * heads + row % heads; }
 };
 
+// Heads that the kernels of 256 do not take.
+inline bool is_wide(const ForwardParams& p) { return max_of(p.head_dim, p.head_dim_v) > 256; }
+inline constexpr int kMostWideRows = 512;  // of the heads that share a tile: 4 queries of 128
+
+// Whether v is the first columns of k, in the same memory, as latent attention (MLA) has it.
+inline bool values_in_keys(const ForwardParams& p) {
+  const bool same_heads = p.num_heads_kv == 1 || p.k.head == p.v.head;
+  return p.k.ptr == p.v.ptr && p.k.batch == p.v.batch && p.k.row == p.v.row && same_heads && p.head_dim_v <= p.head_dim;
+}
+
 // How many heads share a tile: those of a group, where there are few queries of many keys, and a head has nothing of
 // its own but its q. (With one query each, cpp/src/pack_heads.cpp has made rows of the heads before.) Their output goes
 // through the workspace, which many rows of few keys would not pay for.
 inline int heads_sharing(const ForwardParams& p) {
-  constexpr int kMostRows = 128, kManyKeys = 512, kKeysOfRow = 16, kMostTiles = 1024;  // of heads and sequences
+  constexpr int kManyKeys = 512, kMostTiles = 1024;  // of heads and sequences
+  // Of wide heads there may be 128 of one head of keys (MLA), which each would read for itself.
+  const int most_rows = is_wide(p) ? kMostWideRows : 128, keys_of_row = is_wide(p) ? 1 : 16;
   const int group = p.heads_per_group();
   const std::int64_t rows = std::int64_t{p.seqlen_q} * group;
   const bool alike = p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
                      missing(Features::kSoftcap, p.score.features()) == Features::kNone;
   const std::int64_t tiles = std::int64_t{p.batch} * p.num_heads_kv;
   const int most_tiles = p.fp8_kv() ? kMostSplitTiles : kMostTiles;
-  const bool few = group > 1 && rows > 0 && rows <= kMostRows && p.seqlen_k >= kManyKeys &&
-                   p.seqlen_k >= kKeysOfRow * rows && tiles > 0 && tiles <= most_tiles;
+  const bool few = group > 1 && rows > 0 && rows <= most_rows && p.seqlen_k >= kManyKeys &&
+                   p.seqlen_k >= keys_of_row * rows && tiles > 0 && tiles <= most_tiles;
   return alike && few ? group : 1;
 }
 
@@ -51,15 +63,20 @@ struct PartCosts {
   static constexpr int kStart = kSharedTile;          // of a thread block, until its first keys have come
 };
 
+// What kernels take that would have the problem else, for a key; of wide heads by the products that a key takes.
+inline constexpr float kOthersKey = 24.f / 64.f, kOthersWideKey = 128.f / 64.f;
+inline constexpr float kNoOthers = 0.f;  // no other is as fast, however the keys are split
+
 // Into how many parts the keys are split: what takes the least time. 1: not at all. Where there are thread blocks for
 // half of the multiprocessors anyway, other kernels are faster.
-inline int key_parts(std::int64_t query_tiles, int keys, int tile, int multiprocessors, int blocks_each) {
-  constexpr float kOthersKey = 24.f / 64.f;  // of kernels that would have the problem else, for a key
-  if (query_tiles == 0 || 2 * query_tiles > multiprocessors) return 1;
+inline int key_parts(std::int64_t query_tiles, int keys, int tile, int multiprocessors, int blocks_each,
+                     float others_key = kOthersKey) {
+  const bool alone = others_key == kNoOthers;
+  if (query_tiles == 0 || (!alone && 2 * query_tiles > multiprocessors)) return 1;
   const int key_tiles = ceil_div(keys, tile);
   int best = 1;
-  auto least = static_cast<std::int64_t>(kOthersKey * static_cast<float>(keys));
-  for (int parts = 2; parts <= min_of(key_tiles, kMostKeyParts); ++parts) {
+  auto least = alone ? INT64_MAX : static_cast<std::int64_t>(others_key * static_cast<float>(keys));
+  for (int parts = alone ? 1 : 2; parts <= min_of(key_tiles, kMostKeyParts); ++parts) {
     const std::int64_t blocks = query_tiles * parts;
     if (blocks > std::int64_t{multiprocessors} * blocks_each) break;
     const int each = blocks > multiprocessors ? PartCosts::kSharedTile : PartCosts::kTile;
@@ -125,31 +142,40 @@ inline int visible_keys(const ForwardParams& p, Tile tile) {
   return keys;
 }
 
-// Of few queries, one tile of them, in sequences of unequal lengths. As many sequences as fill a device some times are
-// left to kernels that share their tiles out as they come: 1024 lines of keys reach 0.94 of a read there, 128 lines
-// 0.87 and here 0.92 (H100). num_splits asks for parts that do not depend on who shares the batch.
+// Of few queries, one tile of them, or few of wide heads, in sequences of unequal lengths. As many sequences as fill a
+// device some times are left to kernels that share their tiles out as they come: 1024 lines of keys reach 0.94 of a
+// read there, 128 lines 0.87 and here 0.92 (H100). num_splits asks for parts that do not depend on who shares the
+// batch.
 inline bool plans_parts(const ForwardParams& p, int sharing, Tile tile, int multiprocessors) {
   constexpr int kManyKeys = 1024, kManyTiles = 4;
   const bool unequal = p.cu_seqlens_k != nullptr || p.seqused_k != nullptr;
-  const std::int64_t tiles = std::int64_t{p.num_heads / sharing} * p.batch;
+  const std::int64_t rows = std::int64_t{p.seqlen_q} * sharing;
+  const std::int64_t tiles = p.num_heads / sharing * p.batch * ((rows + tile.m - 1) / tile.m);
   return unequal && p.num_splits == 0 && p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
-         p.batch > 1 && p.seqlen_q > 0 && p.seqlen_q * sharing <= tile.m && visible_keys(p, tile) >= kManyKeys &&
-         tiles > 0 && tiles <= std::int64_t{kManyTiles} * multiprocessors;
+         p.batch > 1 && p.seqlen_q > 0 && rows <= (is_wide(p) ? kMostWideRows : tile.m) &&
+         visible_keys(p, tile) >= kManyKeys && tiles > 0 && tiles <= std::int64_t{kManyTiles} * multiprocessors;
+}
+
+// Tiles of queries that a sequence of one head of tiles has.
+inline int tiles_of_head(const ForwardParams& p, int sharing, Tile tile) {
+  return ceil_div(p.seqlen_q * sharing, tile.m);
 }
 
 // sharing: heads_sharing().
-inline KeyParts key_parts(const ForwardParams& p, int sharing, Tile tile, int multiprocessors, int blocks_each) {
+inline KeyParts key_parts(const ForwardParams& p, int sharing, Tile tile, int multiprocessors, int blocks_each,
+                          float others_key = kOthersKey) {
   const int heads = p.num_heads / sharing, slots = multiprocessors * blocks_each;
   if (plans_parts(p, sharing, tile, multiprocessors)) {
     constexpr int kLongest = 8, kAll = 4;  // parts for each place where a thread block runs
-    return {max_of(kAll, min_of(ceil_div(kLongest * slots, heads * p.batch), kMostKeyParts)),
-            p.batch + ceil_div(kAll * slots, heads)};
+    const int tiles = heads * tiles_of_head(p, sharing, tile);
+    return {max_of(kAll, min_of(ceil_div(kLongest * slots, tiles * p.batch), kMostKeyParts)),
+            p.batch + ceil_div(kAll * slots, tiles)};
   }
-  const std::int64_t query_tiles = std::int64_t{ceil_div(p.seqlen_q * sharing, tile.m)} * heads * p.batch;
+  const std::int64_t query_tiles = std::int64_t{tiles_of_head(p, sharing, tile)} * heads * p.batch;
   const int keys = visible_keys(p, tile);
   const int parts = has_few_rows(p, sharing)
                         ? few_rows_key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each)
-                        : key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each);
+                        : key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each, others_key);
   return {p.num_splits > 0 ? min_of(parts, p.num_splits) : parts};
 }
 

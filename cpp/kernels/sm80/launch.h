@@ -19,6 +19,7 @@
 #include "sm80/join_parts.h"
 #include "sm80/plan_parts.h"
 #include "sm80/row_scores.h"
+#include "sm80/wide_backward.h"
 
 namespace flashsdk::sm80 {
 
@@ -57,7 +58,7 @@ const char* refuse(const Params& p, int shared_bytes) {
   static_assert(kFeatures != cuda::Features::kBiasDropout, "kernels with all features take these");
   if (const char* reason = cuda::refuse_dtype_kv(p, Traits::kFp8Kv)) return reason;
   if (const char* reason = cuda::refuse_features<kFeatures>(p.score)) return reason;
-  if (max_of(p.head_dim, p.head_dim_v) > Traits::kHeadDim) return "head_dim is larger than the kernel's";
+  if (p.head_dim > Traits::kHeadDim || p.head_dim_v > Traits::kHeadDimV) return "head_dim is larger than the kernel's";
   if (p.mask.kind == MaskKind::kBlockSparse &&
       (p.mask.block_q % Traits::kBlockM != 0 || p.mask.block_k % Traits::kBlockN != 0)) {
     return "the mask's blocks are not multiples of the kernel's tile";
@@ -84,7 +85,7 @@ KernelKey key_of(bool splits_keys = false) {
           kArch,
           kDType<typename Traits::Element>,
           Traits::kHeadDim,
-          Traits::kHeadDim,
+          Traits::kHeadDimV,
           Policy::kKind,
           kFeatures,
           Traits::kAnyAlignment,
@@ -160,25 +161,49 @@ int blocks_each(const cuda::DeviceLimits& device) {
   constexpr int kReserved = 1024;  // bytes of shared memory that the driver takes of each thread block's
   return min_of(device.shared_memory_per_multiprocessor / (Traits::kSmemBytes + kReserved), Traits::kMinBlocks);
 }
-template <class Traits>
-inline constexpr flashsdk::Tile kSplitTile{Traits::kBlockM, Traits::kTileKeys};
-template <class Traits>
-KeyParts key_parts(const ForwardParams& p) {
-  const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
-  return key_parts(p, heads_sharing(p), kSplitTile<Traits>, device.multiprocessors, blocks_each<Traits>(device));
+
+// Whether calls with v in the memory of k have a kernel of their own here. Where all that read a key are few rows, none
+// other is as fast.
+template <class Traits, cuda::Features kFeatures>
+inline constexpr bool kHasValuesInKeys =
+    Traits::kColumnWarps > 1 && !Traits::kValuesInKeys && kFeatures == cuda::Features::kNone;
+template <class Traits, cuda::Features kFeatures>
+bool takes_all_of_few_rows(const ForwardParams& p) {
+  constexpr int kManyKeys = 512;
+  return kHasValuesInKeys<Traits, kFeatures> && values_in_keys(p) && p.seqlen_k >= kManyKeys && p.seqlen_q > 0 &&
+         p.batch > 0 && p.heads_per_group() == heads_sharing(p) &&
+         std::int64_t{p.seqlen_q} * heads_sharing(p) <= kMostWideRows;
 }
 
-// Whether the forward kernel itself does, where it has all keys of a query.
+template <class Traits>
+inline constexpr flashsdk::Tile kSplitTile{Traits::kBlockM, Traits::kTileKeys};
+
+// Whether the forward kernel itself writes the output, where it has all keys of a query.
 template <class Traits>
 bool writes_output(const KeyParts& parts) {
   return Traits::kFp8Kv && parts.planned == 0 && parts.most == 1;
 }
 
-template <class Traits, class Policy, cuda::Features kFeatures>
+template <class Traits, cuda::Features kFeatures>
+KeyParts key_parts(const ForwardParams& p) {
+  const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
+  const float others_key = takes_all_of_few_rows<Traits, kFeatures>(p) ? kNoOthers
+                           : Traits::kColumnWarps > 1                  ? kOthersWideKey
+                                                                       : kOthersKey;
+  return key_parts(p, heads_sharing(p), kSplitTile<Traits>, device.multiprocessors, blocks_each<Traits>(device),
+                   others_key);
+}
+
+// OfEntry: the traits that the parts are counted by, those of the call's row.
+template <class Traits, class Policy, cuda::Features kFeatures, class OfEntry = Traits>
 void launch_split_forward(const ForwardParams& p, const LaunchContext& context) {
+  if constexpr (kHasValuesInKeys<Traits, kFeatures>) {
+    if (values_in_keys(p))
+      return launch_split_forward<typename Traits::WithValuesInKeys, Policy, kFeatures, Traits>(p, context);
+  }
   cuda::DeviceGuard guard(p.device.index);
   auto stream = static_cast<cudaStream_t>(context.stream);
-  const KeyParts parts = key_parts<Traits>(p);
+  const KeyParts parts = key_parts<OfEntry, kFeatures>(p);
   const KeySplit split(p, parts, context.workspace);
   ForwardParams tiles = p;
   tiles.num_heads = split.heads;
@@ -186,7 +211,8 @@ void launch_split_forward(const ForwardParams& p, const LaunchContext& context) 
   if (parts.planned > 0) {
     constexpr flashsdk::Tile kTile = kSplitTile<Traits>;
     const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
-    PlanProblem problem{kTile.n, visible_keys(p, kTile), device.multiprocessors, blocks_each<Traits>(device)};
+    PlanProblem problem{kTile.n, visible_keys(p, kTile), device.multiprocessors, blocks_each<OfEntry>(device),
+                        tiles_of_head(p, split.shared.heads, kTile)};
     if constexpr (Traits::kFp8Kv) {  // as if all had a multiprocessor alone: a few are not as fast as many
       problem.multiprocessors *= problem.blocks_each;
       problem.blocks_each = 1;
@@ -201,25 +227,36 @@ void launch_split_forward(const ForwardParams& p, const LaunchContext& context) 
     start_forward<Traits, Policy, kFeatures>(p, stream, tiles, split, parts.most);
   }
   if (!writes_output<Traits>(parts)) {
-    constexpr auto kJoin = join_parts_kernel<Traits, kFeatures>;
+    constexpr auto kJoin = join_parts_kernel<OfEntry, kFeatures>;
     cuda::launch("launching the forward's last pass", cuda::start_during<kJoin>(p.device.index), kJoin,
-                 dim3(static_cast<unsigned>(split.rows_of_head), static_cast<unsigned>(split.heads * p.batch)),
+                 dim3(static_cast<unsigned>(split.rows_of_head * kJoinsOfRow<OfEntry>),
+                      static_cast<unsigned>(split.heads * p.batch)),
                  32 * join_warps(split.parts), 0, stream, p, split);
   }
   cuda::clear_unused_rows<typename Traits::Element>(p, stream);
+}
+
+template <class Traits, cuda::Features kFeatures>
+int split_smem_bytes(const ForwardParams& p) {
+  if constexpr (kHasValuesInKeys<Traits, kFeatures>) {
+    if (values_in_keys(p)) return Traits::WithValuesInKeys::kSmemBytes;
+  }
+  return Traits::kSmemBytes;
 }
 
 template <class Traits, class Policy, cuda::Features kFeatures>
 ForwardEntry split_forward_entry() {
   return {key_of<Traits, Policy, kFeatures>(true), kSplitTile<Traits>,
           [](const ForwardParams& p) {
-            const char* reason = refuse<Traits, kFeatures>(p, Traits::kSmemBytes);
-            if (reason != nullptr || heads_sharing(p) > 1 || has_few_rows(p, 1)) return reason;
-            const KeyParts parts = key_parts<Traits>(p);
+            const char* reason = refuse<Traits, kFeatures>(p, split_smem_bytes<Traits, kFeatures>(p));
+            if (reason != nullptr || heads_sharing(p) > 1 || has_few_rows(p, 1) ||
+                takes_all_of_few_rows<Traits, kFeatures>(p))
+              return reason;
+            const KeyParts parts = key_parts<Traits, kFeatures>(p);
             return parts.planned == 0 && parts.most == 1 ? "too many queries or too few keys to split these" : nullptr;
           },
           [](const ForwardParams& p, int) {
-            const KeyParts parts = key_parts<Traits>(p);
+            const KeyParts parts = key_parts<Traits, kFeatures>(p);
             return writes_output<Traits>(parts) ? 0 : KeySplit(p, parts, nullptr).size();
           },
           launch_split_forward<Traits, Policy, kFeatures>};
@@ -238,11 +275,19 @@ template <class Traits>
 constexpr flashsdk::Tile kBackwardTile{Traits::kBlockM, Traits::kBlockN};
 
 template <class Traits, class Policy, cuda::Features kFeatures>
+constexpr auto main_backward_kernel() {
+  if constexpr (Traits::kHeadDim > 256)
+    return wide_backward_kernel<Traits, Policy, kFeatures>;
+  else
+    return backward_kernel<Traits, Policy, kFeatures>;
+}
+
+template <class Traits, class Policy, cuda::Features kFeatures>
 void launch_backward_kernels(const BackwardParams& p, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
   using Element = typename Traits::Element;
   auto stream = static_cast<cudaStream_t>(context.stream);
-  auto kernel = backward_kernel<Traits, BackwardPolicy<Traits, Policy, kFeatures>, kFeatures>;
+  constexpr auto kernel = main_backward_kernel<Traits, BackwardPolicy<Traits, Policy, kFeatures>, kFeatures>();
   constexpr int kSmemBytes = kBackwardSmemBytes<Traits, kFeatures>;
   allow_shared_memory(kernel, kSmemBytes, p.device.index, prepared);
   const cuda::BackwardWorkspace ws(p, Traits::kBlockM, Traits::kHeadDim, context.workspace);

@@ -12,6 +12,7 @@ namespace flashsdk::sm80 {
 struct PlanProblem {
   int tile_keys, most_keys;  // of a tile; that a query sees
   int multiprocessors, blocks_each;
+  int tiles_of_head;  // of queries
 
   // Without a query nobody reads the keys.
   FLASHSDK_HD int tiles_of(const ForwardParams& p, int batch) const {
@@ -65,8 +66,8 @@ __device__ __forceinline__ int best_limit(const ForwardParams& p, const KeySplit
     longest_part = max_of(longest_part, __shfl_xor_sync(0xffffffffu, longest_part, step));
   }
   if (threadIdx.x % kLanes == 0 && parts <= split.slots) {
-    const auto heads = static_cast<float>(split.heads);
-    const float time = planned_time(static_cast<float>(parts) * heads, static_cast<float>(tiles) * heads, longest_part,
+    const auto each = static_cast<float>(split.heads * problem.tiles_of_head);  // as many thread blocks a part
+    const float time = planned_time(static_cast<float>(parts) * each, static_cast<float>(tiles) * each, longest_part,
                                     problem.multiprocessors, problem.blocks_each);
     // Positive floats are in the order of their bits.
     atomicMin(&best, static_cast<unsigned long long>(__float_as_uint(time)) << 32 | static_cast<unsigned>(limit));

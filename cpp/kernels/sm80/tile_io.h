@@ -9,6 +9,12 @@
 
 namespace flashsdk::sm80 {
 
+// Which page each of a thread's rows of a tile of keys lies in.
+template <int kPasses>
+struct PagesOfRows {
+  int of_pass[kPasses];
+};
+
 // kAnyAlignment: rows that are not made of whole vectors of 16 bytes go element by element.
 template <class Element, int kRows, int kHeadDim, int kThreads, bool kAnyAlignment>
 class TileIo {
@@ -40,10 +46,7 @@ class TileIo {
       source += kRowStep * row_stride;
     }
   }
-  // Which page each of this thread's rows of a tile of keys lies in.
-  struct Pages {
-    int of_pass[kPasses];
-  };
+  using Pages = PagesOfRows<kPasses>;
   // Asked a tile ahead, as tables lie in memory. `first` is the tile's first key, and `rows` what is left from there.
   __device__ Pages ask_pages(const PageParam& pages, int batch, int first, int rows) const {
     Pages found;

@@ -15,11 +15,8 @@ namespace flashsdk::table {
 constexpr int kSm90SharedBytes = 227 * 1024;  // that a CTA can have
 constexpr int kSmallSharedBytes = 99 * 1024;  // on the GPUs with the least: 8.6, 8.9, 12.0
 
-constexpr bool is_compiled(int head_dim) {
-  for (const int d : kGpuHeadDims)
-    if (d == head_dim) return true;
-  return false;
-}
+constexpr bool is_compiled(int head_dim) { return built_with(head_dim) == head_dim; }
+constexpr bool is_wide(HeadDims head_dim) { return built_with(head_dim) > 256; }
 constexpr bool has_kernels(const Kernels& kernels) { return kernels.serving(kNone) != kNoMask; }
 // Whether all its sets of features are among those that there is code for.
 template <std::size_t kSets>
@@ -48,8 +45,11 @@ constexpr int smem_bytes(const Sm90Forward& row) {
 
 template <Sm80Forward kRow>
 struct CheckedSm80Forward {
-  static_assert(is_compiled(kRow.head_dim.qk) && kRow.head_dim.qk == kRow.head_dim.v, "head_dim: see kGpuHeadDims");
-  static_assert(kRow.tile.m % (16 * kRow.warps) == 0, "tile.m: not a multiple of 16 rows a warp");
+  static_assert(is_wide(kRow.head_dim) || (is_compiled(kRow.head_dim.qk) && kRow.head_dim.qk == kRow.head_dim.v),
+                "head_dim: see kGpuHeadDims");
+  static_assert(is_wide(kRow.head_dim) == (kRow.column_warps > 1) && kRow.warps % kRow.column_warps == 0,
+                "column_warps: more than 1 of all warps for wide heads, and for these alone");
+  static_assert(kRow.tile.m % (16 * kRow.warps / kRow.column_warps) == 0, "tile.m: not a multiple of 16 rows a warp");
   static_assert(kRow.tile.n % 16 == 0, "tile.n: not a multiple of 16");
   static_assert(kRow.stages == 1 || kRow.stages == 2, "stages: not 1 or 2");
   static_assert(only(kRow.kernels, kSm80Sets), "kernels: a set of features that sm80 has no code for");
@@ -75,7 +75,12 @@ struct CheckedSm80Fp8SplitForward {
 
 template <Sm80Backward kRow>
 struct CheckedSm80Backward {
-  static_assert(is_compiled(kRow.head_dim.qk) && kRow.head_dim.qk == kRow.head_dim.v, "head_dim: see kGpuHeadDims");
+  static_assert(kRow.head_dim.qk == kRow.head_dim.v && (is_wide(kRow.head_dim) || is_compiled(kRow.head_dim.qk)),
+                "head_dim: see kGpuHeadDims");
+  static_assert(is_wide(kRow.head_dim) == (kRow.copies > 1) && (kRow.copies == 1 || kRow.copies % 2 == 0) &&
+                    kRow.warps % (kRow.copies * kRow.warps_s) == 0,
+                "copies: an even number of them for wide heads, and for these alone");
+  static_assert(kRow.stages == 2 || (kRow.stages == 1 && kRow.copies > 1), "stages: not 2, or 1 for wide heads");
   static_assert(kRow.tile.m % 16 == 0 && kRow.tile.n % 16 == 0, "tile: not a multiple of 16");
   static_assert(kRow.warps % kRow.warps_s == 0 && kRow.warps % kRow.warps_dk == 0 && kRow.warps % kRow.warps_dq == 0,
                 "warps: not a multiple of those along one side of a product");
@@ -158,14 +163,15 @@ constexpr bool serves_everything(const Row (&rows)[kRows], int head_dim) {
     if (row.head_dim.qk >= head_dim && row.any_alignment) masks |= row.kernels.of(kAll);
   return masks == kEveryMask;
 }
-static_assert(serves_everything(kSm80Forward, 256) && serves_everything(kSm80Backward, 256) &&
-                  serves_everything(kSm80Fp8Forward, 256),
+static_assert(serves_everything(kSm80Forward, widest(kSm80Forward).qk) &&
+                  serves_everything(kSm80Backward, widest(kSm80Backward).qk) && serves_everything(kSm80Fp8Forward, 256),
               "sm80: no kernel for calls that no other takes");
 // The same of those that every GPU has the shared memory for, and of every head_dim: kernels that take any alignment
 // keep no tile of a bias, and need nothing beside smem_bytes().
 template <class Row, std::size_t kRows>
 constexpr bool serves_small_gpus(const Row (&rows)[kRows]) {
-  for (const int head_dim : kGpuHeadDims) {
+  for (const int compiled : kGpuHeadDims) {
+    const int head_dim = compiled < widest(rows).qk ? compiled : widest(rows).qk;
     unsigned masks = kNoMask;
     for (const Row& row : rows)
       if (row.head_dim.qk >= head_dim && row.any_alignment && smem_bytes(row) <= kSmallSharedBytes)

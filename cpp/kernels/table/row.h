@@ -2,6 +2,8 @@
 // kernel of it.
 #pragma once
 
+#include <cstddef>
+
 #include "common/features.h"
 #include "common/params.h"
 #include "common/tile_walk.h"
@@ -72,6 +74,24 @@ constexpr Features kSm90Sets[] = {kNone, kDropout, kCapped, kAlibi, kBias, kBias
 
 // Of all GPU kernels.
 constexpr DType kGpuDTypes[] = {DType::kFloat16, DType::kBFloat16};
-constexpr int kGpuHeadDims[] = {32, 64, 96, 128, 192, 256};
+constexpr int kGpuHeadDims[] = {32, 64, 96, 128, 192, 256, 576};
+
+// That of these with which rows of a head_dim are built.
+constexpr int built_with(HeadDims head_dim) {
+  for (const int d : kGpuHeadDims)
+    if (d >= head_dim.qk && d >= head_dim.v) return d;
+  return 0;
+}
+
+// The largest head_dims that rows of a table have: calls with a larger one have no kernel.
+template <class Row, std::size_t kRows>
+constexpr HeadDims widest(const Row (&rows)[kRows]) {
+  HeadDims widest = 0;
+  for (const Row& row : rows) {
+    if (row.head_dim.qk > widest.qk) widest.qk = row.head_dim.qk;
+    if (row.head_dim.v > widest.v) widest.v = row.head_dim.v;
+  }
+  return widest;
+}
 
 }  // namespace flashsdk::table

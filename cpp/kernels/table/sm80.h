@@ -17,15 +17,20 @@ struct Sm80Forward {
   bool q_in_registers = false;
   int blocks = 2;              // CTAs a multiprocessor should hold: caps the registers
   bool any_alignment = false;  // takes tensors that are not aligned to 16 bytes, and head_dim that is no multiple of 8
+  int column_warps = 1;        // above head_dim 256, of the warps those that share the columns of the same rows
   Kernels kernels;
+
+  // Whether warps that share rows tell each other the scores of some keys each.
+  constexpr bool shares_scores() const { return column_warps > 1 && tile.n % (16 * column_warps) == 0; }
 };
 // Of keys and values in float8_e4m3fn.
 struct Sm80Fp8Forward : Sm80Forward {};
 struct Sm80Fp8SplitForward : Sm80Forward {};
 
-// Q, K and V tiles of 16 bits.
+// Q, K and V tiles of 16 bits, and scores.
 constexpr int smem_bytes(const Sm80Forward& row) {
-  return 2 * row.head_dim.qk * (row.tile.m + 2 * row.stages * row.tile.n);
+  const int keys = row.stages * row.tile.n * (row.head_dim.qk + row.head_dim.v);
+  return 2 * (row.tile.m * row.head_dim.qk + keys) + (row.shares_scores() ? 4 * row.tile.m * row.tile.n : 0);
 }
 // The same, and K and V as they are in memory.
 constexpr int smem_bytes(const Sm80Fp8Forward& row) {
@@ -80,6 +85,15 @@ constexpr Sm80Forward kSm80Forward[] = {
     {.head_dim = 128, .tile = {16, 16}, .warps = 1, .blocks = 1, .any_alignment = true, .kernels = layouts(kAll)},
     {.head_dim = 256, .tile = {64, 64}, .warps = 4, .blocks = 1, .any_alignment = true, .kernels = every_mask(kAll)},
     {.head_dim = 256, .tile = {16, 16}, .warps = 1, .blocks = 1, .any_alignment = true, .kernels = layouts(kAll)},
+
+    // Wide heads. The first is for GPUs with 227 KiB, the next for those with 163 and for features, the last for all.
+    // Features come with any alignment alone, as such heads are few (docs/dev/gpu.md, "Wide heads").
+    {.head_dim = {576, 512}, .tile = {64, 64}, .warps = 8, .blocks = 1, .column_warps = 2,
+     .kernels = every_mask(kNone)},
+    {.head_dim = {576, 512}, .tile = {64, 32}, .warps = 8, .blocks = 1, .any_alignment = true, .column_warps = 2,
+     .kernels = every_mask(kAll)},
+    {.head_dim = {576, 512}, .tile = {16, 16}, .warps = 2, .blocks = 1, .any_alignment = true, .column_warps = 2,
+     .kernels = every_mask(kAll)},
 };
 
 // Few queries: CTAs of four warps, two a multiprocessor, each with a part of the keys. Smaller head dimensions take
@@ -90,6 +104,8 @@ constexpr Sm80Forward kSm80SplitForward[] = {
     {.head_dim = 128, .tile = {64, 64}, .warps = 4, .stages = 2, .q_in_registers = true,
      .kernels = no_layout(kNone, kAll)},
     {.head_dim = 256, .tile = {64, 64}, .warps = 4, .kernels = no_layout(kNone, kAll)},
+    // Without features there is another for a v in the memory of k, as latent attention (MLA) has it.
+    {.head_dim = {576, 512}, .tile = {32, 32}, .warps = 4, .column_warps = 2, .kernels = no_layout(kNone, kAll)},
 };
 
 // Keys and values in float8_e4m3fn: few kernels, which take all calls between them. Each head_dim has tiles for calls
@@ -121,17 +137,20 @@ struct Sm80Backward {
   int blocks = 1;
   bool staggered = false;  // see cuda::QueryStream
   bool any_alignment = false;
+  int copies = 1;  // above head_dim 256, of the warps how many hold the same scores; of these warps_s
+  int stages = 2;  // buffers of Q and dO
   Kernels kernels;
 
   // Whether P and dS are operands from registers, so that P needs no place.
   constexpr bool register_operands() const { return warps_s == warps && warps_dk == warps; }
 };
 
-// K and V, two stages of Q and dO with lse and delta, and dS, P too unless it stays in registers.
+// K and V, stages of Q and dO with lse and delta, and dS, P too unless it stays in registers. Of wide heads S and dP.
 constexpr int smem_bytes(const Sm80Backward& row) {
   const int keys = row.tile.n * row.head_dim.qk, queries = row.tile.m * row.head_dim.qk;
   const int scores = row.tile.m * row.tile.n * (row.register_operands() ? 1 : 2);
-  return 2 * (2 * keys + 4 * queries + scores) + 2 * (8 * row.tile.m + 16);
+  const int exchanged = row.copies > 1 ? 8 * row.tile.m * row.tile.n : 0;
+  return 2 * (2 * keys + 2 * row.stages * queries + scores) + exchanged + row.stages * (8 * row.tile.m + 16);
 }
 
 // clang-format off
@@ -175,6 +194,14 @@ constexpr Sm80Backward kSm80Backward[] = {
      .kernels = every_mask(kAll)},
     {.head_dim = 256, .tile = {16, 16}, .warps = 1, .warps_s = 1, .warps_dk = 1, .warps_dq = 1, .any_alignment = true,
      .kernels = layouts(kAll)},
+
+    // Wide heads: for GPUs with 227 KiB of shared memory, with 163 and for features, and for all.
+    {.head_dim = 512, .tile = {32, 32}, .warps = 8, .warps_s = 2, .warps_dk = 1, .warps_dq = 1, .staggered = true,
+     .copies = 2, .kernels = every_mask(kNone)},
+    {.head_dim = 512, .tile = {32, 32}, .warps = 8, .warps_s = 2, .warps_dk = 1, .warps_dq = 1, .staggered = true,
+     .any_alignment = true, .copies = 2, .stages = 1, .kernels = every_mask(kAll)},
+    {.head_dim = 512, .tile = {16, 16}, .warps = 4, .warps_s = 1, .warps_dk = 1, .warps_dq = 1, .any_alignment = true,
+     .copies = 4, .stages = 1, .kernels = every_mask(kAll)},
 };
 // clang-format on
 

@@ -211,7 +211,7 @@ void add_sm80(Sources& sources, const Wanted& wanted, int head_dim, const std::s
     for (const bool any_alignment : {false, true})
       for (const Features f : kSm80Sets)
         for (const Row& row : rows) {
-          if (row.head_dim.qk != head_dim || row.any_alignment != any_alignment) continue;
+          if (built_with(row.head_dim) != head_dim || row.any_alignment != any_alignment) continue;
           if (wanted.few && (f == kDropout || row.tile.m * row.tile.n == 16 * 16)) continue;
           const char* features = any_alignment ? "Any" : name_of(f);
           const std::string name = "sm80_" + op + "_" + gpu_name(dtype) + "_d" + text_of(row.head_dim) + "_" +

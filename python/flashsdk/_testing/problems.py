@@ -72,6 +72,7 @@ class Problem:
     low_bias: float = 0.0  # what every third row of the bias and one key hold instead
     strides: bool = True  # odd strides and offsets; False: contiguous
     negative_strides: bool = True
+    forward_only: bool = False  # a GPU has forwards of wider heads than backwards
     aligned: bool = False  # head dimensions, strides and addresses in multiples of 8 elements
     options: dict[str, Any] = field(default_factory=dict)  # further keywords of the calls
 
@@ -110,6 +111,7 @@ class Problem:
             "fp8",
             "dlse",
             "low_bias",
+            "forward_only",
             "options",
         )
         parts += [
@@ -203,6 +205,8 @@ def generate(seed: int, backend: str = "cpu") -> Problem:
         problem = replace(problem, fp8=(_descale(own, batch, kv), _descale(own, batch, kv)))
     if backend == "cpu":
         problem = _widened(problem, np.random.default_rng([seed, 5]))
+    elif backend == "sm80":
+        problem = _fit_for_gpu(_widened(problem, np.random.default_rng([seed, 5])))
     # The fast kernels of a GPU take only what is aligned: most problems should be theirs.
     if backend == "cpu" or chance(0.25):
         return problem
@@ -211,7 +215,7 @@ def generate(seed: int, backend: str = "cpu") -> Problem:
 
 
 def _widened(problem: Problem, rng: np.random.Generator) -> Problem:
-    """Some of the small ones with heads that only a CPU takes."""
+    """Some of the small ones with heads wider than 256."""
     rows = problem.num_heads * max(sum(problem.lengths_q), sum(problem.lengths_k))
     if rows > MAX_WIDE_ROWS or rng.random() > 0.2:
         return problem
@@ -222,6 +226,12 @@ def _widened(problem: Problem, rng: np.random.Generator) -> Problem:
     if kind < 0.6:
         return replace(problem, head_dim=576, head_dim_v=512)
     return replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)
+
+
+def _fit_for_gpu(problem: Problem) -> Problem:
+    """The same with head dimensions that a GPU takes."""
+    problem = replace(problem, head_dim_v=min(problem.head_dim_v, 512))
+    return replace(problem, forward_only=problem.head_dim > 512)
 
 
 def _used(problem: Problem, rng: np.random.Generator) -> Problem:

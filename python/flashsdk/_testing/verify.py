@@ -32,8 +32,16 @@ ORDERS = 3  # of summation and rounding, in which the errors of plain attention 
 
 
 def outputs_of(problem: Problem) -> tuple[str, ...]:
-    if problem.fp8 is not None:
-        return OUTPUTS[:2]  # it has no backward
+    """Those that a backend computes, the first of what the reference does."""
+    return OUTPUTS[:2] if _forward_only(problem) else _all_outputs(problem)
+
+
+def _forward_only(problem: Problem) -> bool:
+    """Whether there is no backward: of keys of 8 bits, and of some wide heads."""
+    return problem.forward_only or problem.fp8 is not None
+
+
+def _all_outputs(problem: Problem) -> tuple[str, ...]:
     return (*OUTPUTS, "dsink") if problem.sink else OUTPUTS
 
 
@@ -174,7 +182,7 @@ def run(
     grads = {name: t[name] for name in outputs_of(problem)[2:]}
     if problem.dlse:
         grads["dlse"] = t["dlse"]
-    if problem.fp8 is None:
+    if not _forward_only(problem):
         returned += backward(t["dout"], *qkv, t["out"], t["lse"], *packed, **grads, **call)
 
     faults = []
@@ -278,7 +286,7 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
     cu_seqlens = (x["cu_seqlens_q"], x["cu_seqlens_k"]) if problem.packed else None
     keywords = {"dlse": dlse, "cu_seqlens": cu_seqlens, **features}
     of_all = reference.forward_backward(dout, q, k, v, **keywords)
-    exact = dict(zip(outputs_of(problem), of_all, strict=problem.fp8 is None))
+    exact = dict(zip(_all_outputs(problem), of_all, strict=True))
 
     f = reference.Features(**features)
     arrays = q, k, v, dout, dlse
@@ -358,7 +366,7 @@ def _largest(x: Array) -> float:
 def compare(problem: Problem, backend: str, results: Results, want: Expected) -> Report:
     failures = list(results.faults)
     errors = {}
-    for name in want.exact:
+    for name in outputs_of(problem):
         ours, exact = results.arrays[name].astype(np.float64), want.exact[name]
         bound = want.bound[name]
         limit = _largest(bound) if name in ("lse", "dsink") else want.limit(name)

@@ -141,20 +141,21 @@ extern "C" {
 
 __attribute__((visibility("default"))) int harness_count() { return static_cast<int>(flashsdk::entries().size()); }
 
-// op, dtype, largest head_dim, mask kind, number of features, tile m, tile n, splits keys, fp8 keys
+// op, dtype, largest head_dim, mask kind, number of features, tile m, tile n, splits keys, largest head_dim_v, fp8 keys
 __attribute__((visibility("default"))) void harness_describe(int index, int* out) {
   const flashsdk::Entry& entry = flashsdk::entries()[index];
   std::visit(
       [&](const auto& e) {
         out[0] = static_cast<int>(entry.index());
         out[1] = static_cast<int>(e.key.dtype);
-        out[2] = flashsdk::max_of(e.key.head_dim, e.key.head_dim_v);
+        out[2] = e.key.head_dim;
         out[3] = static_cast<int>(e.key.mask);
         out[4] = count(e.key.features);
         out[5] = e.tile.m;
         out[6] = e.tile.n;
         out[7] = e.key.splits_keys;
-        out[8] = e.key.fp8_kv;
+        out[8] = e.key.head_dim_v;
+        out[9] = e.key.fp8_kv;
       },
       entry);
 }

@@ -156,7 +156,7 @@ class Harness:
         self.lib.harness_workspace.restype = ctypes.c_int64
         self.entries = []
         for i in range(self.lib.harness_count()):
-            out = (ctypes.c_int * 9)()
+            out = (ctypes.c_int * 10)()
             self.lib.harness_describe(i, out)
             self.entries.append(tuple(out))
 

@@ -63,9 +63,10 @@ def described(name: str) -> dict[str, str]:
     if named := NAMED.search(name):
         head_dim, m, n = named.groups()
         rest = []
-    else:  # arguments of the traits: head_dim, of sm90 head_dim_v too, block_m, block_n
+    else:  # arguments of the traits: head_dim, maybe head_dim_v, block_m, block_n
         head_dim, *numbers = re.findall(r"L[ib](\d+)E", name.partition("Traits")[2])
-        if backend == "sm90" and (head_dim_v := numbers.pop(0)) != head_dim:
+        has_v = backend == "sm90" or "WideForwardTraits" in name
+        if has_v and (head_dim_v := numbers.pop(0)) != head_dim:
             head_dim += f"x{head_dim_v}"
         m, n, *rest = numbers
         if "Fp8SplitTraits" in name:  # whose tile is that of a warp, which the next number counts

@@ -88,14 +88,16 @@ def serve(p, tile_n, page_size):
     return p
 
 
-def problem(entry, make, features, block, size, aligned, packed, narrow_v, bias, page_size):
+def problem(
+    entry, make, features, block, size, aligned, packed, narrow_v, bias, page_size, in_keys=False
+):
     """Tensors by `make`: empty will do to ask whether a kernel takes it. page_size: None where all
-    rows are used, else as in serve()."""
-    _, code, head_dim, mask, _, tile_m, tile_n, _, fp8 = entry
+    rows are used, else as in serve(). in_keys: v is the first columns of k."""
+    _, code, head_dim, mask, _, tile_m, tile_n, _, head_dim_v, fp8 = entry
     dtype = next(dtype for dtype, c in DTYPES.items() if c == code)
     rows, keys = size
     batch, heads, dim = 2, 2, head_dim if aligned else head_dim - 3
-    dim_v = dim - 64 if narrow_v else dim
+    dim_v = dim - 64 if narrow_v and head_dim_v == head_dim else dim - head_dim + head_dim_v
     lead_q, lead_k = ((rows,), (keys,)) if packed else ((batch, rows), (batch, keys))
     m = Mask(KINDS[mask])
     if m.kind == "band":
@@ -125,7 +127,11 @@ def problem(entry, make, features, block, size, aligned, packed, narrow_v, bias,
         p.bias = make(1, heads, rows, in_memory, dtype=bias or dtype)[..., :keys]
     if "alibi" in features:
         p.alibi = torch.rand(heads).cuda()
-    return p if page_size is None else serve(p, tile_n, page_size)
+    if page_size is not None:
+        p = serve(p, tile_n, page_size)
+    if in_keys:
+        p.v = p.k[..., :dim_v]
+    return p
 
 
 def arguments(harness, p, make):
@@ -150,10 +156,10 @@ def takes(harness, index, p):
 
 def touch(
     harness, index, *, aligned=True, packed=False, deterministic=False, growing=False, scale=None,
-    bias=torch.float32, page_size=None,
+    bias=torch.float32, page_size=None, in_keys=False,
 ):  # fmt: skip
     """Whether the kernel takes a problem, which it then has run; growing: in its last keys. A bias
-    of None is of q's type; of any but float32, there is one. page_size: see problem()."""
+    of None is of q's type; of any but float32, there is one. page_size and in_keys: problem()."""
     entry = harness.entries[index]
     tile = entry[5], entry[6]
     blocks = ((128, 128), tile) if KINDS[entry[3]] == "block_sparse" else ((0, 0),)
@@ -165,7 +171,7 @@ def touch(
     if entry[7] and page_size is not None:  # so few queries that a kernel plans the parts
         sizes = tuple((min(12, tile[0] // 2), keys) for _, keys in sizes)
     for size, features, block, narrow_v in itertools.product(sizes, all_features, blocks, widths):
-        what = features, block, size, aligned, packed, narrow_v, bias, page_size
+        what = features, block, size, aligned, packed, narrow_v, bias, page_size, in_keys
         shape = problem(entry, empty, *what)
         shape.softmax_scale = scale
         if not takes(harness, index, shape):
@@ -190,7 +196,7 @@ def families(harness):
     """Indices of kernels by the family's name."""
     dtype = max(entry[1] for entry in harness.entries)
     found = {}
-    for i, (op, of, head_dim, _, features, m, n, splits, fp8) in enumerate(harness.entries):
+    for i, (op, of, head_dim, _, features, m, n, splits, _, fp8) in enumerate(harness.entries):
         if of == dtype:
             way = "split" if splits else "forward" if op == FORWARD else "backward"
             way = f"fp8kv_{way}" if fp8 else way
@@ -248,6 +254,9 @@ def main():
                     page_sizes.append(5 if harness.backend(index) == "sm80" else 16)
                 for page_size in page_sizes:
                     touch(harness, index, deterministic=deterministic, page_size=page_size)
+                if harness.entries[index][7] and harness.entries[index][2] > 256:
+                    for page_size in (None, *page_sizes):
+                        touch(harness, index, page_size=page_size, in_keys=True)
             vectors = (None, torch.bool) if "_featured_" in name else ()
             for bias in vectors:
                 done |= touch(harness, index, packed=packed, deterministic=deterministic, bias=bias)
