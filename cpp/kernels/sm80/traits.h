@@ -167,6 +167,7 @@ struct Fp8SplitTraits {
   // Side by side along the sum, warps have the same rows and columns of a tile, each of its own keys.
   using Mma =
       cute::TiledMMA<cute::MMA_Atom<typename MmaInstruction<Element>::type>, Layout<Shape<_1, _1, Int<kWarps_>>>>;
+  using MmaOut = Mma;
   static constexpr int kCopiedBytes = kBlockN * kHeadDim;  // of K or V, of a stage of a warp
   static constexpr int kSmemBytes = kWarps * kStages * 2 * kCopiedBytes +
                                     kBlockM * kHeadDim * static_cast<int>(sizeof(Element)) +
@@ -230,6 +231,7 @@ struct WideBackwardTraits {
   static constexpr int kThreads = 32 * kWarps_, kScoreThreads = kThreads / kCopies_;
   static constexpr int kStages = kStages_;
   static constexpr int kMinBlocks = kMinBlocks_;
+  static constexpr bool kFp8Kv = false;
   static constexpr bool kAnyAlignment = kAnyAlignment_;
   static constexpr bool kStaggered = kStaggered_;
   static constexpr bool kWholeCalls = false;
