@@ -48,7 +48,8 @@ def test_names_and_arguments():
         interface.flash_attn_with_kvcache: "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, "
         "rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, "
         "block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
-        "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False",
+        "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False, "
+        "*, k_descale=None, v_descale=None",  # the last two of flash-attn 3
         bert_padding.unpad_input: "hidden_states, attention_mask, unused_mask=None",
         bert_padding.pad_input: "hidden_states, indices, batch, seqlen",
         rotary.apply_rotary_emb: "x, cos, sin, interleaved=False, inplace=False, "

@@ -278,8 +278,8 @@ class ForwardTile {
   }
 
   // Calls f(first row, stride, row of the tile, rows) for the keys of a segment: at once where they are a stride apart.
-  // Those of several pages are copied a panel at a time, which is a whole number of steps of every product. So are those
-  // of 8 bits where products take words of 16.
+  // Those of several pages are copied a panel at a time, which is a whole number of steps of every product. Those of 8
+  // bits are as well, where products take words of 16.
   template <class E, class F>
   void with_rows(const KeyRows<const E>& keys, int d, const KeySegment& s, F f) {
     constexpr bool kWidened = !std::is_same_v<E, T> && kStep > 1;
