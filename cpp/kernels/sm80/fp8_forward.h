@@ -153,22 +153,17 @@ class Fp8KeyStream {
       const std::uint8_t *k = k_ + first * p_.k.row, *v = v_ + first * p_.v.row;
       CUTE_UNROLL
       for (int pass = 0; pass < kPasses; ++pass) {
-        copy(place, pass, k, v, k_rows, v_rows);
+        copy(place, pass, k, k_rows);
+        copy(place + Traits::kCopiedBytes, pass, v, v_rows);
         k += kRowStep * p_.k.row;
         v += kRowStep * p_.v.row;
       }
     } else {
-      // From pass to pass a row moves on by as much in its page, or in the next.
-      const int size = p_.pages.size, step = PagePlace::of(kRowStep, size).row;
-      int row = PagePlace::of(first, size).row;
-      CUTE_UNROLL
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const int lane = (row_ + pass * kRowStep) % 32;
-        const std::int64_t page = __shfl_sync(0xffffffffu, pages_[pass * kRowStep / 32], lane);
-        copy(place, pass, k_ + page * p_.k.batch + row * p_.k.row, v_ + page * p_.v.batch + row * p_.v.row, k_rows,
-             v_rows);
-        row += step;
-        if (row >= size) row -= size;
+      // One after the other: addresses of both would take registers that there are not.
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        const TensorParam& t = i == 0 ? p_.k : p_.v;
+        load_pages(place + i * Traits::kCopiedBytes, i == 0 ? k_ : v_, t.batch, t.row, first, i == 0 ? k_rows : v_rows);
       }
     }
   }
@@ -179,17 +174,25 @@ class Fp8KeyStream {
   // Of this lane's vectors.
   static __device__ int column() { return static_cast<int>(threadIdx.x) % Rows::kVectors * kVector; }
 
-  // A vector of K and one of V, of row row_ + pass · kRowStep. These two have no bits in common, so that they are mixed
-  // one by one (Rows::at).
-  static __device__ void copy(std::uint32_t place, int pass, const std::uint8_t* k, const std::uint8_t* v, int k_rows,
-                              int v_rows) {
+  // Row row_ + pass · kRowStep. These two have no bits in common, so that they are mixed one by one (Rows::at).
+  static __device__ void copy(std::uint32_t place, int pass, const std::uint8_t* from, int rows) {
     const int row = pass * kRowStep;
     const std::uint32_t to = (place ^ static_cast<std::uint32_t>(Rows::mix(row) * kVector)) + row * kRowBytes;
-    copy(to, k, row < k_rows);
-    copy(to + Traits::kCopiedBytes, v, row < v_rows);
+    cuda::copy_vector_async(to, from, row < rows ? kVector : 0);
   }
-  static __device__ void copy(std::uint32_t to, const std::uint8_t* from, bool there) {
-    cuda::copy_vector_async(to, from, there ? kVector : 0);
+  // From pass to pass a row moves on by as much in its page, or in the next.
+  __device__ void load_pages(std::uint32_t place, const std::uint8_t* from, std::int64_t page_stride,
+                             std::int64_t row_stride, int first, int rows) const {
+    const int size = p_.pages.size, step = PagePlace::of(kRowStep, size).row;
+    int row = PagePlace::of(first, size).row;
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int lane = (row_ + pass * kRowStep) % 32;
+      const std::int64_t page = __shfl_sync(0xffffffffu, pages_[pass * kRowStep / 32], lane);
+      copy(place, pass, from + page * page_stride + row * row_stride, rows);
+      row += step;
+      if (row >= size) row -= size;
+    }
   }
 
   const ForwardParams& p_;
