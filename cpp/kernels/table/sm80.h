@@ -87,7 +87,8 @@ constexpr Sm80Forward kSm80Forward[] = {
     {.head_dim = 256, .tile = {16, 16}, .warps = 1, .blocks = 1, .any_alignment = true, .kernels = layouts(kAll)},
 
     // Wide heads. The first is for GPUs with 227 KiB, the next for those with 163 and for features, the last for all.
-    // Features come with any alignment alone, as such heads are few (docs/dev/gpu.md, "Wide heads").
+    // Features come with any alignment alone, as such heads are few (docs/dev/gpu.md, "Wide heads"): of these with a
+    // tile of 64 × 32 a band spills 40 bytes, a layout 100.
     {.head_dim = {576, 512}, .tile = {64, 64}, .warps = 8, .blocks = 1, .column_warps = 2,
      .kernels = every_mask(kNone)},
     {.head_dim = {576, 512}, .tile = {64, 32}, .warps = 8, .blocks = 1, .any_alignment = true, .column_warps = 2,
