@@ -12,12 +12,12 @@ Needs transformers and tokenizers: pip install '.[paper]'. The text is that of t
 
 ``gpt2`` trains GPT-2 small for ``--trunk`` steps at the shortest length. Each length goes on from
 that model with the same number of tokens a step and the same steps, ``--every`` of each in turns;
-embeddings of further positions begin as those of the first, repeated. From random weights, longer
-contexts are learnt later: after 1400 steps of 32K tokens perplexity was 15.9 at 1K, 26.6 at 2K and
-38.5 at 4K, and all were still falling. After each turn the perplexity is measured on the same
-held-out tokens: windows of the longest length, which models of a shorter one read piece by piece.
-So a run that is stopped has compared all lengths at the turns that are over, and the learning rate
-falls with the step alone, so that there is no end which would have to be known before.
+embeddings of further positions begin as those of the first, repeated. From random weights longer
+contexts are learnt later than short ones, and so are the new positions here. After each turn the
+perplexity is measured on the same held-out tokens: windows of the longest length, which models of a
+shorter one read piece by piece. So a run that is stopped has compared all lengths at the turns that
+are over, and the learning rate falls with the step alone, so that there is no end which would have
+to be known before.
 
 ``documents`` tells which package a source file of 8K to 16K tokens is of, with a small encoder that
 reads the first tokens alone, 512 to 16K, one length after the other, the same documents a step.
@@ -144,18 +144,20 @@ def measure(options, record: Record, training: Training, text: Corpus, seqlen: i
 
 
 def compare(record: Record, options: argparse.Namespace) -> None:
-    """The shortest and the longest length, after the most steps that all have done."""
+    """The lengths, after the most steps that all have done."""
     found = {(row["steps"], row["seqlen"]): row for row in record.rows}
-    lengths = options.lengths
-    both = [s for s, n in found if n == min(lengths) and (s, max(lengths)) in found]
-    if not both:
+    done = [n for n, _ in found if all((n, seqlen) in found for seqlen in options.lengths)]
+    if not done:
         return
-    steps = max(both)
-    short, long = found[steps, min(lengths)], found[steps, max(lengths)]
+    steps = max(done)
+    rows = [found[steps, seqlen] for seqlen in sorted(options.lengths)]
+    short, long = rows[0], rows[-1]
+    less = short["perplexity"] - long["perplexity"]
+    of_each = ", ".join(f"{row['seqlen']}: {row['perplexity']:.2f}" for row in rows)
     record.result["summary"] = (
-        f"{short['perplexity'] - long['perplexity']:.2f} less perplexity at {long['seqlen']} than "
-        f"at {short['seqlen']} ({long['perplexity']:.2f}, {short['perplexity']:.2f}) after {steps} "
-        f"steps of each, behind {options.trunk} at {short['seqlen']} that all begin with; "
+        f"{abs(less):.2f} {'less' if less >= 0 else 'more'} perplexity at {long['seqlen']} than at "
+        f"{short['seqlen']} ({of_each}) after {steps} steps of each, behind {options.trunk} at "
+        f"{short['seqlen']} that all begin with; "
         f"{long['ns_a_token'] / short['ns_a_token']:.2f}× the time a token"
     )
     record.save()

@@ -73,8 +73,9 @@ def kernels() -> list[dict[str, Any]]:
     mask ("dense", "band", "block_sparse"), features (compiled in: a list of "softcap", "bias",
     "alibi", "dropout"; score_features, until 0.3, says whether there is any), any_alignment (of a
     GPU's: takes tensors not aligned to 16 bytes), splits_keys (of few queries, among thread blocks
-    of a GPU), tile_m, tile_n (queries, keys), available (whether this machine runs it).
-    ``explain`` says which of them a call gets.
+    of a GPU), fp8_kv (of a GPU's: k and v are float8_e4m3fn; a CPU's kernels take both), tile_m,
+    tile_n (queries, keys), available (whether this machine runs it). ``explain`` says which of them
+    a call gets.
     """
     return _bindings.kernels()
 

@@ -345,6 +345,7 @@ nb::list list_kernels() {
     d["score_features"] = !k.features.empty();  // the old name of it, until 0.3
     d["any_alignment"] = k.any_alignment;
     d["splits_keys"] = k.splits_keys;
+    d["fp8_kv"] = k.fp8_kv;
     d["tile_m"] = k.tile_m;
     d["tile_n"] = k.tile_n;
     d["available"] = k.available;
