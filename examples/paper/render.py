@@ -86,7 +86,8 @@ def gpt2_speed(record: Record) -> str:
 
 def waited(record: Record) -> str:
     """Of rows from before steps were queued: the host's time to begin a step counts there."""
-    return "" if any("fastest" in row for row in record.get("rows", ())) else "; each step waited for"
+    queued = any("fastest" in row for row in record.get("rows", ()))
+    return "" if queued else "; each step waited for"
 
 
 def gpt2_loss(record: Record) -> str:
