@@ -7,6 +7,7 @@ microsecond. All calls go in turns, so that each meets the same clocks. "<name>"
 records nothing, "<name>_train" a forward and its backward by torch.autograd.grad. Of each call the
 median of all rounds is given, and the rounds' 10th and 90th percentile. "sdpa" is our function,
 "torch_sdpa" PyTorch's own, and "sdpa_enabled" that one with torch_sdpa.enable() on: our kernels.
+PyTorch 2.11 or newer. FLASHSDK_TORCH_NATIVE=0: without what is compiled for one release of it.
 """
 
 from __future__ import annotations
@@ -80,12 +81,11 @@ def calls_of(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[st
         "sdpa": (scaled_dot_product_attention, heads_first),
         "torch_sdpa": (sdpa, heads_first),
     }
-    if _torch_eager.built is not _torch_eager.InPython:
-        with enabled():
-            why = torch_sdpa.explain(*heads_first)
-        if not why.taken:
-            sys.exit(f"host_overhead: {why}")
-        functions[ENABLED] = sdpa, heads_first
+    with enabled():
+        why = torch_sdpa.explain(*heads_first)
+    if not why.taken:
+        sys.exit(f"host_overhead: {why}")
+    functions[ENABLED] = sdpa, heads_first
     calls: dict[str, Call] = {}
     for name, (function, inputs) in functions.items():
         calls[name] = lambda f=function, x=inputs: f(*x)  # type: ignore[misc]
@@ -119,8 +119,7 @@ def main() -> None:
     record: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "torch": torch.__version__,
-        "native": _torch_eager.native
-        is not _torch_eager.InPython,  # FLASHSDK_TORCH_NATIVE=0: False
+        "native": _torch_eager.native is not _torch_eager.InPython,
         "shape": shape,
         "dtype": str(dtype).partition(".")[2],
         "microseconds": {name: round(statistics.median(t), 1) for name, t in times.items()},

@@ -67,7 +67,7 @@ TESTS = {
         *("torch", "torch_compile", "torch_dtensor", "torch_eager", "torch_errors"),
         *("torch_flash_attn", "torch_native", "torch_operators", "torch_seeds", "torch_threads"),
         *("torch_sdpa", "torch_sdpa_distributed", "torch_sdpa_integration", "torch_sdpa_nested"),
-        *("torch_sdpa_traced", "flash_attn_module", "from_flex"),
+        *("torch_sdpa_python", "torch_sdpa_traced", "flash_attn_module", "from_flex"),
     ),
     "jax": ("jax", "jax_serving"),
     "transformers": (

@@ -3,8 +3,9 @@
     python try_package.py [--native]
 
 Run by the Python of its environment, in a folder that has no sources. NumPy's arrays are always
-tried, PyTorch's and JAX's where they are installed. --native: PyTorch was there when the package
-was built, so eager calls have to be C++ throughout.
+tried, PyTorch's and JAX's where they are installed, with PyTorch 2.11 or newer its own function on
+our kernels as well. --native: PyTorch was there when the package was built, so eager calls have to
+be C++ throughout.
 """
 
 from __future__ import annotations
@@ -64,6 +65,32 @@ def try_torch(q: Any, k: Any, v: Any, native: bool) -> None:
     assert x[0].grad is not None and x[0].grad.abs().max() > 0
     if native:
         assert out.grad_fn is not None and out.grad_fn.name() == "FlashsdkAttentionBackward"
+    try_sdpa([t.detach().transpose(1, 2).requires_grad_() for t in x], definition(q, k, v))
+
+
+def try_sdpa(x: list[Any], expected: Any) -> None:
+    """PyTorch's own function on our kernels, by the way that this package has for it."""
+    import torch
+    from flashsdk.integrations import torch_sdpa
+
+    def call() -> list[Any]:
+        out = torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), x)]
+
+    theirs = call()
+    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        try:
+            torch_sdpa.enable()
+        except fs.Unsupported as e:
+            assert str(e).endswith("; 2.11 or newer")
+        else:
+            raise AssertionError(f"PyTorch {torch.__version__} was taken")
+        return
+    with torch_sdpa.enable():
+        assert torch_sdpa.explain(*x, is_causal=True).taken
+        ours = call()
+    assert difference(ours[0].transpose(1, 2), expected) < 1e-5
+    assert all(difference(a, b.numpy()) < 1e-4 for a, b in zip(ours, theirs, strict=True))
 
 
 def try_jax(q: Any, k: Any, v: Any) -> None:

@@ -42,6 +42,8 @@ bool fill(const Packed* packed, AttentionArgs& args) {
          torch_eager::view_of(packed->cu_seqlens_k, false, args.cu_seqlens_k);
 }
 
+// What is not for our kernels, here and in sdpa.cpp, is told again in integrations/_sdpa_kernels.py: the way without
+// this extension. test_torch_sdpa_python.py compares them.
 bool fill(const Call& c, AttentionArgs& args) {
   if (c.dropout_p != 0. || (c.band && given(c.mask))) return false;
   if (!view_of(c.q, c.heads_first, args.q) || !view_of(c.k, c.heads_first, args.k) ||

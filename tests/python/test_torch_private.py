@@ -96,6 +96,13 @@ def plain(q, k, v):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 for ours, theirs in zip(loss(ft.attention), loss(plain)):
     assert torch.allclose(ours, theirs, atol=1e-5)
+from flashsdk.integrations import torch_sdpa
+if torch_sdpa._REGISTRY:
+    theirs = loss(plain)
+    with torch_sdpa.enable():
+        ours = loss(plain)
+    assert not torch.equal(ours[0], theirs[0]) and torch.allclose(ours[0], theirs[0], atol=1e-5)
+    assert torch.equal(loss(plain)[0], theirs[0])
 batched = torch.func.vmap(ft.attention)(*(t.detach()[None].expand(3, *t.shape) for t in x))
 assert torch.allclose(batched[2], plain(*x), atol=1e-5)
 assert ft.attention(*x, dropout_p=0.5).shape == x[0].shape

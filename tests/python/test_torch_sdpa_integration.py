@@ -268,7 +268,8 @@ def test_goes_where_it_went_before():
 def test_what_a_context_asks_for_is_pytorchs():
     """MATH is PyTorch's, with its second derivative; so is flash attention that is turned off."""
     inputs = qkv(1, 2, None, 8, 8, 8)
-    double = [x.detach().double().requires_grad_() for x in inputs]
+    double = [x.double() for x in qkv(1, 1, None, 3, 4, 4)]
+    double = [x.detach().requires_grad_() for x in double]
     with torch_sdpa.enable(), sdpa_kernel(SDPBackend.MATH):
         assert "turned off here" in unchanged(inputs)
         assert torch.autograd.gradgradcheck(sdpa, double)

@@ -8,7 +8,9 @@ before. test_torch_sdpa_python.py holds the two to each other over random calls.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,12 +69,10 @@ def backward(
     c: _Call, dout: Tensor, out: Tensor, lse: Tensor, gradients: tuple[Tensor, Tensor, Tensor]
 ) -> bool:
     """Whether it was for our kernels, which have written the gradients then."""
-    options = _options(c)
-    taken = options is not None and (not c.heads_first or dout.dim() == out.dim() == 4)
-    if taken:
-        heads_first = c.q, c.k, c.v, last_contiguous(dout), out
-        inputs = *map(c.rows_first, heads_first), last_contiguous(lse), None
-        tensors = *inputs, *map(c.rows_first, gradients), None
+    taken = False
+    if (options := _options(c)) is not None:
+        inputs = map(c.rows_first, (c.q, c.k, c.v, last_contiguous(dout), out))
+        tensors = *inputs, last_contiguous(lse), None, *map(c.rows_first, gradients), None
         taken = _runs(_backward, tensors, c.packed, options)
     _tell(c, True, taken)
     return taken
@@ -83,7 +83,8 @@ def _options(c: _Call) -> Any:
     if c.dropout_p != 0 or (c.band is not None and c.mask is not None):
         return None
     for x in (c.q, c.k, c.v):
-        if x.numel() == 0 or (c.heads_first and x.dim() != 4):
+        # The address is 0 without elements, and where the memory was taken away.
+        if not x.data_ptr() or (c.heads_first and x.dim() != 4):
             return None
     if c.mask is not None and not 2 <= c.mask.dim() <= 4:
         return None
@@ -118,10 +119,9 @@ def _runs(call: Callable[..., None], *args: Any) -> bool:
 
 def _tell(c: _Call, is_backward: bool, taken: bool) -> None:
     if _watcher is not None:
-        q, k, v = (c.rows_first(x) for x in (c.q, c.k, c.v))
         rest = c.mask, c.band, c.scale, c.dropout_p, c.packed or None
         with contextlib.suppress(Exception):  # no call fails for its log
-            _watcher(is_backward, taken, q, k, v, *rest)
+            _watcher(is_backward, taken, *map(c.rows_first, (c.q, c.k, c.v)), *rest)
 
 
 # ---- aten's operators. What is_causal stands for is unlike on a CPU and on a GPU
@@ -267,21 +267,25 @@ class _Kernel:
     def __init__(self, name: str, key: str, ours: Callable[[Given], Results]) -> None:
         self._name, self._ours = f"aten::{name}", ours
         self._before = _kernel_at(self._name, key)
-        # A call leaves out what is as the schema has it.
-        arguments = getattr(torch.ops.aten, name).default._schema.arguments
-        self._names = tuple(a.name for a in arguments)
-        self._given = {a.name: a.default_value for a in arguments}
+        self._given = _defaults(name)
 
     def call(self, keys: Any, *args: Any, **keywords: Any) -> Any:
         # Modes and subclasses have seen the operator; this is inside of it.
         with without_torch_function():
-            results = self._ours({**self._given, **dict(zip(self._names, args)), **keywords})
+            results = self._ours({**self._given, **dict(zip(self._given, args)), **keywords})
         if results is not None:
             return results
         if self._before is None:
             why = "neither flashsdk nor PyTorch has a kernel for this"
             raise NotImplementedError(f"{self._name}: {why}")
         return self._before.call_boxed(keys, *args, **keywords)
+
+
+@functools.cache
+def _defaults(name: str) -> Given:
+    """All arguments in their order. A call leaves out what is as the schema has it."""
+    arguments = getattr(torch.ops.aten, name).default._schema.arguments
+    return {a.name: a.default_value for a in arguments}
 
 
 def _kernel_at(operator: str, key: str) -> Any:
@@ -292,9 +296,9 @@ def _kernel_at(operator: str, key: str) -> Any:
 
 
 _libraries: dict[tuple[str, str], torch.library.Library] = {}
-# Those of ours that were in place. Never given back: a call of another thread may be on its way to
-# them, and waits for the lock that we hold as they go.
-_kept: list[Any] = []
+# Those of ours that were in place. As one goes, a call of another thread may be on its way to it,
+# waiting for the lock that we hold. So many later none is.
+_kept: deque[Any] = deque(maxlen=4000)
 
 
 def override_sdpa(operators: str, key: str) -> None:
