@@ -117,7 +117,7 @@ template <class Traits, class Policy, cuda::Features kFeatures>
 inline constexpr bool kTakesPlainCalls = kFeatures == cuda::Features::kAll && !kHasScore<Policy> && !Traits::kFp8Kv &&
                                          (Traits::kAnyAlignment || std::is_same_v<Policy, BlockSparsePolicy>);
 
-// Starts the forward kernel on as many parts of the keys as `keys` says. tiles: p, with the heads and rows of its tiles.
+// Starts the forward kernel on as many parts of the keys as `keys` says. tiles: p, with the heads and rows of tiles.
 template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
 void start_forward(const ForwardParams& p, cudaStream_t stream, const ForwardParams& tiles, const Keys& keys, int parts,
                    cuda::Start start = cuda::Start::kAfter) {
