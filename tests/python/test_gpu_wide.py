@@ -126,7 +126,7 @@ def test_latent_attention_of_packed_sequences(queries):
 @pytest.mark.parametrize("v_of_its_own", [False, True])
 def test_many_queries_of_latent_attention(v_of_its_own):
     """The kernels that do not split keys."""
-    q, k = latent(2, 200, 4, 700, BF16)
+    q, k = latent(2, 400, 4, 700, BF16)
     v = k[..., :V].contiguous() if v_of_its_own else k[..., :V]
     assert "split" not in kernel(q, k, v, mask=fs.Causal())
     assert_close(fs.mha_fwd(q, k, v, mask=fs.Causal()), definition(q, k, [700, 700]))

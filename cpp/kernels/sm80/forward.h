@@ -146,7 +146,8 @@ class ForwardScores {
       const int row = m0_ + cute::get<0>(coordinates(i, 0));
       const cuda::RowEnd end = softmax_.end(i, unit(), p_.sink.of(work.head, min_of(row, seq_.seqlen_q - 1)));
       float factor = end.factor * scale_of_out<typename Traits::Element, kFeatures>(p_.score);
-      if constexpr (Traits::kFp8Kv) factor *= v_descale(work);
+      if constexpr (Traits::kFp8Kv)
+        factor = factor == 0.f ? 0.f : factor * v_descale(work);  // of no key: 0, also of NaN
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(out); ++j) out(i, j) *= factor;
       if (threadIdx.x % 4 == 0 && row < seq_.seqlen_q) lse[row * p_.lse.row] = end.lse;

@@ -397,7 +397,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   CUTE_UNROLL
   for (int half = 0; half < 2; ++half) {
     const int row = Products::group() + 8 * half;
-    const float factor = weight_of(scores.state(half).max, most_of(row)) * scores.v_descale(work);
+    const float weight = weight_of(scores.state(half).max, most_of(row));
+    const float factor = weight == 0.f ? 0.f : weight * scores.v_descale(work);  // of no key: 0, also of NaN
     auto* target = outs + (warp * kWarpBytes) / sizeof(float) + row * kHeadDim;
     CUTE_UNROLL
     for (int vector = 0; vector < kHeadDim / cuda::kFp8Vector; ++vector) {

@@ -12,6 +12,7 @@
 namespace flashsdk::sm80 {
 
 inline constexpr int kMostKeyParts = 128;
+inline constexpr int kMostTiles = 1024;        // heads of all sequences whose output goes through the workspace
 inline constexpr int kMostSplitTiles = 65535;  // heads of all sequences: a dimension of the second kernel's grid
 
 // Rows of a tile that are queries of one head.
@@ -41,7 +42,7 @@ inline bool values_in_keys(const ForwardParams& p) {
 // its own but its q. (With one query each, cpp/src/pack_heads.cpp has made rows of the heads before.) Their output goes
 // through the workspace, which many rows of few keys would not pay for.
 inline int heads_sharing(const ForwardParams& p) {
-  constexpr int kManyKeys = 512, kMostTiles = 1024;  // of heads and sequences
+  constexpr int kManyKeys = 512;
   // Of wide heads there may be 128 of one head of keys (MLA), which each would read for itself.
   const int most_rows = is_wide(p) ? kMostWideRows : 128, keys_of_row = is_wide(p) ? 1 : 16;
   const int group = p.heads_per_group();
@@ -115,7 +116,7 @@ inline int few_rows_key_parts(std::int64_t query_tiles, int keys, int tile, int 
     const std::int64_t blocks = query_tiles * parts;
     const int beside = ceil_div(static_cast<int>(min_of(blocks, slots)), multiprocessors);
     const std::int64_t each = std::int64_t{few_rows_tile_cost(beside)} * ceil_div(key_tiles, parts);
-    const std::int64_t time = ceil_div(blocks, slots) * (each + PartCosts::kStart) +
+    const std::int64_t time = (blocks + slots - 1) / slots * (each + PartCosts::kStart) +
                               (parts > 1 ? PartCosts::kJoin + PartCosts::kJoinPart * parts : 0);
     if (time < least) {
       least = time;

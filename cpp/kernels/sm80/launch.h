@@ -171,8 +171,8 @@ template <class Traits, cuda::Features kFeatures>
 bool takes_all_of_few_rows(const ForwardParams& p) {
   constexpr int kManyKeys = 512;
   return kHasValuesInKeys<Traits, kFeatures> && values_in_keys(p) && p.seqlen_k >= kManyKeys && p.seqlen_q > 0 &&
-         p.batch > 0 && p.heads_per_group() == heads_sharing(p) &&
-         std::int64_t{p.seqlen_q} * heads_sharing(p) <= kMostWideRows;
+         p.batch > 0 && std::int64_t{p.batch} * p.num_heads_kv <= kMostTiles &&
+         p.heads_per_group() == heads_sharing(p) && std::int64_t{p.seqlen_q} * heads_sharing(p) <= kMostWideRows;
 }
 
 template <class Traits>
