@@ -24,9 +24,9 @@ def _begin(rank, work, port, size):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     work(rank)
-    # Without the interpreter's own end. A thread of autograd that still frees its graph would ask
-    # for Python's lock there, and before Python 3.14 be ended in the middle of C++: now and then an
-    # abort.
+    # Without the interpreter's own end, where such a process aborts now and then ("terminate called
+    # without an active exception"). Most likely a thread of autograd asks for Python's lock then,
+    # and Python before 3.14 ends it in the middle of C++.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
