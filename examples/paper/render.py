@@ -86,7 +86,7 @@ def gpt2_speed(record: Record) -> str:
 
 def waited(record: Record) -> str:
     """Of rows from before steps were queued: the host's time to begin a step counts there."""
-    queued = any("fastest" in row for row in record.get("rows", ()))
+    queued = any("fastest" in row for row in record["rows"])
     return "" if queued else "; each step waited for"
 
 

@@ -147,8 +147,8 @@ class Turns:
             row = {**found[-1], "turns": len(found)}
             if "error" not in row:
                 times = [r["seconds"] for r in found]
-                row |= {"seconds": statistics.median(times)}
-                row |= {"fastest": min(times), "slowest": max(times)}
+                row["seconds"] = statistics.median(times)
+                row["fastest"], row["slowest"] = min(times), max(times)
             merged[method] = {"recomputed": method in self.recomputed, **row}
         return merged
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import flashsdk as fs
 import numpy as np
+import pytest
 from flashsdk._testing.problems import Problem, numpy_dtype
 
 CPU_DTYPES = ("float32", "bfloat16", "float16")
@@ -104,3 +105,11 @@ def assert_same_bits(a: Any, b: Any) -> None:
     for x, y in zip(a, b, strict=True):
         assert x.shape == y.shape
         assert np.array_equal(bits(x), bits(y)), f"{int((x != y).sum())} of {x.size} differ"
+
+
+def assert_invalid(line: str, q: Any, k: Any, v: Any, **arguments: Any) -> None:
+    """That a forward refuses the call with this line, and that explain() does."""
+    for call in (fs.mha_fwd, fs.explain):
+        with pytest.raises(fs.InvalidArgument) as caught:
+            call(q, k, v, **arguments)
+        assert str(caught.value) == line

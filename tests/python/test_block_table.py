@@ -3,7 +3,7 @@
 import flashsdk as fs
 import numpy as np
 import pytest
-from cases import CPU_DTYPES, assert_same_bits, into_pages, normal, qkv
+from cases import CPU_DTYPES, assert_invalid, assert_same_bits, into_pages, normal, qkv
 from flashsdk._testing import reference
 from flashsdk._testing.problems import BandSpec, numpy_dtype
 
@@ -156,12 +156,7 @@ ERRORS = {
 
 @pytest.mark.parametrize(("changes", "line"), ERRORS.values(), ids=ERRORS)
 def test_errors(changes, line):
-    arguments = given(**changes)
-    q, k, v = (arguments.pop(name) for name in "qkv")
-    for call in (fs.mha_fwd, fs.explain):
-        with pytest.raises(fs.InvalidArgument) as caught:
-            call(q, k, v, **arguments)
-        assert str(caught.value) == line
+    assert_invalid(line, **given(**changes))
 
 
 def test_there_is_no_backward():

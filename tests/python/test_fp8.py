@@ -3,7 +3,7 @@
 import flashsdk as fs
 import numpy as np
 import pytest
-from cases import assert_same_bits, into_pages, packed, problem, qkv
+from cases import assert_invalid, assert_same_bits, into_pages, packed, problem, qkv
 from flashsdk._testing import reference
 from flashsdk._testing.problems import BandSpec, Blocks, generate, numpy_dtype
 
@@ -361,12 +361,7 @@ ERRORS = {
 
 @pytest.mark.parametrize(("changes", "line"), ERRORS.values(), ids=ERRORS)
 def test_errors(changes, line):
-    arguments = given(**changes)
-    q, k, v = (arguments.pop(name) for name in "qkv")
-    for call in (fs.mha_fwd, fs.explain):
-        with pytest.raises(fs.InvalidArgument) as caught:
-            call(q, k, v, **arguments)
-        assert str(caught.value) == line
+    assert_invalid(line, **given(**changes))
 
 
 def test_an_output_is_of_the_dtype_of_q():

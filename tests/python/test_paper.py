@@ -131,7 +131,7 @@ def test_page_says_what_was_compiled(data):
         {"size": "small", "seqlen": 1024, "compiled": compiled, "eager_as_shipped": value}
         for compiled, value in ((False, 1.5), (True, 4.25))
     ]
-    record = {"result": {"ratios": ratios}}
+    record = {"result": {"ratios": ratios}, "rows": [{"seconds": 1.0}]}
     for how, words in (("layers", "each layer compiled"), ("whole", "compiled")):
         text = render.gpt2_speed({**record, "settings": {"compile": how}})
         assert text.startswith(f"small: 1.50×, {words} 4.25×; medium: –")
