@@ -188,15 +188,21 @@ def pytest(m: Machine) -> Part:
     workers = max(2, min(m.jobs, 16 * len(m.cards)) - 2)
     parallel = ["-n", str(workers)] if has_module("xdist") else []
     words = " or ".join(backends(m))
-    for name, arguments in (
-        ("pytest", ["tests/python", "--ignore=tests/python/test_gpu.py", "-k", words, *parallel]),
-        ("pytest_gpu", ["tests/python/test_gpu.py", "-k", words]),
+    shared = {} if not parallel else {"OMP_NUM_THREADS": str(max(1, m.jobs // workers))}
+    for name, arguments, env in (
+        (
+            "pytest",
+            ["tests/python", "--ignore=tests/python/test_gpu.py", "-k", words, *parallel],
+            shared,
+        ),
+        ("pytest_gpu", ["tests/python/test_gpu.py", "-k", words], {}),
     ):
         report = m.logs / f"{name}.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         command += [f"--junitxml={report}", *arguments]
         cards = ",".join(m.cards)
-        status, text, seconds = m.run(name, command, limit=1800, FLASHSDK_TEST_GPUS=cards)
+        env = {**env, "FLASHSDK_TEST_GPUS": cards}
+        status, text, seconds = m.run(name, command, limit=1800, **env)
         skips = [line for line in text.splitlines() if line.startswith("SKIPPED")]
         part = {"ok": status == 0, "seconds": round(seconds), **junit(report), "skips": skips}
         if status != 0:
@@ -263,7 +269,7 @@ def soak(m: Machine) -> Part:
     """Launches by the hundred thousand, in a few processes: they are other load to each other."""
     if "sm90" not in backends(m):
         return {"ok": True, "skipped": "no sm90 kernels to hold against those of sm80"}
-    workers = max(1, min(m.jobs - 1, SOAKERS))
+    workers = max(1, min(m.jobs - 1, SOAKERS * len(m.cards)))
     script = ROOT / "scripts" / "soak.py"
     command = [sys.executable, str(script), "--launches", str(-(-m.launches // workers))]
     command += ["--seconds", str(m.soak_seconds)]
@@ -297,7 +303,7 @@ def soak(m: Machine) -> Part:
 
 
 UNSHOWN = ("why", "seeds", "failures")  # while the steps run
-# Processes, which take turns on the GPU: most of a problem's time is the host's; 9 GB each, at most
+# Processes a GPU, which take turns: most of a problem's time is the host's. 9 GB each, at most
 SOAKERS = 6
 
 

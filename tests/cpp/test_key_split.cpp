@@ -166,6 +166,8 @@ TEST(FewRows, PartsKeepTheLastThreadBlocksShort) {
   EXPECT_EQ(parts(8, 0), 1);
   EXPECT_EQ(parts(8, 1), 1);
   EXPECT_EQ(parts(kSlots, 64), 1);  // all run at once, and end at once
+  // A thread block for each multiprocessor reads as fast as more of them would (benchmarks/results/sm80_few_rows.csv).
+  for (int tiles : {8, 16, 32, 64, 128}) EXPECT_EQ(parts(tiles, 512), 128 / tiles) << tiles;
   // One more thread block than run at once would take as long again. Cut, it is a part of that.
   for (int tiles : {kSlots + 1, 512, 1024}) {
     const int count = parts(tiles, 256);

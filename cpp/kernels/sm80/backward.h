@@ -82,7 +82,72 @@ __device__ void clear_blind_queries(const SmemTensor& q, const SmemTensor& dout,
   __syncthreads();
 }
 
-// One function of 180 lines: its parts share fragments, whose layouts are types of this kernel alone, and registers are
+// Starts the copy of lse and delta of a tile of queries: tile() is its index in the workspace.
+template <class Traits, class Tile>
+__device__ __forceinline__ void load_rows(const cuda::BackwardWorkspace& ws, Tile&& tile, typename Traits::Rows* rows) {
+  using Vector = cute::uint128_t;
+  using Rows = typename Traits::Rows;
+  constexpr int kLseVectors = sizeof(Rows::lse) / sizeof(Vector), kVectors = sizeof(Rows) / sizeof(Vector);
+  static_assert(kVectors <= Traits::kThreads);
+  const int thread = threadIdx.x;
+  if (thread >= kVectors) return;
+  const std::int64_t index = tile();
+  const auto* lse = reinterpret_cast<const Vector*>(&ws.lse_of<Traits::kBlockM>(index));
+  const auto* minus_delta = reinterpret_cast<const Vector*>(ws.minus_delta + index * Traits::kBlockM);
+  cute::SM80_CP_ASYNC_CACHEGLOBAL<Vector>::copy(thread < kLseVectors ? lse[thread] : minus_delta[thread - kLseVectors],
+                                                reinterpret_cast<Vector*>(rows)[thread]);
+}
+
+template <class Traits>
+using KeyTileIo =
+    TileIo<typename Traits::Element, Traits::kBlockN, Traits::kHeadDim, Traits::kThreads, Traits::kAnyAlignment>;
+
+// The prologue's part: starts the copy of the thread block's keys and values.
+template <class Traits>
+__device__ __forceinline__ void load_keys(const BackwardParams& p, const SeqlenInfo& seq, const cuda::TileWork& work,
+                                          typename Traits::Element* smem_k, typename Traits::Element* smem_v) {
+  using Element = typename Traits::Element;
+  using SmemKV = typename Traits::SmemKV;
+  const int n0 = work.block * Traits::kBlockN, rows = seq.seqlen_k - n0;
+  KeyTileIo<Traits>(threadIdx.x, p.head_dim)
+      .load(row_major<SmemKV>(smem_k), seq.head_k<const Element>(p.k, work.batch, work.head) + n0 * p.k.row, p.k.row,
+            rows);
+  KeyTileIo<Traits>(threadIdx.x, p.head_dim_v)
+      .load(row_major<SmemKV>(smem_v), seq.head_k<const Element>(p.v, work.batch, work.head) + n0 * p.v.row, p.v.row,
+            rows);
+}
+
+// The epilogue: dK and dV of the thread block's keys, by way of the places of K and V in shared memory.
+template <class Traits, class Accumulator>
+__device__ __forceinline__ void store_key_gradients(const BackwardParams& p, const SeqlenInfo& seq,
+                                                    const cuda::TileWork& work, Accumulator& acc_dk,
+                                                    Accumulator& acc_dv, float dropout_scale,
+                                                    typename Traits::Element* smem_k,
+                                                    typename Traits::Element* smem_v) {
+  using Element = typename Traits::Element;
+  using SmemKV = typename Traits::SmemKV;
+  typename Traits::MmaKeys mma;
+  for (int i = 0; i < cute::size(acc_dk); ++i) {
+    acc_dk(i) *= p.score.softmax_scale;
+    acc_dv(i) *= dropout_scale;
+  }
+  auto dk = convert<Element>(acc_dk);
+  auto dv = convert<Element>(acc_dv);
+  cute::cp_async_wait<0>();
+  __syncthreads();  // K's and V's places are free
+  store_accumulator(mma, dk, row_major<SmemKV>(smem_k));
+  store_accumulator(mma, dv, row_major<SmemKV>(smem_v));
+  __syncthreads();
+  const int n0 = work.block * Traits::kBlockN, rows = seq.seqlen_k - n0;
+  KeyTileIo<Traits>(threadIdx.x, p.head_dim)
+      .store(row_major<SmemKV>(smem_k), seq.head_k<Element>(p.dk, work.batch, work.head) + n0 * p.dk.row, p.dk.row,
+             rows);
+  KeyTileIo<Traits>(threadIdx.x, p.head_dim_v)
+      .store(row_major<SmemKV>(smem_v), seq.head_k<Element>(p.dv, work.batch, work.head) + n0 * p.dv.row, p.dv.row,
+             rows);
+}
+
+// One function of 150 lines: its parts share fragments, whose layouts are types of this kernel alone, and registers are
 // what it has least of, so that each part would take all of them as arguments.
 template <class Traits, class Policy, cuda::Features kFeatures>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
@@ -98,7 +163,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   // Under a band ptxas would keep more from tile to tile than there are registers (head_dim 64: 508 bytes spilled).
   constexpr int kKnownRows = std::is_same_v<Policy, BandPolicy> ? 0 : kBlockM;
   using QIo = TileIo<Element, kBlockM, kHeadDim, kThreads, Traits::kAnyAlignment>;
-  using KvIo = TileIo<Element, kBlockN, kHeadDim, kThreads, Traits::kAnyAlignment>;
 
   const cuda::TileWork work = schedule.work(blockIdx.x);  // head: of keys
   const SeqlenInfo seq(p, work.batch);
@@ -125,28 +189,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     QIo(thread, p.head_dim_v)
         .load(row_major<SmemQ>(smem_do + stage * SmemQ::kElements),
               seq.head_q<const Element>(p.dout, work.batch, item.head) + m0 * p.dout.row, p.dout.row, rows);
-    using Vector = cute::uint128_t;
-    constexpr int kLseVectors = sizeof(Rows::lse) / sizeof(Vector), kVectors = sizeof(Rows) / sizeof(Vector);
-    static_assert(kVectors <= kThreads);
-    if (thread < kVectors) {
-      const std::int64_t tile = ws.tile<kKnownRows>(p, seq, work.batch, item.head, item.tile.index);
-      const auto* lse = reinterpret_cast<const Vector*>(&ws.lse_of<kBlockM>(tile));
-      const auto* minus_delta = reinterpret_cast<const Vector*>(ws.minus_delta + tile * kBlockM);
-      cute::SM80_CP_ASYNC_CACHEGLOBAL<Vector>::copy(
-          thread < kLseVectors ? lse[thread] : minus_delta[thread - kLseVectors],
-          reinterpret_cast<Vector*>(smem_rows + stage)[thread]);
-    }
+    load_rows<Traits>(
+        ws, [&] { return ws.tile<kKnownRows>(p, seq, work.batch, item.head, item.tile.index); }, smem_rows + stage);
   };
 
   typename Stream::Item item;
   bool more = stream.next(item);
   if (more) {
-    KvIo(thread, p.head_dim)
-        .load(row_major<SmemKV>(smem_k), seq.head_k<const Element>(p.k, work.batch, work.head) + n0 * p.k.row, p.k.row,
-              seq.seqlen_k - n0);
-    KvIo(thread, p.head_dim_v)
-        .load(row_major<SmemKV>(smem_v), seq.head_k<const Element>(p.v, work.batch, work.head) + n0 * p.v.row, p.v.row,
-              seq.seqlen_k - n0);
+    load_keys<Traits>(p, seq, work, smem_k, smem_v);
     load_queries(item, 0);
   }
   cute::cp_async_fence();
@@ -247,23 +297,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   }
 
   const float dropout_scale = cuda::has_dropout(kFeatures) ? p.score.dropout.scale() : 1.f;
-  for (int i = 0; i < cute::size(acc_dk); ++i) {
-    acc_dk(i) *= p.score.softmax_scale;
-    acc_dv(i) *= dropout_scale;
-  }
-  auto dk = convert<Element>(acc_dk);
-  auto dv = convert<Element>(acc_dv);
-  cute::cp_async_wait<0>();
-  __syncthreads();  // K's and V's places are free
-  store_accumulator(mma_keys, dk, row_major<SmemKV>(smem_k));
-  store_accumulator(mma_keys, dv, row_major<SmemKV>(smem_v));
-  __syncthreads();
-  KvIo(thread, p.head_dim)
-      .store(row_major<SmemKV>(smem_k), seq.head_k<Element>(p.dk, work.batch, work.head) + n0 * p.dk.row, p.dk.row,
-             seq.seqlen_k - n0);
-  KvIo(thread, p.head_dim_v)
-      .store(row_major<SmemKV>(smem_v), seq.head_k<Element>(p.dv, work.batch, work.head) + n0 * p.dv.row, p.dv.row,
-             seq.seqlen_k - n0);
+  store_key_gradients<Traits>(p, seq, work, acc_dk, acc_dv, dropout_scale, smem_k, smem_v);
 }
 
 // dq_accum times the softmax scale, in 16 bits, to dq, for one tile of queries.

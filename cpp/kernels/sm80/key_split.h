@@ -98,13 +98,19 @@ inline bool has_few_rows(const ForwardParams& p, int sharing) {
   const std::int64_t tiles = std::int64_t{p.num_heads / sharing} * p.batch;
   return p.fp8_kv() && p.seqlen_q > 0 && p.seqlen_q * sharing <= kFewRows && tiles > 0 && tiles <= kMostSplitTiles;
 }
-// What their tile takes, by how many thread blocks share a multiprocessor, in units of PartCosts. Alone, a thread block
-// waits for its own instructions; three wait for an H100's memory. No run has fitted these: they are from the counts of
-// docs/dev/gpu.md.
-inline int few_rows_tile_cost(int beside) {
-  constexpr int kAlone = 80, kTwo = 104, kOfMemory = 46;
-  return beside == 1 ? kAlone : beside == 2 ? kTwo : kOfMemory * beside;
-}
+// What they take, in units of PartCosts, fitted to an H100's times (benchmarks/results/sm80_few_rows.csv). A tile of keys
+// and values is 32 KB. A thread block waits for its own instructions, until there are nearly as many as multiprocessors:
+// these already ask for all that memory gives, and more of them wait for each other.
+struct FewRowsCosts {
+  static constexpr int kTile = 36, kTileOfMemory = 45;  // the latter times the thread blocks of a multiprocessor
+  static constexpr int kStart = 60, kJoin = 160, kJoinPart = 1;
+
+  // Of `blocks` that run at once. Multiprocessors are as slow as those with the most of them.
+  static int tile(int blocks, int multiprocessors) {
+    const int all = blocks > multiprocessors ? round_up(blocks, multiprocessors) : blocks;
+    return max_of(kTile, kTileOfMemory * all / multiprocessors);
+  }
+};
 // Into how many parts their keys are split: without a second kernel, where one part is all. Where not all thread blocks
 // run at once, what counts is the last ones to start, and that each has to wait for its first keys.
 inline int few_rows_key_parts(std::int64_t query_tiles, int keys, int tile, int multiprocessors, int blocks_each) {
@@ -114,10 +120,10 @@ inline int few_rows_key_parts(std::int64_t query_tiles, int keys, int tile, int 
   std::int64_t least = INT64_MAX;
   for (int parts = 1; parts <= max_of(1, min_of(key_tiles, kMostKeyParts)); ++parts) {
     const std::int64_t blocks = query_tiles * parts;
-    const int beside = ceil_div(static_cast<int>(min_of(blocks, slots)), multiprocessors);
-    const std::int64_t each = std::int64_t{few_rows_tile_cost(beside)} * ceil_div(key_tiles, parts);
-    const std::int64_t time = (blocks + slots - 1) / slots * (each + PartCosts::kStart) +
-                              (parts > 1 ? PartCosts::kJoin + PartCosts::kJoinPart * parts : 0);
+    const int tile_cost = FewRowsCosts::tile(static_cast<int>(min_of(blocks, slots)), multiprocessors);
+    const std::int64_t each = std::int64_t{tile_cost} * ceil_div(key_tiles, parts) + FewRowsCosts::kStart;
+    const std::int64_t time =
+        (blocks + slots - 1) / slots * each + (parts > 1 ? FewRowsCosts::kJoin + FewRowsCosts::kJoinPart * parts : 0);
     if (time < least) {
       least = time;
       best = parts;
@@ -143,18 +149,20 @@ inline int visible_keys(const ForwardParams& p, Tile tile) {
   return keys;
 }
 
-// Of few queries, one tile of them, or few of wide heads, in sequences of unequal lengths. As many sequences as fill a
+// Of few queries in sequences of unequal lengths: one tile of them, or some where keys are fp8 (16 sequences of 64 rows
+// take 240 µs, without a plan 281) or heads are wide. As many sequences as fill a
 // device some times are left to kernels that share their tiles out as they come: 1024 lines of keys reach 0.94 of a
 // read there, 128 lines 0.87 and here 0.92 (H100). num_splits asks for parts that do not depend on who shares the
 // batch.
 inline bool plans_parts(const ForwardParams& p, int sharing, Tile tile, int multiprocessors) {
-  constexpr int kManyKeys = 1024, kManyTiles = 4;
+  constexpr int kManyKeys = 1024, kManyTiles = 4, kMostFp8Rows = 64;
   const bool unequal = p.cu_seqlens_k != nullptr || p.seqused_k != nullptr;
   const std::int64_t rows = std::int64_t{p.seqlen_q} * sharing;
+  const int most_rows = is_wide(p) ? kMostWideRows : p.fp8_kv() ? kMostFp8Rows : tile.m;
   const std::int64_t tiles = p.num_heads / sharing * p.batch * ((rows + tile.m - 1) / tile.m);
   return unequal && p.num_splits == 0 && p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
-         p.batch > 1 && p.seqlen_q > 0 && rows <= (is_wide(p) ? kMostWideRows : tile.m) &&
-         visible_keys(p, tile) >= kManyKeys && tiles > 0 && tiles <= std::int64_t{kManyTiles} * multiprocessors;
+         p.batch > 1 && p.seqlen_q > 0 && rows <= most_rows && visible_keys(p, tile) >= kManyKeys && tiles > 0 &&
+         tiles <= std::int64_t{kManyTiles} * multiprocessors;
 }
 
 // Tiles of queries that a sequence of one head of tiles has.

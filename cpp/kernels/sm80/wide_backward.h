@@ -8,21 +8,6 @@
 
 namespace flashsdk::sm80 {
 
-// Starts the copy of lse and delta of a tile of queries.
-template <class Traits>
-__device__ void load_rows(const cuda::BackwardWorkspace& ws, std::int64_t tile, typename Traits::Rows* rows) {
-  using Vector = cute::uint128_t;
-  using Rows = typename Traits::Rows;
-  constexpr int kLseVectors = sizeof(Rows::lse) / sizeof(Vector), kVectors = sizeof(Rows) / sizeof(Vector);
-  static_assert(kVectors <= Traits::kThreads);
-  const int thread = threadIdx.x;
-  if (thread >= kVectors) return;
-  const auto* lse = reinterpret_cast<const Vector*>(&ws.lse_of<Traits::kBlockM>(tile));
-  const auto* minus_delta = reinterpret_cast<const Vector*>(ws.minus_delta + tile * Traits::kBlockM);
-  cute::SM80_CP_ASYNC_CACHEGLOBAL<Vector>::copy(thread < kLseVectors ? lse[thread] : minus_delta[thread - kLseVectors],
-                                                reinterpret_cast<Vector*>(rows)[thread]);
-}
-
 // Adds dS·K to a tile of dQ (without the softmax scale), kPiece columns at a time. ds (queries, keys).
 template <class Traits, class FragmentA>
 __device__ void add_dq(FragmentA& ds, typename Traits::Element* smem_k, float* target, int columns) {
@@ -61,7 +46,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kThreads = Traits::kThreads, kStages = Traits::kStages, kScoreThreads = Traits::kScoreThreads;
   using QIo = TileIo<Element, kBlockM, kHeadDim, kThreads, Traits::kAnyAlignment>;
-  using KvIo = TileIo<Element, kBlockN, kHeadDim, kThreads, Traits::kAnyAlignment>;
 
   const cuda::TileWork work = schedule.work(blockIdx.x);  // head: of keys
   const SeqlenInfo seq(p, work.batch);
@@ -89,18 +73,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     QIo(thread, p.head_dim_v)
         .load(row_major<SmemQ>(smem_do + stage * SmemQ::kElements),
               seq.head_q<const Element>(p.dout, work.batch, item.head) + m0 * p.dout.row, p.dout.row, rows);
-    load_rows<Traits>(ws, ws.tile<kBlockM>(p, seq, work.batch, item.head, item.tile.index), smem_rows + stage);
+    load_rows<Traits>(
+        ws, [&] { return ws.tile<kBlockM>(p, seq, work.batch, item.head, item.tile.index); }, smem_rows + stage);
   };
 
   typename Stream::Item item;
   bool more = stream.next(item);
   if (more) {
-    KvIo(thread, p.head_dim)
-        .load(row_major<SmemKV>(smem_k), seq.head_k<const Element>(p.k, work.batch, work.head) + n0 * p.k.row, p.k.row,
-              seq.seqlen_k - n0);
-    KvIo(thread, p.head_dim_v)
-        .load(row_major<SmemKV>(smem_v), seq.head_k<const Element>(p.v, work.batch, work.head) + n0 * p.v.row, p.v.row,
-              seq.seqlen_k - n0);
+    load_keys<Traits>(p, seq, work, smem_k, smem_v);
     load_queries(item, 0);
   }
   cute::cp_async_fence();
@@ -184,23 +164,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   }
 
   const float dropout_scale = cuda::has_dropout(kFeatures) ? p.score.dropout.scale() : 1.f;
-  for (int i = 0; i < cute::size(acc_dk); ++i) {
-    acc_dk(i) *= p.score.softmax_scale;
-    acc_dv(i) *= dropout_scale;
-  }
-  auto dk = convert<Element>(acc_dk);
-  auto dv = convert<Element>(acc_dv);
-  cute::cp_async_wait<0>();
-  __syncthreads();  // K's and V's places are free
-  store_accumulator(mma_keys, dk, row_major<SmemKV>(smem_k));
-  store_accumulator(mma_keys, dv, row_major<SmemKV>(smem_v));
-  __syncthreads();
-  KvIo(thread, p.head_dim)
-      .store(row_major<SmemKV>(smem_k), seq.head_k<Element>(p.dk, work.batch, work.head) + n0 * p.dk.row, p.dk.row,
-             seq.seqlen_k - n0);
-  KvIo(thread, p.head_dim_v)
-      .store(row_major<SmemKV>(smem_v), seq.head_k<Element>(p.dv, work.batch, work.head) + n0 * p.dv.row, p.dv.row,
-             seq.seqlen_k - n0);
+  store_key_gradients<Traits>(p, seq, work, acc_dk, acc_dv, dropout_scale, smem_k, smem_v);
 }
 
 }  // namespace flashsdk::sm80
