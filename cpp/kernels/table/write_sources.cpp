@@ -1,5 +1,5 @@
-// Writes a source file for each kernel, or few, of the tables, and the function that lists them. CMake runs it when it
-// configures, and knows no kernel:
+// Writes the source files of the tables' kernels, and the function that lists them. CMake runs it when it configures,
+// and knows no kernel:
 //
 //   write_sources cpu DIR [isas=] [FLASHSDK_CPU_DTYPES=] [FLASHSDK_CPU_HEAD_DIMS=]
 //   write_sources gpu DIR [CMAKE_CUDA_ARCHITECTURES=] [FLASHSDK_CUDA_SUBSET=] [FLASHSDK_CUDA_DTYPES=]
@@ -102,9 +102,9 @@ std::string name_of(MaskKind kind) {
 std::string text_of(HeadDims d) { return std::to_string(d.qk) + (d.v == d.qk ? "" : "x" + std::to_string(d.v)); }
 std::string text_of(Tile t) { return std::to_string(t.m) + "x" + std::to_string(t.n); }
 
-// A generated file: an array of entries, which is named like the file.
+// An array of entries, and the generated file that it is in. Those of a file have the same target and includes.
 struct Source {
-  std::string target, name, extension;
+  std::string target, file, name;
   bool backward;
   std::string includes, declared;  // ahead of namespace flashsdk, and in it
   Strings entries;
@@ -122,31 +122,36 @@ class Sources {
            "one row with this tile, head_dim and features, and equal head_dim together");
     const std::string array = std::string(s.backward ? "BackwardEntry " : "ForwardEntry ") + s.name + "[" +
                               std::to_string(s.entries.size()) + "]";
-    put(s.target, s.name + s.extension, s.includes,
-        s.declared + "extern const " + array + ";\n" + s.storage + " " + array + " = {\n    " +
-            join(s.entries, ",\n    ") + "};\n");
+    File& file = files_[s.file];
+    file.target = s.target;
+    file.includes = s.includes;
+    file.body += (file.body.empty() ? "" : "\n") + s.declared + "extern const " + array + ";\n" + s.storage + " " +
+                 array + " = {\n    " + join(s.entries, ",\n    ") + "};\n";
     declarations_ += "extern const " + array + ";\n";
     calls_ += "  for (const auto& entry : " + s.name + ") table.add(entry);\n";
   }
 
-  // The function that lists all of them.
-  void list(const std::string& name, const std::string& function, const std::string& includes,
-            const std::string& declared, const std::string& more_calls) const {
-    put("table", name, includes,
-        declared + declarations_ + "\nvoid " + function + "(KernelTable& table);\nvoid " + function +
-            "(KernelTable& table) {\n" + calls_ + more_calls + "}\n");
+  // Writes them, and the function that lists all of their kernels.
+  void put(const std::string& name, const std::string& function, const std::string& includes,
+           const std::string& declared, const std::string& more_calls) {
+    files_[name] = {"table", includes,
+                    declared + declarations_ + "\nvoid " + function + "(KernelTable& table);\nvoid " + function +
+                        "(KernelTable& table) {\n" + calls_ + more_calls + "}\n"};
+    for (const auto& [name, file] : files_) {
+      write(directory_ / name, "// Written by cpp/kernels/table/write_sources.cpp.\n" + file.includes +
+                                   "\nnamespace flashsdk {\n\n" + file.body + "\n}  // namespace flashsdk\n");
+      std::printf("%s %s\n", file.target.c_str(), name.c_str());
+    }
   }
 
  private:
-  void put(const std::string& target, const std::string& file, const std::string& includes,
-           const std::string& body) const {
-    write(directory_ / file, "// Written by cpp/kernels/table/write_sources.cpp.\n" + includes +
-                                 "\nnamespace flashsdk {\n\n" + body + "\n}  // namespace flashsdk\n");
-    std::printf("%s %s\n", target.c_str(), file.c_str());
-  }
+  struct File {
+    std::string target, includes, body;
+  };
 
   std::filesystem::path directory_;
   std::set<std::string> names_;
+  std::map<std::string, File> files_;
   std::string declarations_, calls_;
 };
 
@@ -166,9 +171,10 @@ void write_cpu(const std::string& directory, const Strings& isas, const std::vec
                                 name_of(mask) + "Policy, " + (f == kNone ? "false" : "true") + ">()");
             }
         // Data, not a function: on a machine without the instruction set no code of this file may run.
+        const std::string name = "cpu_" + *isa + "_" + cpu_name(dtype) + "_" + op;
         sources.add({.target = *isa,
-                     .name = "cpu_" + *isa + "_" + cpu_name(dtype) + "_" + op,
-                     .extension = ".cpp",
+                     .file = name + ".cpp",
+                     .name = name,
                      .backward = op == "backward",
                      .includes = "#define FLASHSDK_ISA_NS " + *isa + "\n#include \"cpu/" + op + ".h\"\n",
                      .declared = "using namespace cpu::" + *isa + ";\n",
@@ -176,9 +182,9 @@ void write_cpu(const std::string& directory, const Strings& isas, const std::vec
                      .storage = "constinit const"});
       }
     }
-  sources.list("kernel_table.cpp", "add_all_kernels", "#include \"common/kernel_entry.h\"\n",
-               "#if FLASHSDK_HAVE_CUDA\nvoid add_cuda_kernels(KernelTable& table);\n#endif\n",
-               "#if FLASHSDK_HAVE_CUDA\n  add_cuda_kernels(table);\n#endif\n");
+  sources.put("kernel_table.cpp", "add_all_kernels", "#include \"common/kernel_entry.h\"\n",
+              "#if FLASHSDK_HAVE_CUDA\nvoid add_cuda_kernels(KernelTable& table);\n#endif\n",
+              "#if FLASHSDK_HAVE_CUDA\n  add_cuda_kernels(table);\n#endif\n");
 }
 
 // What of the tables is compiled.
@@ -202,8 +208,8 @@ struct Templates {
   std::string traits, entry;
 };
 
-// A file a row, dtype and set of features, with the kernels of all its masks: most of a kernel's compile time goes into
-// headers.
+// A file has the kernels of a tile and dtype, of all sets of features and masks: most of what they take to compile is
+// CuTe's layouts, which are the same for all. Of head_dim 64 four sets take 53 s in one file, 162 in four.
 template <class Row, std::size_t kRows>
 void add_sm80(Sources& sources, const Wanted& wanted, int head_dim, const std::string& op, const Templates& of,
               const char* table, const Row (&rows)[kRows]) {
@@ -214,8 +220,8 @@ void add_sm80(Sources& sources, const Wanted& wanted, int head_dim, const std::s
           if (built_with(row.head_dim) != head_dim || row.any_alignment != any_alignment) continue;
           if (wanted.few && (f == kDropout || row.tile.m * row.tile.n == 16 * 16)) continue;
           const char* features = any_alignment ? "Any" : name_of(f);
-          const std::string name = "sm80_" + op + "_" + gpu_name(dtype) + "_d" + text_of(row.head_dim) + "_" +
-                                   features + "_" + text_of(row.tile);
+          const std::string kind = "sm80_" + op + "_" + gpu_name(dtype) + "_d" + text_of(row.head_dim) + "_";
+          const std::string name = kind + features + "_" + text_of(row.tile);
           Strings entries;
           for (const MaskKind mask : kMaskKinds)
             if (has(wanted.of(row.kernels.of(f)), mask))
@@ -223,8 +229,8 @@ void add_sm80(Sources& sources, const Wanted& wanted, int head_dim, const std::s
                                 name_of(f) + ">()");
           if (entries.empty()) continue;
           sources.add({.target = "sm80",
+                       .file = kind + text_of(row.tile) + ".cu",
                        .name = name,
-                       .extension = ".cu",
                        .backward = op == "backward",
                        .includes = "#include \"sm80/launch.h\"\n",
                        .declared = row_type(name, table, &row - rows) + "using Traits_" + name +
@@ -243,7 +249,7 @@ bool has_more(const Row (&rows)[kRows], HeadDims head_dim, Features f, bool back
   return false;
 }
 
-// A file a kernel.
+// A file has what one of sm80's has.
 template <class Row, std::size_t kRows>
 void add_sm90(Sources& sources, const Wanted& wanted, HeadDims head_dim, const std::string& op, const char* table,
               const Row (&rows)[kRows]) {
@@ -253,8 +259,8 @@ void add_sm90(Sources& sources, const Wanted& wanted, HeadDims head_dim, const s
       if (wanted.few && has_more(rows, head_dim, f, backward)) continue;
       for (const Row& row : rows) {
         if (row.head_dim != head_dim || row.kernels.of(f) == 0) continue;
-        const std::string name = "sm90_" + op + "_" + gpu_name(dtype) + "_d" + text_of(row.head_dim) + "_" +
-                                 name_of(f) + "_" + text_of(row.tile);
+        const std::string kind = "sm90_" + op + "_" + gpu_name(dtype) + "_d" + text_of(row.head_dim) + "_";
+        const std::string name = kind + name_of(f) + "_" + text_of(row.tile);
         // Some of what ptxas does with a kernel depends on its name: with traits that are a struct it orders the
         // forward's loop at head_dim 128 as in the fastest kernels measured (docs/dev/log-sm90-forward.md, version 14:
         // ptxas's luck). The backward's kernels were measured under the long names that an alias gives them.
@@ -269,8 +275,8 @@ void add_sm90(Sources& sources, const Wanted& wanted, HeadDims head_dim, const s
                             name_of(mask) + ")");
         sources.add(
             {.target = "sm90",
+             .file = kind + text_of(row.tile) + ".cu",
              .name = name,
-             .extension = ".cu",
              .backward = backward,
              .includes = std::string(extends_wgmma(row) ? "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n" : "") +
                          "#include \"sm90/" + op + "/launch.h\"\n",
@@ -302,9 +308,9 @@ void write_gpu(const std::string& directory, const Strings& architectures, const
     add_sm80(sources, wanted, head_dim, "fp8_forward", fp8, "kSm80Fp8Forward", kSm80Fp8Forward);
     add_sm80(sources, wanted, head_dim, "fp8_split_forward", fp8_split, "kSm80Fp8SplitForward", kSm80Fp8SplitForward);
   }
-  sources.list("cuda_table.cpp", "add_cuda_kernels",
-               "#include \"common/kernel_entry.h\"\n#include \"cuda/host/device.h\"\n",
-               "const char* cuda::built_architectures() { return \"" + join(architectures, " ") + "\"; }\n\n", "");
+  sources.put("cuda_table.cpp", "add_cuda_kernels",
+              "#include \"common/kernel_entry.h\"\n#include \"cuda/host/device.h\"\n",
+              "const char* cuda::built_architectures() { return \"" + join(architectures, " ") + "\"; }\n\n", "");
 }
 
 int run(const Strings& arguments) {
