@@ -77,6 +77,26 @@ def beside_peers(record: Record) -> str:
     )
 
 
+def holds(record: Record) -> str:
+    """In how many cells ours is at least as fast as cuDNN in the same run."""
+    found = []
+    for op, direction in DIRECTIONS.items():
+        ratios = [
+            of["sm90"] / of["cudnn"]
+            for cell, of in dense(record).items()
+            if cell[0] == op and {"sm90", "cudnn"} <= of.keys()
+        ]
+        if ratios:
+            found.append(
+                f"in {sum(x >= 1 for x in ratios)} of {len(ratios)} cells of the {direction} "
+                f"({min(ratios):.2f} of its speed at the lowest)"
+            )
+    return (
+        f"What holds now, timed alike on an {record['device']}: ours is at least as fast as cuDNN "
+        f"{' and '.join(found)}."
+    )
+
+
 def then() -> str:
     """What the run of the H100's yardstick says of ours, timed as the peers were."""
     rows = yardstick_of("h100")

@@ -132,11 +132,7 @@ def blocks_of(found: dict[str, Record]) -> dict[str, str]:
         "demo": "\n\n".join(fenced(demo.describe(r)) for r in demos.values()),
         "picture": "\n\n".join(f"![{name}](docs/images/{name}.png)" for name in demos),
         "figures": "\n\n".join(map(headline, benches)),
-        "gpu": "\n\n".join(
-            f"{gpu_tables.headline(r)}\n\n{gpu_goals.beside_peers(r)}"
-            for r in found.values()
-            if r["kind"] == "gpu_bench" and "dense" in r
-        ),
+        "gpu": dense_of([r for r in found.values() if r["kind"] == "gpu_bench" and "dense" in r]),
         "torch_tests": "\n\n".join(
             torch_tests(r) for r in found.values() if r["kind"] == "torch_tests"
         ),
@@ -203,6 +199,19 @@ def versions(record: Record) -> str:
         f"{table}\n\nTest files of all rows (of each: the record): "
         f"{tests}. pytest's options were `{' '.join(record['options'])}`."
     )
+
+
+def dense_of(benches: list[Record]) -> str:
+    """Those timed alike first, and what holds by them; an older one says why it is not of these."""
+    alike = [r for r in benches if "timing" in r]
+    older = [r for r in benches if "timing" not in r]
+    parts = [gpu_goals.holds(r) for r in alike]
+    for r in alike:
+        parts += [gpu_tables.headline(r), gpu_goals.beside_peers(r)]
+    parts += map(gpu_tables.headline, older)
+    if older and not alike:
+        parts.append(gpu_goals.then())
+    return "\n\n".join(parts)
 
 
 def headline(record: Record) -> str:

@@ -262,6 +262,22 @@ def test_reached_is_said_in_words(modules):
     assert "backward at least 1 in 11 of 36 cells, 0.941" in modules.goals.then()
 
 
+def test_what_holds_counts_the_cells_of_each_direction(modules):
+    cells = [("fwd", 512, "sm90", 9.0), ("fwd", 1024, "sm90", 20.0), ("bwd", 512, "sm90", 11.0)]
+    cells += [
+        ("fwd", 512, "cudnn", 10.0),
+        ("fwd", 1024, "cudnn", 10.0),
+        ("bwd", 512, "cudnn", 10.0),
+    ]
+    rows = [
+        {"op": op, "head_dim": 64, "causal": False, "seqlen": n, "name": name, "tflops": rate}
+        for op, n, name, rate in cells
+    ]
+    told = modules.goals.holds({"device": "H100", "dense": rows})
+    assert "1 of 2 cells of the forward (0.90 of its speed at the lowest)" in told
+    assert "1 of 1 cells of the backward (1.10 of its speed at the lowest)" in told
+
+
 def test_a_record_of_two_ways_says_so(modules):
     timing = {"rounds": 15, "ways": {"graph": 6, "queued": 2}}
     text = modules.tables.how({"timing": timing})
