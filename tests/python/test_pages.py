@@ -120,6 +120,7 @@ def blocks(page: str, language: str) -> list[str]:
         ("quickstart.md", ("torch", "jax")),
         ("masks.md", ("matplotlib",)),
         ("varlen.md", ("torch",)),
+        ("jax_details.md", ("jax",)),
         ("serving.md", ("torch", "jax", "transformers")),
     ],
 )
