@@ -92,8 +92,8 @@ def holds(record: Record) -> str:
                 f"({min(ratios):.2f} of its speed at the lowest)"
             )
     return (
-        f"What holds now, timed alike on an {record['device']}: ours is at least as fast as cuDNN "
-        f"{' and '.join(found)}."
+        f"What holds, timed alike on one {record['device']} on {record['date']}: ours is at least "
+        f"as fast as cuDNN {' and '.join(found)}."
     )
 
 

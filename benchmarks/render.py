@@ -205,9 +205,8 @@ def dense_of(benches: list[Record]) -> str:
     """Those timed alike first, and what holds by them; an older one says why it is not of these."""
     alike = [r for r in benches if "timing" in r]
     older = [r for r in benches if "timing" not in r]
-    parts = [gpu_goals.holds(r) for r in alike]
-    for r in alike:
-        parts += [gpu_tables.headline(r), gpu_goals.beside_peers(r)]
+    parts = [f"{gpu_goals.holds(r)} {gpu_goals.beside_peers(r)}" for r in alike]
+    parts += map(gpu_tables.headline, alike)
     parts += map(gpu_tables.headline, older)
     if older and not alike:
         parts.append(gpu_goals.then())

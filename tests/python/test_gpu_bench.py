@@ -273,7 +273,7 @@ def test_what_holds_counts_the_cells_of_each_direction(modules):
         {"op": op, "head_dim": 64, "causal": False, "seqlen": n, "name": name, "tflops": rate}
         for op, n, name, rate in cells
     ]
-    told = modules.goals.holds({"device": "H100", "dense": rows})
+    told = modules.goals.holds({"device": "H100", "date": "2026-01-01", "dense": rows})
     assert "1 of 2 cells of the forward (0.90 of its speed at the lowest)" in told
     assert "1 of 1 cells of the backward (1.10 of its speed at the lowest)" in told
 
