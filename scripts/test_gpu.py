@@ -186,7 +186,7 @@ def pytest(m: Machine) -> Part:
     parts = []
     # So many processes share a GPU's memory; tests/python/conftest.py deals them out.
     workers = max(2, min(m.jobs, 16 * len(m.cards)) - 2)
-    parallel = ["-n", str(workers)] if has_module("xdist") else []
+    parallel = ["-n", str(workers), "--dist", "worksteal"] if has_module("xdist") else []
     words = " or ".join(backends(m))
     shared = {} if not parallel else {"OMP_NUM_THREADS": str(max(1, m.jobs // workers))}
     for name, arguments, env in (

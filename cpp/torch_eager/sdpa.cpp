@@ -5,7 +5,9 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -90,11 +92,19 @@ constexpr const char *kForCpu = "aten::_scaled_dot_product_flash_attention_for_c
                      *kForCpuBackward = "aten::_scaled_dot_product_flash_attention_for_cpu_backward";
 Override g_for_cpu;
 
+// Of queries that see no key lse becomes 0: where PyTorch's backward comes instead of ours, such as behind a `with` of
+// enable(), it takes exp(-inf - lse), which would be NaN.
+void clear_blind_rows(const Tensor& lse) {
+  auto* const values = lse.mutable_data_ptr<float>();
+  std::replace(values, values + lse.numel(), -std::numeric_limits<float>::infinity(), 0.f);
+}
+
 std::tuple<Tensor, Tensor> for_cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p,
                                            bool is_causal, const MaybeTensor& attn_mask, MaybeDouble scale) {
   if (!turned_off() && v.size(-1) == q.size(-1)) {
     Tensor out = at::empty_like(q), lse;
     if (forward({q, k, v, dropout_p, causal(is_causal, Alignment::kTopLeft), scale, attn_mask}, out, lse)) {
+      if (attn_mask && attn_mask->defined()) clear_blind_rows(lse);
       // (batch, seqlen, heads) in memory, as PyTorch's has it: compiled code relies on that.
       if (lse.size(1) > 1 && lse.size(2) > 1) lse = lse.transpose(1, 2).contiguous().transpose(1, 2);
       return {out, lse};

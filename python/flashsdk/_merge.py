@@ -17,7 +17,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
         head_dim_v): one or more arrays of NumPy, CuPy, PyTorch or JAX, of one dtype.
     lses
         Of each part float32 (batch, num_heads, seqlen_q), packed (num_heads, total_q). A row of
-        -inf counts for nothing, whatever its out is but NaN.
+        -inf counts for nothing, whatever its out is.
 
     Computes in float32; out is of the dtype of the first. PyTorch and JAX differentiate it. Of
     parts with a sink one alone may have it. Raises ``Error``, one line.
@@ -45,7 +45,12 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
     seen = total > 0
     shares = weights / xp.where(seen, total, xp.ones_like(total))
     shares = shares.swapaxes(-1, -2)[..., None]  # (parts, ..., rows, heads, 1)
-    out = sum(cast(x, xp.float32) * share for x, share in zip(outs, shares, strict=True))
+    # Of what counts for nothing not even NaN or infinity does, nor in a derivative.
+    zero = xp.zeros_like(shares[0])
+    out = sum(
+        xp.where(share > 0, cast(x, xp.float32), zero) * share
+        for x, share in zip(outs, shares, strict=True)
+    )
     lse = xp.log(xp.where(seen, total, xp.ones_like(total))) + top
     lse = xp.where(seen, lse, xp.full_like(lse, -float("inf")))
     return cast(out, outs[0].dtype), lse

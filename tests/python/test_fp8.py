@@ -277,6 +277,18 @@ def test_a_query_that_sees_no_key_has_0_whatever_the_descale(runner, seqlen_q):
     assert (lse == -np.inf).all()
 
 
+@pytest.mark.parametrize("seqlen_q", [2, 40])
+def test_a_factor_of_nan_reaches_no_query_without_keys(runner, seqlen_q):
+    q = qkv((seqlen_q, 1), (2, 1), 32, dtype="float16")[0]
+    k, v = fp8((2, 60, 1, 32), (2, 60, 1, 32))
+    first_sees_none = fs.Band(None, -1, "top_left")
+    given = {"k_descale": np.full((1, 1), np.nan, np.float32), "mask": first_sees_none}
+    out, lse = runner.call("mha_fwd", q, k, v, **given)
+    assert not out[:, 0].any()
+    assert (lse[..., 0] == -np.inf).all()
+    assert np.isnan(lse[..., 1:]).all()
+
+
 def test_descales_of_0_and_below(runner):
     q = qkv((5, 1), (2, 2), 32, dtype="float16")[0]
     k, v = fp8((2, 60, 2, 32), (2, 60, 2, 32))

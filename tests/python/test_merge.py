@@ -1,5 +1,7 @@
 """merge of NumPy's arrays, and what it refuses. PyTorch's are in test_torch_more.py."""
 
+import warnings
+
 import flashsdk as fs
 import numpy as np
 import pytest
@@ -28,6 +30,21 @@ def test_packed_and_blind_rows():
     np.testing.assert_allclose(out, part[0], atol=1e-6)
     assert (lse[:, :7] == -np.inf).all()
     np.testing.assert_allclose(lse[:, 7:], part[1][:, 7:] + np.log(2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_counts_for_nothing_may_hold_anything(value):
+    outs = np.ones((1, 2, 1, 4), np.float32), np.full((1, 2, 1, 4), value, np.float32)
+    lses = np.zeros((1, 1, 2), np.float32), np.full((1, 1, 2), -np.inf, np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, lse = fs.merge(outs, lses)
+    assert (out == 1).all() and (lse == 0).all()
+    torch = pytest.importorskip("torch")
+    tensors = [torch.tensor(x, requires_grad=True) for x in (*outs, *lses)]
+    out, lse = fs.merge(tensors[:2], tensors[2:])
+    (out.sum() + lse.sum()).backward()
+    assert all(x.grad.isfinite().all() for x in tensors)
 
 
 def test_jax():

@@ -178,7 +178,7 @@ def soak(*answers):
     def run(name, command, *, limit, **env):
         return (0, "sm80 sm90", 0.0) if name == "backends" else (*left.pop(), 1.0)
 
-    machine = SimpleNamespace(jobs=3, launches=40, soak_seconds=9, run=run)
+    machine = SimpleNamespace(jobs=3, launches=40, soak_seconds=9, run=run, cards=["0"])
     machine.on_card = lambda process: {}
     part = script.soak(machine)
     assert not left

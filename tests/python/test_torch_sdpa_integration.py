@@ -71,6 +71,21 @@ def test_mask(dtype, boolean, shape):
         same_as_math(qkv(2, 3, None, 11, 17, 8, dtype), mask)
 
 
+@pytest.mark.parametrize("boolean", [False, True])
+def test_backward_behind_the_with_of_queries_that_see_no_key(boolean):
+    inputs = [x.requires_grad_() for x in qkv(2, 3, None, 11, 17, 8, torch.float32)]
+    mask = torch.ones(2, 1, 11, 17, dtype=torch.bool)
+    mask[1] = False
+    mask[0, :, 3] = False
+    if not boolean:
+        mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    want = torch.autograd.grad(sdpa(*inputs, mask).sum(), inputs)
+    with torch_sdpa.enable():
+        out = sdpa(*inputs, mask)
+    for ours, theirs in zip(torch.autograd.grad(out.sum(), inputs), want, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_expanded_mask():
     with torch_sdpa.enable():
         mask = torch.randn(2, 1, 1, 17).expand(2, 3, 11, 17)

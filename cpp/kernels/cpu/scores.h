@@ -17,7 +17,7 @@ struct KeySegment {
 };
 
 // The scale multiplies scores inside the exponential: (s - max)·magnitude·log2(e). Its sign goes into Q, and so does a
-// scale of zero, for which masked scores, -inf·0, would be NaN. Of a huge scale Q takes 2^32: bf16 dot products flush
+// scale of zero or, with fp8's factors, NaN, for which masked scores, -inf times it, would be NaN. Of a huge scale Q takes 2^32: bf16 dot products flush
 // terms below 2^-126, which such a scale would show, and the rest times log2(e) is no infinity.
 struct ScaleSplit {
   float q_factor, magnitude;
@@ -27,7 +27,7 @@ struct ScaleSplit {
       magnitude /= q_factor;
     }
     if (scale < 0.f) q_factor = -q_factor;
-    if (scale == 0.f) q_factor = 0.f, magnitude = 1.f;
+    if (scale == 0.f || std::isnan(scale)) q_factor = scale, magnitude = 1.f;
   }
 };
 

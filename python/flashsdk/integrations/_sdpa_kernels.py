@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -153,6 +154,10 @@ def _for_cpu_forward(given: Given) -> Results:
     lse = forward(c, out)
     if lse is None:
         return None
+    if given.get("attn_mask") is not None:
+        # Of queries that see no key: where PyTorch's backward comes instead of ours, such as behind
+        # a `with` of enable(), it takes exp(-inf - lse), which would be NaN.
+        lse.masked_fill_(lse == -math.inf, 0.0)
     # (batch, seqlen, heads) in memory, as PyTorch's has it: compiled code relies on that.
     if lse.shape[1] > 1 and lse.shape[2] > 1:
         lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
