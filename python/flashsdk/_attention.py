@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _frameworks, ops
-from ._block_lists import boolean_mask
+from ._block_lists import boolean_mask, check_rank, of_mask
 from ._errors import PROBABILITY, Error, InvalidArgument, real, renamed, truth
 from .masks import Mask
 from .ops import AttentionKeywords, Backend
@@ -147,10 +147,11 @@ def attention(
     boolean = boolean_mask(mask, bias)
     if boolean is not None:
         keywords |= {"mask": None, "bias": boolean}
+    check_rank(keywords["bias"])
     try:
         out, lse = ops.mha_fwd(q, k, v, seed=0 if seed is None else seed, **keywords, **more)
     except Error as e:
         if boolean is None:
             raise
-        raise renamed(e, {"bias": "mask"}) from None
+        raise of_mask(e, mask) from None
     return (out, lse) if wanted else out

@@ -259,6 +259,10 @@ def lengths(seqlen_q: object, seqlen_k: object, minimum: int) -> tuple[int, int]
 def no_mask(mask: object) -> Error:
     """What is raised where a call's ``mask`` is none."""
     allowed = "Dense(), Causal(), SlidingWindow(), a Band, a BlockMask or None"
-    if hasattr(mask, "shape"):
+    if hasattr(mask, "kv_num_blocks"):  # FlexAttention's
+        allowed = "flashsdk.BlockMask.from_flex of it"
+    elif isinstance(mask, _Kind) or (isinstance(mask, type) and issubclass(mask, (Dense, Band))):
+        allowed = f"an instance, {getattr(mask, '__name__', '')}()"
+    elif hasattr(mask, "shape"):
         allowed += "; an array is a bias, or attention's bool mask"
     return InvalidArgument(f"mask: {shown(mask)}; {allowed}")

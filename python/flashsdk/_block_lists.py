@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._errors import Error, InvalidArgument, Unsupported, integer, shown
+from ._errors import Error, InvalidArgument, Unsupported, has, integer, renamed, shown
 
 BlockSize: TypeAlias = int | tuple[int, int]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -207,10 +208,28 @@ def boolean_mask(mask: Any, bias: object) -> Any:
         return None
     allowed = "bool, (seqlen_q, seqlen_k) or (batch, num_heads, seqlen_q, seqlen_k)"
     if dtype != "bool":
-        raise InvalidArgument(f"mask: an array of {dtype}; {allowed}, or it is a bias")
+        numbers = "numbers go to bias=, of four dimensions"
+        raise InvalidArgument(f"mask: an array of {dtype}; {allowed}: {numbers}")
     if bias is not None:
         raise InvalidArgument("bias: given beside a boolean mask; one of the two")
     rank = len(mask.shape)
     if rank not in (2, 4):
         raise InvalidArgument(f"mask: shape {tuple(mask.shape)}; {allowed}")
     return mask if rank == 4 else mask[None, None]
+
+
+def of_mask(error: Error, mask: Any) -> Error:
+    """``error`` about the bias that ``boolean_mask`` has made, in words of the mask."""
+    error = renamed(error, {"bias": "mask"})
+    sizes = re.search(r"1 or \w*seqlen_q .*(?=\)$)", error.allowed)
+    if error.argument != "mask" or len(mask.shape) != 2 or sizes is None:
+        return error
+    padding = "" if "max_" in sizes[0] else "; of padding (batch, seqlen_k) mask[:, None, None, :]"
+    return type(error)(f"mask: shape {tuple(mask.shape)}; ({sizes[0]}){padding}")
+
+
+def check_rank(bias: Any) -> None:
+    """Of a call's ``bias``: the commonest other one, in words of its own."""
+    if has(bias, "shape") and len(bias.shape) == 2:
+        allowed = "(batch, num_heads, seqlen_q, seqlen_k), each of them or 1, as by [None, None]"
+        raise InvalidArgument(f"bias: shape {tuple(bias.shape)}; {allowed}")

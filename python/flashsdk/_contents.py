@@ -8,16 +8,15 @@ dtype, a shape or a device is left to the library. Imports no framework.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral
 from typing import Any, TypeAlias
 
 from . import _bindings
-from ._errors import InvalidArgument
+from ._errors import InvalidArgument, switch
 
-ON = os.environ.get("FLASHSDK_CHECK", "") not in ("", "0")
+ON = switch("FLASHSDK_CHECK")
 
 # Of one rule: an int64 tensor where the call's are, (is it broken, at which place first, two
 # numbers from there), and the error's text as a function of the last three.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -120,6 +121,14 @@ def in_short(text: str, longest: int = 80) -> str:
     text = text[: 5 * longest]  # it may be the data of an array; spaces are to be joined
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def switch(name: str) -> bool:
+    """An environment variable that turns something on."""
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise InvalidArgument(f"{name}: {in_short(value)}; 0 or 1")
+    return value == "1"
 
 
 def has(value: object, attribute: str) -> bool:

@@ -311,8 +311,9 @@ def flash_attn_varlen_func(
     from flash-attn's as in ``flash_attn_func``.
     """
     if block_table is not None:
-        allowed = "None, as paged K and V are not supported"
-        raise Unsupported(f"block_table: {shown(block_table)}; {allowed}")
+        paged = "flash_attn_with_kvcache and flashsdk.torch.attention (seqused_k, block_table)"
+        given = shape_of(block_table) if isinstance(block_table, Tensor) else shown(block_table)
+        raise Unsupported(f"block_table: {given}; None here, as {paged} take pages")
     return _flash_attn(
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),

@@ -22,6 +22,8 @@ Pair: TypeAlias = tuple[int, int]
 Blocks: TypeAlias = NDArray[np.int64]  # (4, blocks): batch, head, block row, block column
 
 ELEMENTS = 1 << 22  # that are looked at together
+# What a layout and a band cannot say.
+BESIDE = "BlockMask.from_dense(blocks, block_size) with a bool bias"
 
 
 def read(
@@ -49,7 +51,13 @@ def read(
 
         mod = MaskMod(mask_mod, getattr(block_mask.kv_indices, "device", "cpu"))
         partial = _for_each(mod, partial, block_size, seqlens, counts)
-        partial, always, band = _visible(mod, partial, block_size, seqlens, band)
+        try:
+            partial, always, band = _visible(mod, partial, block_size, seqlens, band)
+        except Unsupported:
+            if two := _two_bands(mod, partial, block_size, seqlens):
+                allowed = f"one band for all, or {BESIDE}"
+                raise Unsupported(f"mask_mod: {two} need different bands; {allowed}") from None
+            raise
         full = full | always
     return partial, full, block_size, *seqlens, band
 
@@ -227,6 +235,30 @@ def _visible(
     return mixed, always, found if band is None else band
 
 
+def _two_bands(mod: MaskMod, partial: Bools, block_size: Pair, seqlens: Pair) -> str:
+    """Two layouts in words that have a band each and none together, or "": then one has none."""
+
+    def has_band(*places: Pair) -> bool:
+        some = np.zeros_like(partial)
+        for place in places:
+            some[place] = partial[place]
+        try:
+            _visible(mod, some, block_size, seqlens, None)
+        except Unsupported:
+            return False
+        return True
+
+    first, *others = np.ndindex(partial.shape[:2])
+    if not others or not all(map(has_band, (first, *others))):
+        return ""
+    for other in others:
+        if not has_band(first, other):
+            if other[0] == 0:
+                return f"heads 0 and {other[1]}"
+            return f"sequences 0 and {other[0]}"
+    return ""
+
+
 def _ends(distance: NDArray[np.int64]) -> tuple[int, int]:
     return int(distance.min()), int(distance.max())
 
@@ -241,5 +273,5 @@ def _check_band(look: _Look, band: Band, block_size: Pair, seqlens: Pair, given:
     sees = f"{'shows' if look.seen[at] else 'hides'} {look.name(at, block_size)}"
     if given:
         raise InvalidArgument(f"band: {band}; what mask_mod shows: it {sees}")
-    allowed = "one that is a band inside of each partial block; a bias for the others"
+    allowed = f"one that is a band inside of each partial block, or {BESIDE}"
     raise Unsupported(f"mask_mod: it {sees}, which no band does; {allowed}")

@@ -37,6 +37,9 @@ class Framework(Protocol):
     def recorded(self, array: Any) -> bool:
         """Whether automatic differentiation goes by what is done with an array."""
 
+    def first_recorded(self, q: Any, k: Any, v: Any) -> str:
+        """The name of the first of a forward's inputs that is ``recorded``, else ""."""
+
     def written(self, array: Any) -> Any:
         """An array of the caller's that now holds results, known to the framework as changed."""
 
@@ -81,6 +84,9 @@ class _NumPy:
 
     def recorded(self, array: Any) -> bool:
         return False
+
+    def first_recorded(self, q: Any, k: Any, v: Any) -> str:
+        return ""
 
     def written(self, array: Any) -> Any:
         return array
@@ -138,6 +144,14 @@ class _Torch(_NumPy):
 
     def recorded(self, array: Any) -> bool:
         return bool(array.requires_grad) and self.is_grad_enabled()
+
+    def first_recorded(self, q: Any, k: Any, v: Any) -> str:
+        if not self.is_grad_enabled():
+            return ""
+        try:  # each call pays for what is asked here
+            return "q" if q.requires_grad else "k" if k.requires_grad else "v" * v.requires_grad
+        except AttributeError:  # of another framework
+            return ""
 
     def written(self, array: Any) -> Any:
         # So that a backward which has saved it sees that it is another, as after torch's own out=.

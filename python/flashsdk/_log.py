@@ -6,14 +6,13 @@ Distinct are calls of other shapes, dtype, device, mask or features. Imports no 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from typing import Any
 
 from . import _bindings, _frameworks
-from ._errors import Error, in_short
+from ._errors import Error, in_short, switch
 
-ON = os.environ.get("FLASHSDK_LOG", "") not in ("", "0")
+ON = switch("FLASHSDK_LOG")
 MOST = 10_000  # lines; a decoder that grows by a token a call would go on for ever
 
 _seen: dict[str, object] = {}

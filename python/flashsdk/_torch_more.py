@@ -127,7 +127,8 @@ def _without_gradient(more: More) -> More:
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     more, options = _split(rest)
     q, k, v = map(detached, (q, k, v))
-    return _run_forward(q, k, v, _without_gradient(more), options.keywords())
+    with torch.no_grad():  # the operator is what autograd records
+        return _run_forward(q, k, v, _without_gradient(more), options.keywords())
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from . import _bindings, _frameworks, _torch_flops, ops
 from ._bands import no_mask
-from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask
-from ._errors import PROBABILITY, Error, InvalidArgument, Unsupported, integer, renamed, shown
+from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask, check_rank, of_mask
+from ._errors import PROBABILITY, Error, InvalidArgument, Unsupported, integer, shown
 from ._torch_checks import (
     ONCE_IN_REVERSE,
     SEED,
@@ -211,7 +211,8 @@ def _define(
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         tensors, options = map(detached, (q, k, v)), Options(*rest[packed:])
-        out, lse = run_forward(*tensors, *rest[:packed], **options.keywords())
+        with torch.no_grad():  # the operator is what autograd records
+            out, lse = run_forward(*tensors, *rest[:packed], **options.keywords())
         return out, lse
 
     def fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -382,6 +383,7 @@ def attend(
     last dimension is not contiguous. Everything is checked here, or is the library's to check; what
     the dispatcher refuses is no ``Error``.
     """
+    given = mask
     boolean = isinstance(mask, Tensor)
     if boolean:
         check_constant("mask", tensor("mask", mask))
@@ -411,7 +413,7 @@ def attend(
     except Error as e:
         if not boolean:
             raise
-        raise renamed(e, {"bias": "mask"}) from None
+        raise of_mask(e, given) from None
 
 
 def trusted_lse(dtype: torch.dtype) -> float:
@@ -438,6 +440,7 @@ def _checked(
         raise no_mask(mask)
     if bias is not None:
         check_constant("bias", tensor("bias", bias))
+        check_rank(bias)
     if alibi_slopes is not None:
         check_constant("alibi_slopes", tensor("alibi_slopes", alibi_slopes))
     if isinstance(seed, Tensor):

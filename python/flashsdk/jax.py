@@ -26,14 +26,13 @@ import numpy as np
 from . import _bindings, _log, ops
 from . import _jax_call as xla
 from ._bands import no_mask
-from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask
+from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask, check_rank, of_mask
 from ._errors import (
     Error,
     InvalidArgument,
     Unsupported,
     has,
     integer,
-    renamed,
     shown,
     truth,
     type_name,
@@ -365,6 +364,7 @@ _ARRAYS = (
 )  # fmt: skip
 # Those that are numbers of Python.
 _NUMBERS = ("softmax_scale", "softcap", "dropout_p", "num_splits")
+_STATIC = "a number of Python, which the program is made for (static_argnames of jax.jit)"
 
 
 def _attend(
@@ -376,18 +376,21 @@ def _attend(
         try:
             return _attend((q, k, v), packed, options._replace(mask=None, bias=boolean))
         except Error as e:
-            raise renamed(e, {"bias": "mask"}) from None
+            raise of_mask(e, options.mask) from None
     o, mask = _with_arrays(options), options.mask
+    check_rank(o.bias)
     for name in _NUMBERS:
         if isinstance(getattr(o, name), jax.core.Tracer):
-            raise InvalidArgument(
-                f"{name}: a traced array; Python's number, which the program is made for"
-            )
+            other = ", or q multiplied by it" if name == "softmax_scale" else ""
+            raise InvalidArgument(f"{name}: a traced array; {_STATIC}{other}")
     if not (mask is None or isinstance(mask, (Dense, Band, BlockMask))):
         raise no_mask(mask)
     lengths: tuple[Any, ...] = ()
     if packed:
         cu = (_array("cu_seqlens_q", packed[0]), _array("cu_seqlens_k", packed[1]))
+        for name, n in zip(("max_seqlen_q", "max_seqlen_k"), packed[2:]):
+            if isinstance(n, jax.core.Tracer):
+                raise InvalidArgument(f"{name}: a traced array; {_STATIC}: any upper bound")
         most = (integer("max_seqlen_q", packed[2]), integer("max_seqlen_k", packed[3]))
         lengths = (*cu, *most)
     _check(q, k, v, lengths, o)
@@ -472,6 +475,9 @@ def _array(name: str, x: Any) -> Any:
     if isinstance(x, jax.Array):
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise InvalidArgument(f"{name}: dtype {x.dtype}; an array of numbers, which no key is")
+        if not all(isinstance(n, int) for n in x.shape):  # of jax.export
+            given = f"shape {tuple(x.shape)}, with a symbolic dimension"
+            raise Unsupported(f"{name}: {given}; integers, which the program is made for")
         return x
     if not (has(x, "shape") and has(x, "dtype")):
         given = f"a {type_name(x)}" if isinstance(x, (list, tuple)) else shown(x)

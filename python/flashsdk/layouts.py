@@ -372,6 +372,7 @@ def from_matrix(
         if odd.any():
             batch, head, row, col = (int(index[0]) for index in np.nonzero(odd))
             uniform = "one value throughout" + (f", or that of {band}" if band else "")
+            uniform += ", or BlockMask.from_dense(blocks, block_size) with a bool bias"
             raise Unsupported(
                 f"matrix: block ({row}, {col}) of batch {batch}, head {head} is mixed; {uniform}"
             )

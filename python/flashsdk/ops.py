@@ -15,9 +15,8 @@ float32, bfloat16 or float16, all the same; lse and dlse are float32. In a forwa
 float8_e4m3fn beside a q of bfloat16 or float16, whose dtype out has. head_dim and head_dim_v are 1
 to 576, on a GPU of v and in the backward to 512; num_heads is a multiple of num_heads_kv. Any
 strides, except that the last dimension is contiguous. Inputs may be read-only, and may share
-memory, as with v = k[..., :512]. Tensors of PyTorch that require gradients are read like any other
-(an older PyTorch, whose DLPack refuses to lend them, is an Error): autograd belongs to
-``flashsdk.torch``.
+memory, as with v = k[..., :512]. Autograd belongs to ``flashsdk.torch``: while PyTorch records, a
+forward of q, k or v that requires a gradient is an Error, as its result would have none.
 Those that results are written into count as changed, as after torch's own out=.
 
 Keywords of all four functions::
@@ -67,7 +66,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 from . import _bindings, _contents, _frameworks, _log
 from ._bands import no_mask
-from ._errors import InvalidArgument, has, shown
+from ._errors import Error, InvalidArgument, Unsupported, has, shown
 from .masks import Band, BlockMask, Dense, Mask
 
 __all__ = [
@@ -392,6 +391,8 @@ def _forward(
     if _contents.ON:
         _contents.check_call(q, k, packed, options)
     framework = _frameworks.of(q)
+    if recorded := framework.first_recorded(q, k, v):
+        raise _no_gradient(recorded, packed)
     new_out, new_lse = out is None, lse is None
     try:
         if new_out:
@@ -411,6 +412,14 @@ def _forward(
     _bindings.forward((q, k, v, out, lse), packed, options)
     out = framework.finish(out) if new_out else _frameworks.written(out)
     return out, framework.finish(lse) if new_lse else _frameworks.written(lse)
+
+
+def _no_gradient(name: str, packed: _bindings.Packed) -> Error:
+    function = "mha_varlen_fwd" if packed else "mha_fwd"
+    ways = "flashsdk.torch.varlen_attention" if packed else "flashsdk.torch.attention"
+    ways += "" if packed else ", flashsdk.attention"
+    given = f"requires a gradient, which {function} does not give"
+    return Unsupported(f"{name}: {given}; {ways}, or torch.no_grad()")
 
 
 def _check_shapes(**arrays: Any) -> None:

@@ -191,17 +191,28 @@ def test_torch_outputs_are_written_in_place():
 
 
 def test_torch_tensors_that_record_gradients():
-    """The core returns plain results; autograd belongs to flashsdk.torch."""
+    """A result without a graph trained nothing, and nobody was told."""
     torch = pytest.importorskip("torch")
-    q, k, v, _ = map(torch.from_numpy, qkv())
-    want = fs.mha_fwd(q, k, v)[0]
-    q.requires_grad_(True)
-    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        out, _ = fs.mha_fwd(q, k, v)
-        assert torch.equal(out, want) and not out.requires_grad
-    else:  # an older PyTorch, whose __dlpack__ refuses
-        with pytest.raises(fs.Error, match=r"^q: "):
-            fs.mha_fwd(q, k, v)
+    x = qkv()[:3]
+    want = fs.mha_fwd(*x)[0]
+    for n, name in enumerate("qkv"):
+        inputs = [torch.from_numpy(a.copy()) for a in x]
+        inputs[n].requires_grad_()
+        line = f"{name}: requires a gradient, which mha_fwd does not give; flashsdk.torch.attention"
+        with pytest.raises(fs.Unsupported, match=f"^{line}, flashsdk.attention, or torch.no_grad"):
+            fs.mha_fwd(*inputs)
+        with torch.no_grad():
+            if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # an older one's DLPack refuses
+                assert np.array_equal(fs.mha_fwd(*inputs)[0].numpy(), want)
+        assert fs.attention(*inputs).requires_grad
+    packed = [torch.from_numpy(a[0]) for a in x]
+    cu = torch.tensor([0, packed[0].shape[0]], dtype=torch.int32)
+    keys = torch.tensor([0, packed[1].shape[0]], dtype=torch.int32)
+    packed[0].requires_grad_()
+    with pytest.raises(fs.Error, match=r"which mha_varlen_fwd does .*torch\.varlen_attention, or"):
+        fs.mha_varlen_fwd(*packed, cu, keys, 100, 100)
+    with torch.inference_mode():
+        fs.mha_fwd(*(torch.from_numpy(a) for a in x))
 
 
 def test_torch_strides():

@@ -141,8 +141,17 @@ WRONG = {
         None,
         r"^mask: shape \(1, 20, 30\); bool, \(seqlen_q, seqlen_k\) o",
     ),
-    "dtype": (lambda m: m.astype(np.float32), None, r"^mask: an array of float32; bool, .* a bias"),
-    "size": (lambda m: m[:, :-1], None, r"^mask: shape \(1, 1, 20, 29\); "),
+    "dtype": (
+        lambda m: m.astype(np.float32),
+        None,
+        r"^mask: an array of float32; bool, .*: numbers go to bias=, ",
+    ),
+    "size": (
+        lambda m: m[:, :-1],
+        None,
+        r"^mask: shape \(20, 29\); \(1 or seqlen_q 20, 1 or seqlen_k 30\); of padding "
+        r"\(batch, seqlen_k\) mask\[:, None, None, :\]$",
+    ),
     "both": (lambda m: m, np.zeros((1, 1, 1, 30), np.float32), r"^bias: given beside a boolean m"),
 }
 
@@ -157,6 +166,20 @@ def test_a_wrong_mask_is_called_so(framework, name):
     with pytest.raises(fs.InvalidArgument, match=line) as caught:
         fs.attention(*arrays[:3], mask=arrays[3], bias=bias)
     assert caught.value.argument == ("bias" if name == "both" else "mask")
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_what_is_wrong_in_common_ways_is_said_with_the_right_one(framework):
+    q, k, v, bias = arrays_of(framework, *numpy_arrays(), np.zeros((20, 30), np.float32))
+    with pytest.raises(fs.InvalidArgument, match=r"^bias: shape \(20, 30\); .* by \[None, None\]$"):
+        fs.attention(q, k, v, bias=bias)
+    for kind, name in ((fs.Causal, "Causal"), (fs.SlidingWindow, "SlidingWindow"), (fs.Band, "Ba")):
+        with pytest.raises(fs.InvalidArgument, match=rf"^mask: .*; an instance, {name}\w*\(\)$"):
+            fs.attention(q, k, v, mask=kind)
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    theirs = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 20, 30, device="cpu")
+    with pytest.raises(fs.InvalidArgument, match=r"^mask: .*; flashsdk.BlockMask.from_flex of it$"):
+        fs.attention(q, k, v, mask=theirs)
 
 
 def test_what_is_no_array():

@@ -66,7 +66,7 @@ CALLS = {
         lambda: fs.BlockMask.from_flex(3), WRONG, "block_mask", "3", "a BlockMask of Flex"),
     "a block that blocks cannot say": (
         mixed_block, UNSUPPORTED,
-        "matrix", "block (0, 1) of batch 0, head 0 is mixed", "one value throughout"),
+        "matrix", "block (0, 1) of batch 0, head 0 is mixed", "one value throughout, or BlockM"),
     "two bands": (two_bands, UNSUPPORTED, "masks", "2 bands, ", "one band for all heads"),
     "no stride": (
         lambda: fs.layouts.butterfly(64, 64, 16, max_stride_blocks=3),

@@ -182,6 +182,30 @@ def test_one_layout_that_is_not_of_all():
     assert each.to_dense().mean((2, 3)).tolist() == [[0.5, 0.5, 0.75]]
 
 
+@pytest.mark.parametrize("axis, words", [(1, "heads 0 and 2"), (0, "sequences 0 and 2")])
+def test_bands_of_their_own(axis, words):
+    """Each alone has a band; where one has none, that is what is said."""
+    torch = pytest.importorskip("torch")
+    ends = torch.tensor([8, 8, 24])
+
+    def mod(b, h, q, k):
+        return (q >= k) & (q - k < ends[(b, h)[axis]])
+
+    counts = (3, None) if axis == 0 else (None, 3)
+    line = rf"^mask_mod: {words} need different bands; one band for all, or BlockMask.from_dense\("
+    with pytest.raises(fs.Unsupported, match=line):
+        BlockMask.from_flex(flex_blocks(mod, *counts, 64, 64, 16))
+
+    def none(b, h, q, k):
+        return mod(b, h, q, k) & ((q + k) % 3 != 0)
+
+    line = (
+        r"which no band does; one .* partial block, or BlockMask.from_dense\(.* with a bool bias$"
+    )
+    with pytest.raises(fs.Unsupported, match=line):
+        BlockMask.from_flex(flex_blocks(none, *counts, 64, 64, 16))
+
+
 READ_NEITHER = {
     "causal": by_query_and_key,
     "and_masks": lambda flex: flex.and_masks(by_query_and_key, lambda b, h, q, k: q - k < 9),
@@ -253,7 +277,7 @@ def test_from_flex_of_every_sequence_and_head(batch, heads):
         return (q >= k) & (q - k < widths[h])  # of another width for each head: no one band
 
     theirs = partial_everywhere(other, (90, 80), 16, batch, heads)
-    with pytest.raises(fs.Unsupported, match=r"^mask_mod: it .* of batch 0, head 2, which no ba"):
+    with pytest.raises(fs.Unsupported, match=r"^mask_mod: heads 0 and 2 need different bands; "):
         BlockMask.from_flex(theirs, batch=3, num_heads=4)
 
 

@@ -377,6 +377,28 @@ def test_wrong_arrays_are_one_line(line):
     assert str(raised.value).startswith(line)
 
 
+def test_what_is_not_static_is_one_line():
+    def refused(line, function, *args):
+        with pytest.raises(fs.Error, match=line):
+            function(*args)
+
+    static = r"a number of Python, which the program is made for \(static_argnames of jax.jit\)"
+    refused(
+        f"^softmax_scale: a traced array; {static}, or q multiplied by it",
+        jax.jit(lambda scale: attention(q, k, v, softmax_scale=scale)), 0.5,
+    )  # fmt: skip
+    refused(f"^softcap: .*; {static}", jax.jit(lambda x: attention(q, k, v, softcap=x)), 0.5)
+    ends = np.array([0, 20, 50], np.int32)
+    packed = [x[0] for x in (q, k, v)]
+    longest = jax.jit(lambda n: varlen_attention(*packed, ends, ends, n, 50))
+    refused(f"^max_seqlen_q: a traced array; {static}: any upper bound", longest, 50)
+    export = pytest.importorskip("jax.export")
+    (batch,) = export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (q, k, v)]
+    line = r"^q: shape \(b, .*\), with a symbolic dimension; integers, "
+    refused(line, export.export(jax.jit(attention)), *shapes)
+
+
 def test_a_layout_of_other_lengths_is_one_line():
     with pytest.raises(fs.Error, match=r"^mask"):
         jax.jit(lambda mask: attention(q, k, v, mask=mask))(jax_problems.layout(64, 64))

@@ -112,6 +112,15 @@ def test_off(value):
     assert lines(TWICE, FLASHSDK_LOG=value) == []
 
 
+@pytest.mark.parametrize("name", ["FLASHSDK_LOG", "FLASHSDK_CHECK"])
+@pytest.mark.parametrize("value", ["off", "false", "2"])
+def test_neither_on_nor_off(name, value):
+    """What reads as off was on."""
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run("import flashsdk", **{name: value})
+    assert caught.value.stderr.endswith(f"InvalidArgument: {name}: {value}; 0 or 1\n")
+
+
 def test_threads_write_whole_lines():
     """A line was its text and then its end, and another thread's came between."""
     found = lines(THREADS, FLASHSDK_LOG="1")

@@ -55,7 +55,7 @@ def test_documents(name, kinds):
     """Several texts in a row, told by position_ids that begin anew."""
     lengths = ((5, 19), (24,), (1, 10, 13))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    inputs = {"position_ids": positions, "use_cache": False}  # with a cache they say nothing
+    inputs = {"position_ids": positions, "use_cache": False}  # with one eager does not look
     compare(DECODERS[name], {"input_ids": tokens_of(), **inputs})
     assert set(kinds) == {"packed"}
     # Each text by itself is the same.
@@ -64,6 +64,70 @@ def test_documents(name, kinds):
         logits = model(input_ids=tokens_of(), **inputs).logits
         alone = model(input_ids=tokens_of()[2:, 11:]).logits
     torch.testing.assert_close(logits[2:, 11:], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_documents_with_a_new_cache(name):
+    """Models make a cache unless told otherwise; then, or under a mask of ones, nobody looks."""
+    tokens = tokens_of()
+    positions = torch.stack([torch.cat((torch.arange(9), torch.arange(15))), torch.arange(24)])
+    model = model_of(DECODERS[name])
+    ones = torch.ones_like(tokens[:2])
+    static = transformers.StaticCache(config=model.config, max_cache_len=40)
+    with torch.no_grad():
+        alone = [model(input_ids=x).logits for x in (tokens[:1, :9], tokens[:1, 9:], tokens[1:2])]
+        want = torch.cat((torch.cat(alone[:2], 1), alone[2]))
+        for more in (
+            {"use_cache": True},
+            {"use_cache": True, "attention_mask": ones},
+            {"use_cache": False, "attention_mask": ones},
+            {"past_key_values": static},
+        ):
+            out = model(input_ids=tokens[:2], position_ids=positions, **more).logits
+            torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4)
+    weights = [x.requires_grad_() for x in model.parameters()]
+    out = model(input_ids=tokens[:2], position_ids=positions, use_cache=True).logits
+    apart = [model(input_ids=x).logits for x in (tokens[:1, :9], tokens[:1, 9:], tokens[1:2])]
+    grads = torch.autograd.grad(out.square().sum(), weights)
+    wanted = torch.autograd.grad(sum(x.square().sum() for x in apart), weights)
+    for found, exact in zip(grads, wanted, strict=True):
+        assert (found - exact).norm() <= 1e-4 * exact.norm() + 1e-3
+
+
+def test_positions_that_are_of_no_documents():
+    """Of another step than one, or of keys that the cache had before: as without them."""
+    tokens, model = tokens_of(1), model_of(llama)
+    with torch.no_grad():
+        for wrong in (torch.arange(24) // 2, torch.arange(0, 48, 2)):
+            eager = model_of(llama, "eager")
+            inputs = {"input_ids": tokens, "position_ids": wrong[None], "use_cache": True}
+            torch.testing.assert_close(
+                model(**inputs).logits, eager(**inputs).logits, atol=1e-5, rtol=1e-4
+            )
+        q, k, v = (torch.randn(1, heads, 24, 8) for heads in (4, 2, 2))
+        mask = door.make_mask(
+            batch_size=1, q_length=4, kv_length=24, q_offset=20, kv_offset=0, config=None,
+            mask_function=transformers.masking_utils.causal_mask_function,
+        )  # fmt: skip
+        positions = torch.tensor([[20, 21, 0, 1]])
+        out, without = (
+            cases.attended(mask, q[:, :, 20:], k, v, **more)
+            for more in ({"position_ids": positions}, {})
+        )
+        assert torch.equal(out, without)
+
+
+def test_positions_are_read_once_a_forward(monkeypatch):
+    """As the host waits for them; by a step of decoding not at all."""
+    read = []
+    host = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: read.append(x.shape) or host(x))
+    model, tokens = model_of(llama), tokens_of()
+    with torch.no_grad():
+        first = model(input_ids=tokens, use_cache=True)
+        assert len(read) == 1
+        model(input_ids=tokens[:, :1], past_key_values=first.past_key_values)
+        assert len(read) == 1
 
 
 def test_lengths_of_the_caller():

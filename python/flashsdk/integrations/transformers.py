@@ -29,7 +29,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from .._errors import Error, InvalidArgument, Unsupported, has, renamed, shown
 from .._torch_eager import last_contiguous
-from .._torch_private import is_tracing
+from .._torch_private import is_tracing, is_wrapped
 from ..masks import Band
 from ..torch import attention, varlen_attention
 from ._rows import Places, offsets, put, take
@@ -165,6 +165,7 @@ class Seen:
     packed: Packed | None = None
     make: Callable[[], Tensor] = field(repr=False, default=lambda: torch.empty(0))
     made: Tensor | None = None
+    looked: list[tuple[Tensor, Packed | None]] = field(repr=False, default_factory=list)
 
     ndim = 4
     dtype = torch.bool
@@ -239,7 +240,8 @@ def make_mask(**call: Any) -> Seen | Tensor:
     For a step of decoding with a cache of one size, int32 (batch, 1, 1, 1): how many of its keys
     are used. Booleans (batch, 1, 1, seqlen_k), True = attend, for others of these and for
     a step with padding; else ``Seen``. On a GPU the host waits once where there may be padding, or
-    where documents are packed, and never while torch.compile traces.
+    where documents are packed, and never while torch.compile traces. Where neither was seen, the
+    first layer that is given ``position_ids`` of several queries waits for these, once as well.
 
     Never None, as it might be for a causal mask: a model that computes its attention by itself
     would take that for no mask. With ``Seen`` it comes to an Error.
@@ -274,7 +276,10 @@ def make_mask(**call: Any) -> Seen | Tensor:
     if pattern.documents is not None:
         if given is not None or shift != 0 or q_length != kv_length:
             return seen
-        return replace(described, packed=_documents(pattern.documents))
+        numbers = pattern.documents
+        begins = torch.ones_like(numbers, dtype=torch.bool)
+        begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+        return replace(described, packed=_documents(begins.cpu(), numbers.device))
     if given is not None:
         described = _padded(described, given[:, kv_offset : kv_offset + used], shift, tracing)
         if q_length == 1 and described.padding is not None:
@@ -428,15 +433,44 @@ def _padded(seen: Seen, padding: Tensor, shift: int, tracing: bool) -> Seen:
     return replace(seen, packed=packed)
 
 
-def _documents(numbers: Tensor) -> Packed:
-    """Of the document numbers (batch, seqlen) of tokens; rows of the batch never share one."""
-    begins = torch.ones_like(numbers, dtype=torch.bool)
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    places = begins.flatten().cpu().nonzero().flatten()  # the one time that the host waits
-    ends = torch.cat((places, places.new_tensor([numbers.numel()])))
+def _documents(begins: Tensor, device: torch.device) -> Packed:
+    """Of bool (batch, seqlen) on the host, True where one begins: rows of the batch share none."""
+    places = begins.flatten().nonzero().flatten()
+    ends = torch.cat((places, places.new_tensor([begins.numel()])))
     longest = int(ends.diff().max())
-    cu_seqlens = ends.to(dtype=torch.int32, device=numbers.device)
+    cu_seqlens = ends.to(dtype=torch.int32, device=device)
     return Packed(cu_seqlens, cu_seqlens, longest, longest)
+
+
+def _begun_anew(seen: Seen, q: Tensor, positions: Any) -> Packed | None:
+    """Documents, where ``positions`` of a row begin anew and the keys of a layer are its queries.
+
+    transformers looks at positions only where it has neither a mask nor a cache. Under a mask of
+    ones and with a new cache, which models make unless told otherwise, they mean the same.
+    """
+    batch, seqlen = q.shape[:2]
+    if not (seen.known and seen.packed is None and seen.padding is None):
+        return None
+    alone = seen.band is not None and seen.band.right == 0 and seen.used == seqlen > 1
+    if not alone or torch.compiler.is_compiling() or is_tracing():
+        return None
+    # One without values is of another type, or has no memory.
+    if type(positions) is not Tensor or positions.is_meta or is_wrapped(positions):
+        return None
+    if positions.dim() != 2 or positions.shape[0] not in (1, batch) or positions.shape[1] != seqlen:
+        return None
+    if positions.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    if not seen.looked or seen.looked[0][0] is not positions:
+        at = positions.cpu()  # the host waits, once a mask
+        begins = at == 0
+        begins[:, 0] = True
+        # Else tokens share positions, or leave some out: they tell of no documents.
+        ascend = (at.diff() == 1) | begins[:, 1:]
+        found = bool(begins[:, 1:].any() and ascend.all())
+        packed = _documents(begins.expand(batch, -1), q.device) if found else None
+        seen.looked[:] = [(positions, packed)]  # of all copies of it, as each layer may have one
+    return seen.looked[0][1]
 
 
 # ---- the attention of a layer
@@ -486,6 +520,10 @@ def attend(
         if seen.shape[2:] != (q.shape[1], k.shape[1]):
             given = f"of {seen.shape[2]} queries and {seen.shape[3]} keys"
             raise InvalidArgument(f"attention_mask: {given}; {q.shape[1]} and {k.shape[1]}")
+        if lengths is None and position_bias is None:
+            documents = _begun_anew(seen, q, others.get("position_ids"))
+            if documents is not None:
+                lengths, k, v = documents, k[:, : seen.used], v[:, : seen.used]
         packed, alike = seen.packed, seen.shape[0] == q.shape[0]
         if not alike and seen.shape[0] != 1 and (packed is not None or seen.padding is not None):
             raise InvalidArgument(
