@@ -86,8 +86,13 @@ def gpt2_speed(record: Record) -> str:
 
 def waited(record: Record) -> str:
     """Of rows from before steps were queued: the host's time to begin a step counts there."""
-    queued = any("fastest" in row for row in record["rows"])
-    return "" if queued else "; each step waited for"
+    rows = [row for row in record["rows"] if "seconds" in row]
+    old = [row for row in rows if "fastest" not in row]
+    if not old:
+        return ""
+    sizes = sorted({row["size"] for row in old if "size" in row})
+    of = f" of {', '.join(sizes)}" if sizes and len(old) < len(rows) else ""
+    return f"; each step{of} waited for"
 
 
 def gpt2_loss(record: Record) -> str:
