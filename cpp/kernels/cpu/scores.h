@@ -17,8 +17,9 @@ struct KeySegment {
 };
 
 // The scale multiplies scores inside the exponential: (s - max)·magnitude·log2(e). Its sign goes into Q, and so does a
-// scale of zero or, with fp8's factors, NaN, for which masked scores, -inf times it, would be NaN. Of a huge scale Q takes 2^32: bf16 dot products flush
-// terms below 2^-126, which such a scale would show, and the rest times log2(e) is no infinity.
+// scale of zero or, with fp8's factors, NaN: with masked scores, which are -inf, either would make NaN. Of a huge scale
+// Q takes 2^32: bf16 dot products flush terms below 2^-126, which such a scale would show, and the rest times log2(e)
+// is no infinity.
 struct ScaleSplit {
   float q_factor, magnitude;
   FLASHSDK_HD explicit ScaleSplit(float scale) : q_factor(1.f), magnitude(std::fabs(scale)) {

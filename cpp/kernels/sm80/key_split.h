@@ -98,9 +98,9 @@ inline bool has_few_rows(const ForwardParams& p, int sharing) {
   const std::int64_t tiles = std::int64_t{p.num_heads / sharing} * p.batch;
   return p.fp8_kv() && p.seqlen_q > 0 && p.seqlen_q * sharing <= kFewRows && tiles > 0 && tiles <= kMostSplitTiles;
 }
-// What they take, in units of PartCosts, fitted to an H100's times (benchmarks/results/sm80_few_rows.csv). A tile of keys
-// and values is 32 KB. A thread block waits for its own instructions, until there are nearly as many as multiprocessors:
-// these already ask for all that memory gives, and more of them wait for each other.
+// What they take, in units of PartCosts, fitted to an H100's times (benchmarks/results/sm80_few_rows.csv). A tile of
+// keys and values is 32 KB. A thread block waits for its own instructions, until there are nearly as many as
+// multiprocessors: these already ask for all that memory gives, and more of them wait for each other.
 struct FewRowsCosts {
   static constexpr int kTile = 36, kTileOfMemory = 45;  // the latter times the thread blocks of a multiprocessor
   static constexpr int kStart = 60, kJoin = 160, kJoinPart = 1;
@@ -150,10 +150,9 @@ inline int visible_keys(const ForwardParams& p, Tile tile) {
 }
 
 // Of few queries in sequences of unequal lengths: one tile of them, or some where keys are fp8 (16 sequences of 64 rows
-// take 240 µs, without a plan 281) or heads are wide. As many sequences as fill a
-// device some times are left to kernels that share their tiles out as they come: 1024 lines of keys reach 0.94 of a
-// read there, 128 lines 0.87 and here 0.92 (H100). num_splits asks for parts that do not depend on who shares the
-// batch.
+// take 240 µs, without a plan 281) or heads are wide. As many sequences as fill a device some times are left to kernels
+// that share their tiles out as they come: 1024 lines of keys reach 0.94 of a read there, 128 lines 0.87 and here 0.92
+// (H100). num_splits asks for parts that do not depend on who shares the batch.
 inline bool plans_parts(const ForwardParams& p, int sharing, Tile tile, int multiprocessors) {
   constexpr int kManyKeys = 1024, kManyTiles = 4, kMostFp8Rows = 64;
   const bool unequal = p.cu_seqlens_k != nullptr || p.seqused_k != nullptr;
