@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from . import _contents
+from ._contents import _can_check, _first, _raise_first
 from ._errors import Error, InvalidArgument, Unsupported, integer, renamed
 from ._flash_attn_func import mask_of
 from ._torch_checks import number, overridable, shape_of, switch, tensor
-from ._torch_eager import native
+from ._torch_eager import native, unwatched
 from ._torch_kv_append import kv_append
 from ._torch_more import more_of
 from ._torch_ops import attend
@@ -66,7 +68,8 @@ def flash_attn_with_kvcache(
     cache_batch_idx
         int32 (batch,): which row of the cache a sequence has.
     cache_leftpad
-        int32 (batch,): where a sequence begins in its row of the cache.
+        int32 (batch,): where a sequence begins in its row of the cache, 0 to cache_seqlens. The
+        cache is not copied: its batch stride is a multiple of its seqlen stride.
     block_table
         int32 (batch, max_pages): with neither of the two above.
     softmax_scale, causal, window_size, softcap, alibi_slopes
@@ -96,8 +99,12 @@ def flash_attn_with_kvcache(
     with_lse = switch("return_softmax_lse", return_softmax_lse)
     batch, seqlen_cache = q.shape[0], k_cache.shape[1]
     # A row of the cache is one page, as long as it is.
-    where = _pages_of_rows(cache_batch_idx, block_table)
+    where = _pages_of_rows(cache_batch_idx, block_table, batch)
     used = _used(cache_seqlens, seqlen_cache, batch, q)
+    if cache_leftpad is not None:  # before anything is written
+        pad = (cache_leftpad, cache_batch_idx, used)
+        _check_pad(q, k_cache, v_cache, *pad, appends=k is not None)
+        pages = _pages_of_keys(k_cache, v_cache)
     mask = mask_of(window_size, causal)
     if k is not None and v is not None:
         try:
@@ -111,12 +118,15 @@ def flash_attn_with_kvcache(
                 q_advances=mask is not None,
             )
         except Error as e:
-            raise renamed(e, {"seqused_k": "cache_seqlens"}) from None
+            names = {"seqused_k": "cache_seqlens"}
+            if block_table is None:
+                names["block_table"] = "cache_batch_idx"
+            raise renamed(e, names) from None
         q = q if turned is None else turned
         used = used + k.shape[1]
     if cache_leftpad is not None:
-        pad = (cache_leftpad, cache_batch_idx, batch)
-        k_cache, v_cache, where = _from_the_pad(k_cache, v_cache, *pad)
+        k_cache, v_cache, apart = pages
+        where = _from_the_pad(cache_leftpad, cache_batch_idx, seqlen_cache, apart)
         used = used - cache_leftpad
     splits = None if type(num_splits) is int and num_splits == 0 else num_splits
     softcap = max(number("softcap", softcap), 0.0)
@@ -128,7 +138,10 @@ def flash_attn_with_kvcache(
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
-    names = _KV_CACHE | ({"block_table": "cache_batch_idx"} if block_table is None else {})
+    names = _KV_CACHE
+    if block_table is None:
+        table = "cache_batch_idx" if cache_leftpad is None else "cache_leftpad"
+        names = names | {"block_table": table}
     try:
         out, lse = attend(
             *(q, k_cache, v_cache),
@@ -173,29 +186,124 @@ def _used(given: int | Tensor | None, seqlen_cache: int, batch: int, like: Tenso
     """cache_seqlens as int32 (batch,)."""
     if isinstance(given, Tensor):
         return tensor("cache_seqlens", given)
-    n = seqlen_cache if given is None else integer("cache_seqlens", given)
+    n = seqlen_cache
+    if given is not None:
+        allowed = "0 to the keys that the cache has room for"
+        n = integer("cache_seqlens", given, -(2**31), 2**31 - 1, allowed=allowed)
     return torch.full((batch,), n, dtype=torch.int32, device=like.device)
 
 
-def _pages_of_rows(cache_batch_idx: Tensor | None, block_table: Tensor | None) -> Tensor | None:
+def _pages_of_rows(
+    cache_batch_idx: Tensor | None, block_table: Tensor | None, batch: int
+) -> Tensor | None:
     if cache_batch_idx is None:
         return block_table
-    if tensor("cache_batch_idx", cache_batch_idx).dim() != 1:
-        raise InvalidArgument(f"cache_batch_idx: {shape_of(cache_batch_idx)}; (batch,)")
+    if tensor("cache_batch_idx", cache_batch_idx).shape != (batch,):
+        raise InvalidArgument(f"cache_batch_idx: {shape_of(cache_batch_idx)}; (batch {batch})")
     return cache_batch_idx.unsqueeze(1)
 
 
-def _from_the_pad(
-    k_cache: Tensor, v_cache: Tensor, leftpad: Tensor, rows: Tensor | None, batch: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The cache in pages of one key, and the table of those from ``leftpad`` on."""
-    if tensor("cache_leftpad", leftpad).shape != (batch,) or leftpad.dtype != torch.int32:
-        given = f"{shape_of(leftpad)}, dtype {leftpad.dtype}"
-        raise InvalidArgument(f"cache_leftpad: {given}; (batch {batch},), torch.int32")
-    seqlen = k_cache.shape[1]
+def _check_pad(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, leftpad: Tensor, rows: Tensor | None,
+    used: Tensor, *, appends: bool,
+) -> None:  # fmt: skip
+    """Refuses what the library would not see in pages and a table, or see by other names."""
+    batch, (cached, seqlen, heads) = q.shape[0], k_cache.shape[:3]
+    if (rows is None and cached != batch) or k_cache.shape[3] != q.shape[3]:
+        wrong, cache, last = "k_cache", k_cache, f"head_dim {q.shape[3]}"
+    elif v_cache.shape[:3] != k_cache.shape[:3]:
+        wrong, cache, last = "v_cache", v_cache, f"head_dim_v {v_cache.shape[3]}"
+    else:
+        wrong = ""
+    if wrong:
+        first = f"batch {batch}" if rows is None else f"rows {cached}"
+        allowed = f"({first}, seqlen_k {seqlen}, num_heads_kv {heads}, {last})"
+        raise InvalidArgument(f"{wrong}: {shape_of(cache)}; {allowed}")
+    given = {"cache_leftpad": leftpad, "cache_batch_idx": rows, "cache_seqlens": used}
+    for name, x in given.items():
+        if x is None:
+            continue
+        if tensor(name, x).dtype != torch.int32:
+            raise InvalidArgument(f"{name}: dtype {str(x.dtype).rpartition('.')[2]}; int32")
+        if x.shape != (batch,):
+            raise InvalidArgument(f"{name}: {shape_of(x)}; (batch {batch})")
+        if x.device != q.device:
+            raise InvalidArgument(f"{name}: on {x.device}; {q.device}, where q is")
+    if not unwatched((leftpad, rows, used)):
+        return
+    if leftpad.is_cpu or (_contents.ON and _can_check(leftpad)):
+        # kv_append has its own words for lengths.
+        room = None if appends else seqlen
+        _raise_first(_contents_of_pad(leftpad, rows, used, cached, room))
+
+
+def _contents_of_pad(
+    leftpad: Tensor, rows: Tensor | None, used: Tensor, cached: int, seqlen: int | None
+) -> Iterator[_contents.Finding]:
+    if rows is not None:
+        allowed = (
+            f"0 to {cached - 1}, the rows of k_cache" if cached else "no row, as k_cache has none"
+        )
+        yield from _first(
+            (rows < 0) | (rows >= cached),
+            rows,
+            lambda b, n, _: f"cache_batch_idx: {n} at [{b}]; {allowed}",
+        )
+    if seqlen is not None:  # before the pad, which is measured by them
+        yield from _contents._used("cache_seqlens", used, "seqlen_k", seqlen)
+    yield from _first(
+        (leftpad < 0) | (leftpad > used.clamp(min=0)),
+        leftpad,
+        lambda b, n, _: f"cache_leftpad: {n} at [{b}]; 0 to cache_seqlens",
+    )
+
+
+def _pages_of_keys(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Both in pages of one key, and how many pages lie from a sequence to the next.
+
+    Never a copy, which would be one of the whole cache. In a part of a larger cache the pages
+    count what lies between the sequences, too.
+    """
+    apart = [_apart("k_cache", k_cache), _apart("v_cache", v_cache)]
+    if apart[0] != apart[1]:
+        row = v_cache.stride(1)
+        allowed = f"{apart[0] * row}, {apart[0]} times the seqlen stride {row}, as k_cache's"
+        raise InvalidArgument(f"v_cache: batch stride {v_cache.stride(0)}; {allowed}")
+    batch, seqlen = k_cache.shape[:2]
+    pages = seqlen + (batch - 1) * apart[0] if batch else 0
+    if pages >= 2**31:
+        allowed = "less than 2^31 with cache_leftpad, as int32 counts them"
+        raise InvalidArgument(f"k_cache: {pages} keys from its first to its last; {allowed}")
+    k, v = (_paged(x, pages) for x in (k_cache, v_cache))
+    return k, v, apart[0]
+
+
+def _apart(name: str, cache: Tensor) -> int:
+    """The batch stride in rows of ``cache``."""
+    batch, seqlen = cache.shape[:2]
+    if batch <= 1 or seqlen <= 1:  # strides of what is alone say nothing
+        return seqlen
+    to_next, row = cache.stride()[:2]
+    if row == 0 or to_next % row != 0:
+        allowed = f"a multiple of the seqlen stride {row} with cache_leftpad"
+        raise InvalidArgument(f"{name}: batch stride {to_next}; {allowed}")
+    return to_next // row
+
+
+def _paged(cache: Tensor, pages: int) -> Tensor:
+    batch, seqlen, *rest = cache.shape
+    if pages == batch * seqlen:  # what everything that traces understands
+        return cache.view(pages, 1, *rest)
+    row = cache.stride(1)
+    return cache.as_strided((pages, 1, *rest), (row, row, *cache.stride()[2:]))
+
+
+def _from_the_pad(leftpad: Tensor, rows: Tensor | None, seqlen: int, apart: int) -> Tensor:
+    """The table of the keys from ``leftpad`` on, in pages of one key."""
     if rows is None:
-        rows = torch.arange(batch, device=leftpad.device)
+        rows = torch.arange(leftpad.shape[0], device=leftpad.device)
     keys = torch.arange(seqlen, device=leftpad.device) + leftpad.unsqueeze(1)
-    table = rows.unsqueeze(1) * seqlen + keys.clamp(max=seqlen - 1)
-    k, v = (x.reshape(-1, 1, *x.shape[2:]) for x in (k_cache, v_cache))
-    return k, v, table.to(torch.int32)
+    table = rows.unsqueeze(1) * apart + keys.clamp(max=seqlen - 1)
+    if leftpad.is_cpu:  # what a tracer hid from the checks the library refuses as it runs
+        table = table.where((keys >= 0) & (keys < seqlen), -1)
+    return table.to(torch.int32)

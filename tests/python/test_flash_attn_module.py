@@ -371,6 +371,14 @@ def test_rotary_refuses_what_cannot_be():
 
     _, cos, sin = tables()
     x = torch.randn(2, 10, 3, 8)
+    qkv, cu = x[:, :, :, None], torch.tensor([0, 4, 10])
+
+    def at(offsets, cu_seqlens=None):
+        rows = x if cu_seqlens is None else x[0]
+        rotary.apply_rotary_emb(
+            rows, cos, sin, seqlen_offsets=offsets, cu_seqlens=cu_seqlens, inplace=True
+        )
+
     for match, call in (
         (r"^x: shape", lambda: rotary.apply_rotary_emb(x[0], cos, sin)),
         (r"^cos: shape .*, sin's ", lambda: rotary.apply_rotary_emb(x[..., :4], cos, sin)),
@@ -380,6 +388,10 @@ def test_rotary_refuses_what_cannot_be():
             r"^max_seqlen: None with a tensor",
             lambda: rotary.RotaryEmbedding(4)(x[:, :, None], None, torch.zeros(2)),
         ),
+        (r"^seqlen_offsets: -1; 0 or more", lambda: at(-1)),
+        (r"^seqlen_offsets: -2 at \[1\]; 0 or more", lambda: at(torch.tensor([3, -2]))),
+        (r"^seqlen_offsets: -2 at \[1\]", lambda: at(torch.tensor([0, -2]), cu_seqlens=cu)),
+        (r"^seqlen_offset: -40; 0", lambda: rotary.RotaryEmbedding(4)(qkv, seqlen_offset=-40)),
     ):
         with pytest.raises(fs.Error, match=match):
             call()

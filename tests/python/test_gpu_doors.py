@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
+from flashsdk import _contents  # noqa: E402
 from flashsdk._torch_private import sdp_order  # noqa: E402
 from flashsdk.integrations import flash_attn as door  # noqa: E402
 from flashsdk.integrations import torch_sdpa  # noqa: E402
@@ -155,6 +156,42 @@ def test_flash_attn_with_kvcache(place, dtype, flash_attn, interleaved, count, p
         for written, before in zip(given, caches, strict=True):
             assert torch.equal(written[b, :n], before[b, :n])
             assert torch.equal(written[b, n + count :], before[b, n + count :])
+
+
+def test_flash_attn_with_a_pad(place, dtype, flash_attn, monkeypatch):
+    """In a part of a larger cache; contents are checked on a GPU where FLASHSDK_CHECK says so."""
+    used, pads = [70, 5, 31], [3, 5, 0]
+    q = place.randn(3, 2, 4, 64, dtype=dtype)
+    caches = [place.randn(5, 200, 2, 64, dtype=dtype)[1:4, 50:130] for _ in "kv"]
+    lengths, pad = (torch.tensor(x, dtype=torch.int32, device=place.device) for x in (used, pads))
+
+    def attended(at):
+        outs = []
+        for b, (begin, end) in enumerate(zip(pads, used, strict=True)):
+            keys, values = (x[b : b + 1, begin:end].to(at) for x in caches)
+            visible = torch.ones(2, end - begin, dtype=torch.bool, device=place.device)
+            outs.append(standard(q[b : b + 1].to(at), keys, values, visible=visible)[0])
+        return torch.cat(outs)
+
+    def step():
+        return flash_attn.flash_attn_with_kvcache(
+            q, *caches, cache_seqlens=lengths, cache_leftpad=pad
+        )
+
+    with torch.no_grad():
+        out = step()
+        assert_close([out], [attended(dtype)], [attended(torch.float64)])
+        if place.device == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = step()
+            graph.replay()
+            assert torch.equal(captured, out)
+        monkeypatch.setattr(_contents, "ON", True)
+        assert torch.equal(step(), out)
+        pad[1] = -1
+        with pytest.raises(fs.Error, match=r"^cache_leftpad: -1 at \[1\]; 0 to cache_seqlens$"):
+            step()
 
 
 # ---- PyTorch's own function

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flashsdk.torch import attention, flash_attn_with_kvcache  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_cases import rotated  # noqa: E402
 
 BATCH, ROOM, HEADS, HEADS_KV, DIM = 3, 40, 4, 2, 32
@@ -112,6 +113,90 @@ def test_a_pad_on_the_left(rows):
     torch.testing.assert_close(out, expected(q, *own, used, fs.Causal(), first))
 
 
+PARTS = {
+    "whole": lambda x: x(BATCH, ROOM, HEADS_KV, DIM),
+    "keys": lambda x: x(BATCH, 60, HEADS_KV, DIM)[:, 7 : 7 + ROOM],
+    "rows and keys": lambda x: x(BATCH + 2, 60, HEADS_KV, DIM)[1:-1, 7 : 7 + ROOM],
+    "heads outside": lambda x: x(BATCH, HEADS_KV, ROOM, DIM).transpose(1, 2),
+    "k and v in one": lambda x: x(BATCH, ROOM, 2, HEADS_KV, DIM)[:, :, 1],
+    "one for all": lambda x: x(1, ROOM, HEADS_KV, DIM).expand(BATCH, -1, -1, -1),
+}
+PAD = torch.tensor([3, 0, 30], dtype=torch.int32)
+
+
+class Copies(TorchDispatchMode):
+    """The copies that are made under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_):
+            self.made.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_pad_copies_no_cache(part):
+    q, _, _ = new(2)
+    caches = [PARTS[part](torch.randn) for _ in "kv"]
+    used = torch.tensor([7, 0, 40], dtype=torch.int32)
+    given = {"cache_seqlens": used, "cache_leftpad": PAD, "causal": True}
+    with Copies() as copies:
+        out = flash_attn_with_kvcache(q, *caches, **given)
+    assert not copies.made
+    alone = [x.contiguous() for x in caches]
+    assert torch.equal(out, flash_attn_with_kvcache(q, *alone, **given))
+
+
+@pytest.mark.parametrize("part", ["whole", "rows and keys", "heads outside"])
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_pad_compiled(part, count):
+    def step(q, k_cache, v_cache, k, v, used, pad):
+        return flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=used, cache_leftpad=pad
+        )
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    q, *added = new(2)
+    added = added if count else [None, None]
+    used = torch.tensor([7, 0, 31], dtype=torch.int32)
+    given, own = [], []
+    for _ in "kv":
+        given.append(PARTS[part](torch.randn))
+        own.append(given[-1].clone())
+    want = step(q, *own, *added, used, PAD)
+    assert torch.equal(compiled(q, *given, *added, used, PAD), want)
+    for x, y in zip(given, own, strict=True):
+        assert torch.equal(x, y)
+    if not count:  # no check sees these before the library does
+        for used, pad in ([40, 0, 31], [0, -1, 0]), ([41, 0, 31], [9, 0, 0]):
+            lengths = (torch.tensor(x, dtype=torch.int32) for x in (used, pad))
+            with pytest.raises(fs.Error):
+                compiled(q, *given, *added, *lengths)
+
+
+def test_a_pad_of_strides_that_no_page_has():
+    q, _, _ = new(2)
+    given = {"cache_seqlens": USED, "cache_leftpad": torch.zeros_like(USED)}
+    whole, keys = PARTS["whole"](torch.zeros), PARTS["keys"](torch.zeros)
+    odd = torch.zeros(BATCH, ROOM * 64 + 32).unfold(1, ROOM * 64, 1)[:, 0].unflatten(1, (ROOM, -1))
+    odd = odd.unflatten(2, (HEADS_KV, DIM))
+    far = torch.zeros(2, 2**31, HEADS_KV, DIM, device="meta")[:, :ROOM]
+    on_meta = {name: x[:2].to("meta") for name, x in given.items()}
+    for caches, options, line in (
+        ((odd, odd), given, "k_cache: batch stride 2592; a multiple of the seqlen stride 64 with"),
+        ((whole, odd), given, "v_cache: batch stride 2592; a multiple of the seqlen stride 64"),
+        ((keys, whole), given, "v_cache: batch stride 2560; 3840, 60 times the seqlen stride 64"),
+        ((whole[:, :1].expand(-1, ROOM, -1, -1),) * 2, given, "k_cache: batch stride 2560; a mul"),
+        ((far, far), on_meta, "k_cache: 2147483688 keys from its first to its last; less than"),
+    ):
+        with pytest.raises(fs.Error) as caught:
+            flash_attn_with_kvcache(q[: len(caches[0])].to(caches[0].device), *caches, **options)
+        assert str(caught.value).startswith(line)
+
+
 def test_pages():
     q, k, v = new(2)
     k_cache, v_cache = cache()
@@ -152,12 +237,12 @@ ERRORS = {
         {"cache_seqlens": 40},
         "cache_seqlens: 40 of sequence 0; 0 to 38, as the",
     ),
+    "new keys": ({"k": torch.zeros(3, 2, DIM, 2).transpose(2, 3)}, "k: strides of elements (128, "),
     "one of two": ({"v": None}, "k: given alone; k and v, or neither"),
     "no keys": ({"k": None, "v": None, "rotary_cos": torch.zeros(40, 4)}, "rotary_cos: given wit"),
-    "leftpad": (
-        {"cache_leftpad": torch.zeros(2, dtype=torch.int32)},
-        "cache_leftpad: shape (2,), dtype torch.int32; (batch 3,), torch.int32",
-    ),
+    "beyond int32": ({"cache_seqlens": 2**31}, "cache_seqlens: 2147483648; 0 to the keys that"),
+    "below int32": ({"cache_seqlens": -(2**31) - 1}, "cache_seqlens: -2147483649; 0 to the keys"),
+    "row": ({"cache_batch_idx": USED}, "cache_batch_idx: 7 at [0, 0]; a page of k_cache, of which"),
     "both": (
         {"block_table": torch.zeros(3, 1, dtype=torch.int32), "cache_batch_idx": USED},
         "cache_batch_idx: given with block_table; None, as pages have neither",
@@ -181,3 +266,96 @@ def test_errors(changes, line):
     with pytest.raises(fs.Error) as caught:
         flash_attn_with_kvcache(**given | changes)
     assert str(caught.value).startswith(line)
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def room(*shape):
+    return torch.zeros(*shape, 2, 8)
+
+
+LARGER = {"k_cache": room(3, 32), "v_cache": room(3, 32)}
+# With a pad and without one.
+ERRORS_OF_ROWS = {
+    "index of floats": ({"cache_batch_idx": room(2)[:, 0, 0]}, "cache_batch_idx: dtype float32; i"),
+    "index of int64": ({"cache_batch_idx": int32(0, 1).long()}, "cache_batch_idx: dtype int64; i"),
+    "index of one": ({"cache_batch_idx": int32(0)}, "cache_batch_idx: shape (1,); (batch 2)"),
+    "index of three": ({"cache_batch_idx": int32(0, 1, 0)}, "cache_batch_idx: shape (3,); (batch"),
+    "index elsewhere": (
+        {"cache_batch_idx": int32(0, 1).to("meta")},
+        "cache_batch_idx: on meta; cpu, where q is",
+    ),
+    "v shorter": (
+        {"v_cache": room(2, 31)},
+        "v_cache: shape (2, 31, 2, 8); (batch 2, seqlen_k 32, num_heads_kv 2, head_dim_v 8)",
+    ),
+    "v of fewer rows": (
+        {"v_cache": room(1, 32), "cache_batch_idx": int32(0, 1)},
+        "v_cache: shape (1, 32, 2, 8); (",
+    ),
+    "k wider": ({"k_cache": torch.zeros(2, 32, 2, 16)}, "k_cache: shape (2, 32, 2, 16); (batch 2,"),
+    "cache of three": (LARGER, "k_cache: shape (3, 32, 2, 8); (batch 2, seqlen_k 32, num_heads_kv"),
+    "lengths of int64": ({"cache_seqlens": int32(5, 7).long()}, "cache_seqlens: dtype int64; int"),
+    "one length": ({"cache_seqlens": int32(5)}, "cache_seqlens: shape (1,); (batch 2)"),
+    "lengths elsewhere": ({"cache_seqlens": int32(5, 7).to("meta")}, "cache_seqlens: on meta; cpu"),
+    "too long": ({"cache_seqlens": int32(40, 7)}, "cache_seqlens: 40 of sequence 0; 0 to seqlen_k"),
+    "below 0": ({"cache_seqlens": int32(5, -1)}, "cache_seqlens: -1 of sequence 1; 0 to seqlen_k"),
+}
+ERRORS_OF_PADS = {
+    "pad below 0": (
+        {"cache_leftpad": int32(0, -1)},
+        "cache_leftpad: -1 at [1]; 0 to cache_seqlens",
+    ),
+    "pad too long": ({"cache_leftpad": int32(6, 0)}, "cache_leftpad: 6 at [0]; 0 to cache_seqlens"),
+    "pad elsewhere": ({"cache_leftpad": int32(0, 1).to("meta")}, "cache_leftpad: on meta; cpu, wh"),
+    "pad of int64": ({"cache_leftpad": int32(0, 1).long()}, "cache_leftpad: dtype int64; int32"),
+    "one pad": ({"cache_leftpad": int32(1)}, "cache_leftpad: shape (1,); (batch 2)"),
+    "list of pads": ({"cache_leftpad": [0, 1]}, "cache_leftpad: [0, 1]; a tensor"),
+    "row behind": (
+        {"cache_batch_idx": int32(0, 2)},
+        "cache_batch_idx: 2 at [1]; 0 to 1, the rows of k_cache",
+    ),
+    "row before": ({"cache_batch_idx": int32(-1, 0)}, "cache_batch_idx: -1 at [0]; 0 to 1, the r"),
+    "no row": (
+        {"k_cache": room(0, 32), "v_cache": room(0, 32), "cache_batch_idx": int32(0, 0)},
+        "cache_batch_idx: 0 at [0]; no row, as k_cache has none",
+    ),
+}
+
+
+def refused_of_two(changes):
+    q = torch.zeros(2, 1, 2, 8)
+    given = {"k_cache": room(2, 32), "v_cache": room(2, 32), "cache_seqlens": int32(5, 7)}
+    with pytest.raises(fs.Error) as caught:
+        flash_attn_with_kvcache(q, **given | changes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("pad", [None, int32(0, 1)], ids=["no pad", "pad"])
+@pytest.mark.parametrize(("changes", "line"), ERRORS_OF_ROWS.values(), ids=ERRORS_OF_ROWS)
+def test_errors_with_a_pad_are_those_without(changes, line, pad):
+    assert refused_of_two({"cache_leftpad": pad} | changes).startswith(line)
+
+
+@pytest.mark.parametrize(("changes", "line"), ERRORS_OF_PADS.values(), ids=ERRORS_OF_PADS)
+def test_errors_of_a_pad(changes, line):
+    assert refused_of_two({"cache_leftpad": int32(0, 1)} | changes).startswith(line)
+
+
+def test_a_refused_pad_leaves_the_cache():
+    cache, added = room(2, 32), torch.ones(2, 1, 2, 8)
+    refused_of_two({"k_cache": cache, "k": added, "v": added, "cache_leftpad": int32(0, 8)})
+    assert not cache.any()
+    line = refused_of_two({"k": added, "v": added, "cache_leftpad": int32(0, 0),
+                           "cache_seqlens": int32(0, -1)})  # fmt: skip
+    assert line.startswith("cache_seqlens: -1 of sequence 1; 0 to 31, as the cache has room for")
+
+
+def test_a_pad_under_a_profiler():
+    """Which the check of contents keeps away from; the library refuses the pages."""
+    with torch.profiler.profile():
+        line = refused_of_two({"cache_leftpad": int32(0, -1)})
+    assert line.startswith("cache_leftpad: -1 at [1, 0]")

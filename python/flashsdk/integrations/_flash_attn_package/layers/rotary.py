@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashsdk import InvalidArgument
+from flashsdk import InvalidArgument, _contents
+from flashsdk._contents import _can_check, _first, _raise_first
+from flashsdk._torch_eager import unwatched
 
 __all__ = [
     "RotaryEmbedding",
@@ -59,7 +61,7 @@ def apply_rotary_emb(
     inplace
         Write into x and return it.
     seqlen_offsets
-        Position of the first row, one for all or integers (batch,).
+        Position of the first row, 0 or more: one for all or integers (batch,).
     cu_seqlens, max_seqlen
         Of packed x: integers (batch + 1,); the second is not needed.
     """
@@ -70,6 +72,7 @@ def apply_rotary_emb(
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[-1] > x.shape[-1]:
         allowed = f"two of (positions, rotary_dim / 2), rotary_dim <= {x.shape[-1]}"
         raise InvalidArgument(f"cos: shape {tuple(cos.shape)}, sin's {tuple(sin.shape)}; {allowed}")
+    _check_begin("seqlen_offsets", seqlen_offsets)
     cos, sin = (
         table.unsqueeze(-2) for table in _at_positions(x, cos, sin, seqlen_offsets, cu_seqlens)
     )
@@ -216,9 +219,10 @@ class RotaryEmbedding(torch.nn.Module):
         """Rotates in place: qkv as in ``apply_rotary_emb_qkv_``, or q and kv where kv is given.
 
         seqlen_offset
-            Position of the first row, one for all or integers (batch,); with these give
-            ``max_seqlen``, the number of positions that are needed.
+            Position of the first row, 0 or more: one for all or integers (batch,); with these
+            give ``max_seqlen``, the number of positions that are needed.
         """
+        _check_begin("seqlen_offset", seqlen_offset)
         if max_seqlen is None and isinstance(seqlen_offset, int):
             max_seqlen = qkv.shape[1] + seqlen_offset
         if max_seqlen is not None:
@@ -235,6 +239,16 @@ class RotaryEmbedding(torch.nn.Module):
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
         cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, *where)
+
+
+def _check_begin(name: str, begin: int | Tensor) -> None:
+    """Refuses a row before the first position; on a GPU contents are the caller's word."""
+    if isinstance(begin, int) and begin < 0:
+        raise InvalidArgument(f"{name}: {begin}; 0 or more")
+    if not isinstance(begin, Tensor) or not unwatched((begin,)):
+        return
+    if begin.is_cpu or (_contents.ON and _can_check(begin)):
+        _raise_first(_first(begin < 0, begin, lambda b, n, _: f"{name}: {n} at [{b}]; 0 or more"))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
