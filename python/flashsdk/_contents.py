@@ -25,7 +25,7 @@ Finding: TypeAlias = tuple[Any, Callable[[int, int, int], str]]
 
 def check_call(q: Any, k: Any, packed: _bindings.Packed, options: _bindings.Options) -> None:
     """Raises ``Error`` for lengths or pages of a forward or a backward."""
-    if not _can_check(q, k):
+    if not can_check(q, k):
         return
     if packed:
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packed
@@ -36,7 +36,7 @@ def check_call(q: Any, k: Any, packed: _bindings.Packed, options: _bindings.Opti
     else:
         seqused_q, seqused_k, _, block_table = options[11:15]
         findings = list(_batched(q, k, seqused_q, seqused_k, block_table))
-    _raise_first(findings)
+    raise_first(findings)
 
 
 def check_append(
@@ -44,15 +44,15 @@ def check_append(
     q_advances: bool,
 ) -> None:  # fmt: skip
     """The same of ``kv_append``, for its arguments."""
-    if not _can_check(k_cache, k) or not k.dim() == k_cache.dim() == 4:
+    if not can_check(k_cache, k) or not k.dim() == k_cache.dim() == 4:
         return
     queries = 0
     if _is_tensor(q, 4):
         queries = q.shape[1] if q_advances else 1
-    _raise_first(_append(k_cache, k, seqused_k, block_table, rotary_cos, queries))
+    raise_first(_append(k_cache, k, seqused_k, block_table, rotary_cos, queries))
 
 
-def _can_check(*tensors: Any) -> bool:
+def can_check(*tensors: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not all(isinstance(x, torch.Tensor) for x in tensors):
         return False
@@ -60,7 +60,7 @@ def _can_check(*tensors: Any) -> bool:
     return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _raise_first(findings: Iterable[Finding]) -> None:
+def raise_first(findings: Iterable[Finding]) -> None:
     numbers, texts = [], []
     for number, text in findings:
         numbers.append(number)
@@ -81,14 +81,16 @@ def _batched(q: Any, k: Any, seqused_q: Any, seqused_k: Any, block_table: Any) -
         return
     batch, seqlen_q = q.shape[:2]
     if _fits(seqused_q, q, batch):
-        yield from _used("seqused_q", seqused_q, "seqlen_q", seqlen_q)
+        yield from used_lengths("seqused_q", seqused_q, "seqlen_q", seqlen_q)
     if not _fits(seqused_k, q, batch):
         return
     if block_table is None:
-        yield from _used("seqused_k", seqused_k, "seqlen_k", k.shape[1])
+        yield from used_lengths("seqused_k", seqused_k, "seqlen_k", k.shape[1])
     elif _fits(block_table, q, batch, None):
         pages, page_size = k.shape[:2]
-        yield from _used("seqused_k", seqused_k, "seqlen_k", block_table.shape[1] * page_size)
+        yield from used_lengths(
+            "seqused_k", seqused_k, "seqlen_k", block_table.shape[1] * page_size
+        )
         allowed = f"0 to {pages - 1}, the pages of k" if pages else "no page, as k has none"
         begin = seqused_k.new_zeros(batch)
         yield from _pages(block_table, begin, seqused_k, page_size, pages, allowed)
@@ -100,16 +102,16 @@ def _packed(side: str, q: Any, x: Any, cu_seqlens: Any, max_seqlen: Any) -> Iter
         return
     total, first, last = x.shape[0], cu_seqlens[:1], cu_seqlens[-1:]
     before, after = cu_seqlens[:-1], cu_seqlens[1:]
-    yield from _first(first != 0, first, lambda _, n, __: f"{name}: begins with {n}; 0")
+    yield from first_of(first != 0, first, lambda _, n, __: f"{name}: begins with {n}; 0")
     ascending = lambda _, a, b: f"{name}: {a} before {b}; ascending"  # noqa: E731
-    yield from _first(after < before, before, ascending, after)
+    yield from first_of(after < before, before, ascending, after)
     allowed = f"at most total_{side} {total}"
-    yield from _first(last > total, last, lambda _, n, __: f"{name}: ends with {n}; {allowed}")
+    yield from first_of(last > total, last, lambda _, n, __: f"{name}: ends with {n}; {allowed}")
     if before.numel() and isinstance(max_seqlen, Integral):
         most = min(max(int(max_seqlen), -1), total)  # none is longer than all together
         given = f"max_seqlen_{side}: {max_seqlen}; at least the longest sequence"
         longest = (after - before).max()[None]
-        yield from _first(longest > most, longest, lambda _, n, __: f"{given}, {n}")
+        yield from first_of(longest > most, longest, lambda _, n, __: f"{given}, {n}")
 
 
 def _append(
@@ -124,7 +126,7 @@ def _append(
             return
         room *= block_table.shape[1]
     allowed = f"0 to {room - added}, as the cache has room for {room} keys"
-    yield from _first(
+    yield from first_of(
         (seqused_k < 0) | (seqused_k > room - added),
         seqused_k,
         lambda b, n, _: f"seqused_k: {n} of sequence {b}; {allowed}",
@@ -132,7 +134,7 @@ def _append(
     if _is_tensor(rotary_cos, 2):
         positions, end = rotary_cos.shape[0], seqused_k + max(added, queries)
         given = f"rotary_cos: {positions} positions"
-        yield from _first(
+        yield from first_of(
             end > positions,
             end,
             lambda b, n, _: f"{given}; at least {n}, as sequence {b} goes so far",
@@ -144,9 +146,9 @@ def _append(
         yield from _pages(block_table, seqused_k, end, page_size, pages, allowed)
 
 
-def _used(name: str, used: Any, of: str, seqlen: int) -> Iterator[Finding]:
+def used_lengths(name: str, used: Any, of: str, seqlen: int) -> Iterator[Finding]:
     allowed = f"0 to {of}, which is {seqlen}"
-    yield from _first(
+    yield from first_of(
         (used < 0) | (used > seqlen),
         used,
         lambda b, n, _: f"{name}: {n} of sequence {b}; {allowed}",
@@ -160,7 +162,7 @@ def _pages(
     columns = table.shape[1]
     first_key = page_size * sys.modules["torch"].arange(columns, device=table.device)
     in_use = (first_key + page_size > begin[:, None]) & (first_key < end[:, None])
-    yield from _first(
+    yield from first_of(
         in_use & ((table < 0) | (table >= pages)),
         table,
         lambda at, n, _: f"block_table: {n} at [{at // columns}, {at % columns}]; {allowed}",
@@ -180,7 +182,7 @@ def _fits(x: Any, like: Any, *shape: int | None) -> bool:
     return all(n is None or m == n for m, n in zip(x.shape, shape, strict=True))
 
 
-def _first(
+def first_of(
     broken: Any, value: Any, text: Callable[[int, int, int], str], other: Any = None
 ) -> Iterator[Finding]:
     """The first place where a rule is broken, with the values there; nothing without places."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from . import _contents
-from ._contents import _can_check, _first, _raise_first
+from ._contents import can_check, first_of, raise_first
 from ._errors import Error, InvalidArgument, Unsupported, integer, renamed
 from ._flash_attn_func import mask_of
 from ._torch_checks import number, overridable, shape_of, switch, tensor
@@ -231,10 +231,10 @@ def _check_pad(
             raise InvalidArgument(f"{name}: on {x.device}; {q.device}, where q is")
     if not unwatched((leftpad, rows, used)):
         return
-    if leftpad.is_cpu or (_contents.ON and _can_check(leftpad)):
+    if leftpad.is_cpu or (_contents.ON and can_check(leftpad)):
         # kv_append has its own words for lengths.
         room = None if appends else seqlen
-        _raise_first(_contents_of_pad(leftpad, rows, used, cached, room))
+        raise_first(_contents_of_pad(leftpad, rows, used, cached, room))
 
 
 def _contents_of_pad(
@@ -244,14 +244,14 @@ def _contents_of_pad(
         allowed = (
             f"0 to {cached - 1}, the rows of k_cache" if cached else "no row, as k_cache has none"
         )
-        yield from _first(
+        yield from first_of(
             (rows < 0) | (rows >= cached),
             rows,
             lambda b, n, _: f"cache_batch_idx: {n} at [{b}]; {allowed}",
         )
     if seqlen is not None:  # before the pad, which is measured by them
-        yield from _contents._used("cache_seqlens", used, "seqlen_k", seqlen)
-    yield from _first(
+        yield from _contents.used_lengths("cache_seqlens", used, "seqlen_k", seqlen)
+    yield from first_of(
         (leftpad < 0) | (leftpad > used.clamp(min=0)),
         leftpad,
         lambda b, n, _: f"cache_leftpad: {n} at [{b}]; 0 to cache_seqlens",

@@ -44,7 +44,8 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
     total = weights.sum(0)
     seen = total > 0
     shares = weights / xp.where(seen, total, xp.ones_like(total))
-    shares = shares.swapaxes(-1, -2)[..., None]  # (parts, ..., rows, heads, 1)
+    # (parts, ..., rows, heads, 1), and in memory: out lies there as these do.
+    shares = xp.stack([share.swapaxes(-1, -2) for share in shares])[..., None]
     # Of what counts for nothing not even NaN or infinity does, nor in a derivative.
     zero = xp.zeros_like(shares[0])
     out = sum(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashsdk import InvalidArgument, _contents
-from flashsdk._contents import _can_check, _first, _raise_first
+from flashsdk._contents import can_check, first_of, raise_first
 from flashsdk._torch_eager import unwatched
 
 __all__ = [
@@ -247,8 +247,8 @@ def _check_begin(name: str, begin: int | Tensor) -> None:
         raise InvalidArgument(f"{name}: {begin}; 0 or more")
     if not isinstance(begin, Tensor) or not unwatched((begin,)):
         return
-    if begin.is_cpu or (_contents.ON and _can_check(begin)):
-        _raise_first(_first(begin < 0, begin, lambda b, n, _: f"{name}: {n} at [{b}]; 0 or more"))
+    if begin.is_cpu or (_contents.ON and can_check(begin)):
+        raise_first(first_of(begin < 0, begin, lambda b, n, _: f"{name}: {n} at [{b}]; 0 or more"))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
