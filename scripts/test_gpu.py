@@ -205,13 +205,15 @@ def pytest(m: Machine) -> Part:
         status, text, seconds = m.run(name, command, limit=1800, **env)
         skips = [line for line in text.splitlines() if line.startswith("SKIPPED")]
         part = {"ok": status == 0, "seconds": round(seconds), **junit(report), "skips": skips}
+        part["files"] = passed_of_files(report)
         if status != 0:
             part["why"] = "\n".join(x for x in text.splitlines() if x.startswith(("FAILED", "E  ")))
         parts.append(part)
     total = {key: sum(p.get(key, 0) for p in parts) for key in ("seconds", *COUNTS)}
     reasons = [skip for p in parts for skip in p["skips"]]
     why = "\n".join(p["why"] for p in parts if "why" in p)
-    part = {"ok": all(p["ok"] for p in parts), **total, "skips": reasons}
+    files = {name: n for p in parts for name, n in p["files"].items()}
+    part = {"ok": all(p["ok"] for p in parts), **total, "files": files, "skips": reasons}
     return part | ({"why": why[:4000]} if why else {})
 
 
@@ -228,6 +230,19 @@ def junit(path: Path) -> Part:
         failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
         skipped += int(suite.get("skipped", 0)) + int(suite.get("disabled", 0))
     return {"passed": tests - failed - skipped, "failed": failed, "skipped": skipped}
+
+
+def passed_of_files(report: Path) -> dict[str, int]:
+    """How many tests of each file passed: which interfaces have run on a GPU."""
+    if not report.exists():
+        return {}
+    passed: dict[str, int] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        if case.find("failure") is None and case.find("error") is None:
+            module = re.match(r"tests\.python\.(\w+)", case.get("classname", ""))
+            if module and case.find("skipped") is None:
+                passed[module[1]] = passed.get(module[1], 0) + 1
+    return dict(sorted(passed.items()))
 
 
 def side_by_side(

@@ -8,7 +8,10 @@ from typing import Any
 
 from flashsdk._commands.machine import hash_of, header_of, source_root
 
-PEERS = ("torch", "cupy-cuda13x", "cupy-cuda12x", "jax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+PEERS = (
+    "torch", "transformers", "cupy-cuda13x", "cupy-cuda12x", "jax", "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12",
+)  # fmt: skip
 DEVICE = "cuda"  # of PyTorch's tensors
 TESTS = Path("benchmarks", "results", "gpu_tests.json")
 
