@@ -38,6 +38,8 @@ import torch.multiprocessing as mp
 from context_parallel_tables import KIND, PASSES
 from flashsdk._commands import gpu_record
 from flashsdk._commands.gpu_timing import drawn, hold, percentiles
+from flashsdk._testing import naive
+from flashsdk._testing.reference import Features
 from flashsdk.torch import attention
 from flashsdk.torch.distributed import context_parallel, shard_sequence, unshard_sequence
 from torch import Tensor
@@ -184,13 +186,15 @@ def beside_float64(problem: Problem) -> list[dict[str, Any]]:
 
 
 def in_float64(problem: Problem) -> list[Tensor]:
-    """out, dq, dk, dv by the definition: the score matrix, its softmax, and autograd."""
+    """out, dq, dk, dv by the definition, and autograd."""
     q, k, v = (x.detach().double().requires_grad_() for x in problem.inputs["one"])
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    visible: Any = None
     if problem.mask is not None:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    by_heads = (x.transpose(1, 2) for x in (q, k, v))
+    head = naive.Heads(Features(), *by_heads, None, None, q.shape[-1] ** -0.5)
+    whole: Any = naive.attention(head, visible=visible, xp=torch)[0]
+    out = whole.transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), problem.dout.double())]
 
 

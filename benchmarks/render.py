@@ -43,7 +43,7 @@ PAGES = (  # with marked blocks
             "context_parallel",
             "jax",
             "jax_details",
-            "torch_sdpa",
+            "torch_sdpa_details",
             "versions",
         )
     ),

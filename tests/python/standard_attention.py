@@ -5,6 +5,7 @@ A result may be as far from float64 as twice what standard attention in the same
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def standard(
     alibi_slopes: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen_q, num_heads, head_dim_v), lse (batch, num_heads, seqlen_q).
 
@@ -37,6 +39,8 @@ def standard(
     f = Features(softmax_scale, softcap=softcap)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     head = naive.Heads(f, *(x.to(held) for x in (q, k, v)), None, None, scale)
+    if sink is not None:
+        head = replace(head, sink=sink.to(held)[:, None, None])
     added = None
     if bias is not None and bias.dtype == torch.bool:
         visible = bias if visible is None else bias & visible

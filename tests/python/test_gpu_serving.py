@@ -176,6 +176,7 @@ def test_merge_joins_parts(backend):
 
 def test_sinks_are_differentiated_by_torch(backend):
     from flashsdk.torch import attention
+    from standard_attention import standard
 
     q, k, v = (
         torch.randn(2, 70, 4, DIM, device="cuda", dtype=BF16, requires_grad=True) for _ in "qkv"
@@ -184,10 +185,8 @@ def test_sinks_are_differentiated_by_torch(backend):
     dout = torch.randn(2, 70, 4, DIM, device="cuda", dtype=BF16)
     attention(q, k, v, sink=sink, mask=fs.Causal(), backend=backend).backward(dout)
     got = [x.grad.float() for x in (q, k, v, sink)]
-    exact = [x.detach().float().requires_grad_() for x in (q, k, v, sink)]
-    s = torch.einsum("bihd,bjhd->bhij", exact[0], exact[1]) * DIM**-0.5
-    s = s.masked_fill(torch.ones(70, 70, device="cuda").triu(1).bool(), -torch.inf)
-    whole = torch.cat([s, exact[3].view(1, 4, 1, 1).expand(2, 4, 70, 1)], -1).softmax(-1)
-    torch.einsum("bhij,bjhd->bihd", whole[..., :-1], exact[2]).backward(dout.float())
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, sink)]
+    visible = torch.ones(70, 70, device="cuda", dtype=torch.bool).tril()
+    standard(*exact[:3], visible=visible, sink=exact[3])[0].backward(dout.double())
     for ours, theirs in zip(got, (x.grad for x in exact), strict=True):
         assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max() + 0.02

@@ -2,6 +2,8 @@
 
 import flashsdk as fs
 import pytest
+from flashsdk._testing import naive
+from flashsdk._testing.reference import Features
 from gpu_cases import BF16, assert_same, both, qkv
 
 torch = pytest.importorskip("torch")
@@ -52,13 +54,13 @@ def definition(q, k, used):
     """out and lse in float64, causal from the bottom right."""
     outs, lses = [], []
     for b, n in enumerate(used):
-        scores = torch.einsum("ihd,jd->hij", q[b].double(), k[b, :n, 0].double()) / QK**0.5
-        i, j = torch.arange(q.shape[1])[:, None], torch.arange(n)
-        hidden = (j > i + n - q.shape[1]).cuda()
-        scores = scores.masked_fill(hidden, -torch.inf)
-        weights = scores.softmax(-1).nan_to_num(0)
-        outs.append(torch.einsum("hij,jd->ihd", weights, k[b, :n, 0, :V].double()))
-        lses.append(scores.logsumexp(-1))
+        i, j = (torch.arange(rows, device=q.device) for rows in (q.shape[1], n))
+        visible = j <= i[:, None] + n - q.shape[1]
+        queries, keys = q[b].double().transpose(0, 1), k[b, :n, 0].double()  # keys: of every head
+        head = naive.Heads(Features(), queries, keys, keys[:, :V], None, None, QK**-0.5)
+        out, lse = naive.attention(head, visible=visible, xp=torch)
+        outs.append(out.transpose(0, 1))
+        lses.append(lse)
     return torch.stack(outs), torch.stack(lses)
 
 

@@ -307,6 +307,7 @@ STANDARD = {
     "boolean bias": {"bias": (np.arange(52) % 3 > 0).reshape(2, 2, 1, 13)},
     "ALiBi and softcap": {"alibi_slopes": np.array([0.1, 0.3]), "softcap": 3.0},
     "scale": {"softmax_scale": 0.25},
+    "sinks": {"sink": np.array([0.3, -1.0]), "mask": BandSpec(0, 0, "top_left")},
 }
 
 
@@ -320,13 +321,15 @@ def test_pytorch_s_standard_attention_agrees(features):
     dlse = np.linspace(-1, 1, 68).reshape(2, 2, 17)
     want = reference.forward_backward(dout, q, k, v, dlse=dlse, **features)
     options = {n: torch.from_numpy(x) if n in ("bias", "alibi_slopes") else x
-               for n, x in features.items() if n != "mask"}  # fmt: skip
+               for n, x in features.items() if n not in ("mask", "sink")}  # fmt: skip
     if band := features.get("mask"):
         rows = [reference.visible_keys(band, 0, 0, i, 17, 13) for i in range(17)]
         options["visible"] = torch.from_numpy(np.array(rows))
-    arrays = map(torch.from_numpy, (q, k, v))
+    arrays = {"q": q, "k": k, "v": v, **{n: features[n] for n in ("sink",) if n in features}}
     got = gradients(
-        lambda *x: standard(*x, **options), [*arrays], [*map(torch.from_numpy, (dout, dlse))]
+        lambda *x: standard(**dict(zip(arrays, x, strict=True)), **options),
+        [*map(torch.from_numpy, arrays.values())],
+        [*map(torch.from_numpy, (dout, dlse))],
     )
     for ours, exact in zip(got, want, strict=True):
         np.testing.assert_allclose(ours.numpy(), exact, rtol=1e-12, atol=1e-12)

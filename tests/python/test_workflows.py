@@ -30,6 +30,7 @@ def test_targets_and_scripts_exist():
     named = [t for c in commands() for t in re.findall(r"\bmake ([\w-]+)", c)]
     assert len(named) > 8
     assert not set(named) - targets
+    assert {"coverage-python", "coverage-cpp"} <= set(named)
     scripts = {s for c in commands() for s in re.findall(r"scripts/\w+\.py", c)}
     assert scripts and all((ROOT / script).exists() for script in scripts)
 

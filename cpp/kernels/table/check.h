@@ -1,4 +1,4 @@
-// What every row of the GPU tables promises, checked where it is compiled: a message names the row by its values.
+// What every row of the tables promises, checked where it is compiled: a message names the row by its values.
 #pragma once
 
 #include <cstddef>
@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "sm90/forward/tiles.h"
+#include "table/cpu.h"
 #include "table/sm80.h"
 #include "table/sm90.h"
 
@@ -183,6 +184,37 @@ constexpr bool serves_small_gpus(const Row (&rows)[kRows]) {
 static_assert(serves_small_gpus(kSm80Forward) && serves_small_gpus(kSm80Backward) && serves_small_gpus(kSm80Fp8Forward),
               "sm80: no kernel for some calls on GPUs with the least shared memory");
 
+// Whether two rows have a kernel of one name: it has the head_dim, the tile and the features.
+template <class Row>
+constexpr bool share_a_kernel(const Row& a, const Row& b) {
+  if (a.head_dim != b.head_dim || a.tile.m != b.tile.m || a.tile.n != b.tile.n) return false;
+  if constexpr (requires { a.any_alignment; })
+    if (a.any_alignment != b.any_alignment) return false;
+  for (unsigned set = 0; set < kFeatureSets; ++set)
+    if (a.kernels.masks[set] != kNoMask && b.kernels.masks[set] != kNoMask) return true;
+  return false;
+}
+template <class Row, std::size_t kRows>
+constexpr int times(const Row (&rows)[kRows], const Row& row) {
+  int times = 0;
+  for (const Row& other : rows) times += share_a_kernel(row, other) ? 1 : 0;
+  return times;
+}
+template <auto kRow, int kTimes>
+struct CheckedAlone {
+  static_assert(kTimes == 1, "tile: another row has it, with a set of features of this one");
+};
+
+template <int kHeadDim>
+struct CheckedCpuHeadDim {
+  static_assert(kHeadDim % 64 == 0, "head_dim: not a multiple of 64, of which packed rows are made");
+  static_assert(cpu_has(kHeadDim, kAll), "head_dim: no kernel of it takes calls with features");
+};
+template <int kBefore, int kHeadDim>
+struct CheckedCpuHeadDims {
+  static_assert(kBefore < kHeadDim, "head_dim: not larger than the one before");
+};
+
 // One check a row.
 constexpr auto each(auto check) {
   return [check]<std::size_t... kIndices>(std::index_sequence<kIndices...>) {
@@ -190,16 +222,38 @@ constexpr auto each(auto check) {
   };
 }
 constexpr void check_tables() {
-  each([](auto i) { CheckedSm80Forward<kSm80Forward[i]>(); })(std::make_index_sequence<std::size(kSm80Forward)>());
-  each([](auto i) { CheckedSm80Forward<kSm80SplitForward[i]>(); })(
-      std::make_index_sequence<std::size(kSm80SplitForward)>());
-  each([](auto i) { CheckedSm80Fp8Forward<kSm80Fp8Forward[i]>(); })(
-      std::make_index_sequence<std::size(kSm80Fp8Forward)>());
-  each([](auto i) { CheckedSm80Fp8SplitForward<kSm80Fp8SplitForward[i]>(); })(
-      std::make_index_sequence<std::size(kSm80Fp8SplitForward)>());
-  each([](auto i) { CheckedSm80Backward<kSm80Backward[i]>(); })(std::make_index_sequence<std::size(kSm80Backward)>());
-  each([](auto i) { CheckedSm90Forward<kSm90Forward[i]>(); })(std::make_index_sequence<std::size(kSm90Forward)>());
-  each([](auto i) { CheckedSm90Backward<kSm90Backward[i]>(); })(std::make_index_sequence<std::size(kSm90Backward)>());
+  each([](auto i) {
+    CheckedSm80Forward<kSm80Forward[i]>();
+    CheckedAlone<kSm80Forward[i], times(kSm80Forward, kSm80Forward[i])>();
+  })(std::make_index_sequence<std::size(kSm80Forward)>());
+  each([](auto i) {
+    CheckedSm80Forward<kSm80SplitForward[i]>();
+    CheckedAlone<kSm80SplitForward[i], times(kSm80SplitForward, kSm80SplitForward[i])>();
+  })(std::make_index_sequence<std::size(kSm80SplitForward)>());
+  each([](auto i) {
+    CheckedSm80Fp8Forward<kSm80Fp8Forward[i]>();
+    CheckedAlone<kSm80Fp8Forward[i], times(kSm80Fp8Forward, kSm80Fp8Forward[i])>();
+  })(std::make_index_sequence<std::size(kSm80Fp8Forward)>());
+  each([](auto i) {
+    CheckedSm80Fp8SplitForward<kSm80Fp8SplitForward[i]>();
+    CheckedAlone<kSm80Fp8SplitForward[i], times(kSm80Fp8SplitForward, kSm80Fp8SplitForward[i])>();
+  })(std::make_index_sequence<std::size(kSm80Fp8SplitForward)>());
+  each([](auto i) {
+    CheckedSm80Backward<kSm80Backward[i]>();
+    CheckedAlone<kSm80Backward[i], times(kSm80Backward, kSm80Backward[i])>();
+  })(std::make_index_sequence<std::size(kSm80Backward)>());
+  each([](auto i) {
+    CheckedSm90Forward<kSm90Forward[i]>();
+    CheckedAlone<kSm90Forward[i], times(kSm90Forward, kSm90Forward[i])>();
+  })(std::make_index_sequence<std::size(kSm90Forward)>());
+  each([](auto i) {
+    CheckedSm90Backward<kSm90Backward[i]>();
+    CheckedAlone<kSm90Backward[i], times(kSm90Backward, kSm90Backward[i])>();
+  })(std::make_index_sequence<std::size(kSm90Backward)>());
+  each([](auto i) {
+    CheckedCpuHeadDim<kCpuHeadDims[i]>();
+    if constexpr (i > 0) CheckedCpuHeadDims<kCpuHeadDims[i - 1], kCpuHeadDims[i]>();
+  })(std::make_index_sequence<std::size(kCpuHeadDims)>());
 }
 
 }  // namespace flashsdk::table

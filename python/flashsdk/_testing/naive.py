@@ -45,7 +45,7 @@ class Heads:
     dlse: Any
     scale: float
     alibi_slope: float = 0.0
-    sink: float = -np.inf
+    sink: Any = -np.inf  # or of each head: (heads, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,10 @@ def attention(
     m = from_products(
         head, round_to(head.q @ transposed(head.k)), added, visible, drop, round_to, xp
     )
-    return round_to(round_to(m.p * m.drop) @ head.v), round_to(log_sum_exp(m.score, xp))
+    lse = log_sum_exp(m.score, xp)
+    if has_sink(head):
+        lse = xp.logaddexp(lse, sink_beside(lse[..., None], head, xp)[..., 0])
+    return round_to(round_to(m.p * m.drop) @ head.v), round_to(lse)
 
 
 def from_products(
@@ -116,15 +119,26 @@ def from_products(
     # The largest e is 1, and all are 0 where no key is seen: no row has the bound itself, where the
     # gradient of clip is another with each release of PyTorch.
     total = xp.clip(e.sum(-1), 0.5, None)
-    if head.sink != -np.inf:
-        blind = np.isneginf(score).all(-1, keepdims=True)
-        top = np.maximum(np.where(blind, -np.inf, top), head.sink)
+    if has_sink(head):
+        blind = xp.isneginf(score).all(-1)[..., None]
+        sink = sink_beside(top, head, xp)
+        top = constant(xp.maximum(xp.where(blind, -np.inf, top), sink))
         with np.errstate(invalid="ignore"):  # float16 may overflow
-            e, of_sink = np.exp(score - top), np.exp(head.sink - top[..., 0])
+            e, of_sink = xp.exp(score - top), xp.exp(sink - top)[..., 0]
         total = e.sum(-1) + of_sink
         p_sink = of_sink / total
     p = round_to(e / total[..., None])
     return Matrices(score, p, xp.ones_like(score) if drop is None else drop, slope, p_sink)
+
+
+def has_sink(head: Any) -> bool:
+    return not isinstance(head.sink, float) or head.sink != -np.inf
+
+
+def sink_beside(rows: Array, head: Any, xp: Any = np) -> Array:
+    """A head's sink for each of its rows (..., seqlen_q, 1), of their type."""
+    sinks: Array = xp.zeros_like(rows) + head.sink
+    return sinks
 
 
 def log_sum_exp(score: Array, xp: Any = np) -> Array:
@@ -143,9 +157,14 @@ def finite_max(score: Array, xp: Any = np) -> Array:
     if score.shape[-1] == 0:
         zeros: Array = score.sum(-1)[..., None]
         return zeros
-    top = xp.amax(score.detach() if hasattr(score, "detach") else score, -1)[..., None]
+    top = xp.amax(constant(score), -1)[..., None]
     finite: Array = xp.where(xp.isneginf(top), xp.zeros_like(top), top)
     return finite
+
+
+def constant(x: Any) -> Any:
+    """x, through which PyTorch shall not differentiate."""
+    return x.detach() if hasattr(x, "detach") else x
 
 
 def transposed(x: Any) -> Any:
