@@ -110,6 +110,26 @@ def test_the_record_of_a_wheel(script, tmp_path):
     }
 
 
+def test_what_ptxas_says_is_read(script):
+    printed = """\
+ptxas info    : Compiling entry function '_Zone' for 'sm_86'
+ptxas info    : Function properties for _Zone
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 254 registers, used 1 barriers, 8 bytes cumulative stack size
+ptxas info    : Compile time = 9.2 ms
+ptxas info    : Compiling entry function '_Ztwo' for 'sm_86'
+ptxas info    : Function properties for _Ztwo
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 4096 bytes smem
+ptxas info    : Compiling entry function '_Zone' for 'sm_120'
+ptxas info    : Function properties for _Zone
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 96 registers, used 0 barriers
+"""
+    found = script("check_architectures").read(printed)
+    assert found == {"sm_86": [(254, 12, 0), (40, 0, 4096)], "sm_120": [(96, 0, 0)]}
+
+
 def test_cells_are_pythons_by_frameworks(script):
     """Each Python that wheels are for and CI has, with the oldest and newest of all else."""
     command = [sys.executable, "scripts/test_versions.py", "--list"]
