@@ -46,13 +46,13 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cpp' '*
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo test coverage coverage-python coverage-cpp test-asan test-tsan test-compiler test-aarch64 test-package \
-	test-versions test-gpu bench-gpu build-cuda-ci bench lint lint-tools lint-ruff lint-format lint-mypy lint-clang-format \
+	test-versions test-gpu bench-gpu build-cuda-ci check-architectures bench lint lint-tools lint-ruff lint-format lint-mypy lint-clang-format \
 	lint-columns lint-github \
 	format site wheel wheels clean distclean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
-	@echo "also: setup build bench lint format site wheel wheels coverage-python coverage-cpp test-asan test-tsan test-compiler test-aarch64 test-package test-versions build-cuda-ci clean distclean"
+	@echo "also: setup build bench lint format site wheel wheels coverage-python coverage-cpp test-asan test-tsan test-compiler test-aarch64 test-package test-versions build-cuda-ci check-architectures clean distclean"
 
 setup:
 	@$(BOOTSTRAP) $(TEST_GROUPS) lint
@@ -150,6 +150,11 @@ build-cuda-ci:
 	@$(CMAKE) --build build/cuda-ci -j $(JOBS) --target flashsdk _bindings flashsdk_device_tests flashsdk_gpu_harness
 	@$(CTEST) --test-dir build/cuda-ci -R '^Device|^exports'
 	@$(PY) scripts/check_cuda_extension.py build/cuda-ci/extension
+
+# Needs nvcc and no GPU: some GPU kernels for cards that nobody here has, and what they take of registers.
+check-architectures:
+	@$(BOOTSTRAP) build
+	@PATH=$(BIN):$$PATH $(PY) scripts/check_architectures.py -- $(GPU_CMAKE_ARGS)
 
 # Tests with other releases of PyTorch and JAX than .venv's, in environments of their own:
 # make test-versions VERSIONS="torch==2.11.0 jax==0.8.3 --tests torch_seeds jax"

@@ -2,6 +2,8 @@
 # Python and inside of flashsdk._torch_native, which is eager calls without Python in between.
 set(FLASHSDK_BUILD_TORCH AUTO CACHE STRING "What is for PyTorch: AUTO (where Python has PyTorch 2.11 or newer), ON or OFF")
 set_property(CACHE FLASHSDK_BUILD_TORCH PROPERTY STRINGS AUTO ON OFF)
+set(FLASHSDK_TORCH_DIR "" CACHE PATH
+  "PyTorch's folder; then only libflashsdk_torch is built with it. Empty: the PyTorch of Python_EXECUTABLE")
 set(FLASHSDK_OLDEST_TORCH 2.11)
 set(FLASHSDK_NEWEST_TORCH 2.14)  # of _torch_native, by its release series
 
@@ -16,8 +18,8 @@ if(NOT FLASHSDK_BUILD_PYTHON)
   find_package(Python 3.10 QUIET COMPONENTS Interpreter)
 endif()
 # Found, and not imported, which takes seconds.
-set(torch_dir "")
-if(Python_EXECUTABLE)
+set(torch_dir "${FLASHSDK_TORCH_DIR}")
+if(Python_EXECUTABLE AND NOT torch_dir)
   execute_process(
     COMMAND ${Python_EXECUTABLE} -c
       "import importlib.util as u; s = u.find_spec('torch'); print(list(s.submodule_search_locations)[0])"
@@ -32,6 +34,9 @@ endif()
 set(missing "")
 if(NOT torch_version)
   set(missing "no PyTorch in ${Python_EXECUTABLE}")
+  if(FLASHSDK_TORCH_DIR)
+    set(missing "no PyTorch in ${FLASHSDK_TORCH_DIR}")
+  endif()
 elseif(torch_version VERSION_LESS FLASHSDK_OLDEST_TORCH)
   set(missing "PyTorch ${torch_version}; ${FLASHSDK_OLDEST_TORCH} or newer is needed")
 elseif(NOT EXISTS ${torch_dir}/include/torch/csrc/autograd/python_variable.h OR
@@ -82,7 +87,7 @@ if(BUILD_SHARED_LIBS)
   install(TARGETS flashsdk_torch LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT development)
 endif()
 
-if(NOT FLASHSDK_BUILD_PYTHON)
+if(NOT FLASHSDK_BUILD_PYTHON OR FLASHSDK_TORCH_DIR)
   return()
 endif()
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" torch_series "${torch_version}")

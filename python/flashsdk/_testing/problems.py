@@ -229,8 +229,10 @@ def _widened(problem: Problem, rng: np.random.Generator) -> Problem:
 
 
 def _fit_for_gpu(problem: Problem) -> Problem:
-    """The same with head dimensions that a GPU takes."""
+    """The same with head dimensions that a GPU takes: of keys in fp8 up to 256."""
     problem = replace(problem, head_dim_v=min(problem.head_dim_v, 512))
+    if max(problem.head_dim, problem.head_dim_v) > 256:
+        problem = replace(problem, fp8=None)
     return replace(problem, forward_only=problem.head_dim > 512)
 
 
