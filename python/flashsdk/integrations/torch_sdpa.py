@@ -1,11 +1,13 @@
 """PyTorch's own ``torch.nn.functional.scaled_dot_product_attention`` on our kernels.
 
 ``enable()`` puts them where PyTorch calls its flash attention, on a CPU and on a GPU, and on a GPU
-where it calls its memory-efficient attention, which has masks; forward and backward. Everything above stays PyTorch's: which backend a call takes, ``sdpa_kernel``, autocast,
-torch.compile, autograd. So a call that PyTorch gives to its math, or one that our kernels do not
-take, goes where it went before; ``explain`` says which and why. Operators:
+where it calls its memory-efficient attention, which has masks; forward and backward. Everything
+above stays PyTorch's: which backend a call takes, ``sdpa_kernel``, autocast, torch.compile,
+autograd. So a call that PyTorch gives to its math, or one that our kernels do not take, goes where
+it went before; ``explain`` says which and why. Operators:
 ``aten::_scaled_dot_product_flash_attention_for_cpu``, and on a GPU
-``aten::_scaled_dot_product_flash_attention`` and ``..._efficient_attention``, each with its backward.
+``aten::_scaled_dot_product_flash_attention`` and ``aten::_scaled_dot_product_efficient_attention``,
+each with its backward.
 
 PyTorch knows them as the flash attention implementation "flashsdk" as well, as soon as this module
 is imported: ``torch.nn.attention.activate_flash_attention_impl("flashsdk")``.
@@ -53,8 +55,9 @@ _OURS = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 class _OursFirst:
     """On a GPU PyTorch asks what is ours first, from ``wish`` to ``leave``.
 
-    That is flash attention, then what has masks. On Hopper it would ask cuDNN first. It decides so in the first call on a GPU, and then keeps
-    what it is told: so this waits for CUDA, and makes a choice before it says its own.
+    That is flash attention, then memory-efficient attention. On Hopper it would ask cuDNN first. It
+    decides so in the first call on a GPU, and then keeps what it is told: so this waits for CUDA,
+    and makes a choice before it says its own.
     """
 
     def __init__(self) -> None:
