@@ -197,10 +197,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_forward(const Tensor& q, co
   return {r[0].toTensor(), r[1].toTensor(), r[2].toTensor(), r[3].toTensor()};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
-    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& attn_bias, const Tensor& out,
-    const Tensor& lse, const Tensor& philox_seed, const Tensor& philox_offset, double dropout_p,
-    std::array<bool, 4> grad_input_mask, bool is_causal, MaybeDouble scale) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                                              const Tensor& v, const Tensor& attn_bias,
+                                                              const Tensor& out, const Tensor& lse,
+                                                              const Tensor& philox_seed, const Tensor& philox_offset,
+                                                              double dropout_p, std::array<bool, 4> grad_input_mask,
+                                                              bool is_causal, MaybeDouble scale) {
   if (!turned_off() && !grad_input_mask[3] && q.dim() == 4 && k.dim() == 4 && v.dim() == 4) {
     const Tensor dq = empty_rows_first(q), dk = empty_rows_first(k), dv = empty_rows_first(v);
     const MaybeTensor mask = attn_bias;

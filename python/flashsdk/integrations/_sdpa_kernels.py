@@ -225,7 +225,7 @@ def _efficient_forward(given: Given) -> Results:
     if not given["compute_log_sumexp"]:
         lse = lse.new_empty((batch, heads, 0))
     else:
-        # Finite for queries that see no key, as on a CPU. What rows are padded to counts for nothing.
+        # Finite for queries that see no key, as on a CPU. What is padded counts for nothing.
         lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=0.0)
         if more := -rows % _LSE_ROWS:
             lse = torch.nn.functional.pad(lse, (0, more), value=math.inf)
