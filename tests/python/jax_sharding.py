@@ -12,12 +12,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-GPUS = "gpu" in sys.argv
-os.environ["JAX_PLATFORMS"] = "cuda" if GPUS else "cpu"
-if GPUS:
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-else:
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["JAX_PLATFORMS"] = "cuda" if "gpu" in sys.argv else "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 import flashsdk as fs
 import jax
@@ -30,6 +27,7 @@ from jax_problems import layout
 
 GATHERS = r"all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter"
 CHECKS: list[Callable[[], None]] = []
+GPUS = "gpu" in sys.argv
 DEVICES = np.array(jax.devices()[:4])
 FOUR = Mesh(DEVICES, ("x",))
 TWO = Mesh(DEVICES.reshape(2, 2), ("x", "y"))
