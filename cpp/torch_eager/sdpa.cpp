@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <limits>
 #include <memory>
@@ -164,6 +165,55 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout, const Tens
   return {r[0].toTensor(), r[1].toTensor(), r[2].toTensor()};
 }
 
+// ---- PyTorch's memory-efficient attention on a GPU, which has masks
+
+constexpr const char *kEfficient = "aten::_scaled_dot_product_efficient_attention",
+                     *kEfficientBackward = "aten::_scaled_dot_product_efficient_attention_backward";
+Override g_efficient;
+
+// As PyTorch's has log-sum-exps: in rows of a multiple of 32. Those that there are not count for nothing, and those of
+// queries that see no key are finite, as on a CPU.
+Tensor padded(Tensor lse) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  lse.nan_to_num_(std::numeric_limits<double>::quiet_NaN(), kInf, 0.);
+  const std::int64_t more = (32 - lse.size(2) % 32) % 32;
+  return more == 0 ? lse : at::constant_pad_nd(lse, {0, more}, kInf);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                             const MaybeTensor& attn_bias, bool compute_log_sumexp,
+                                                             double dropout_p, bool is_causal, MaybeDouble scale) {
+  const bool has_gradient = given(attn_bias) && attn_bias->requires_grad();
+  if (!turned_off() && q.dim() == 4 && v.dim() == 4 && !has_gradient) {
+    const Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2);
+    Tensor lse;
+    if (forward({q, k, v, dropout_p, causal(is_causal, Alignment::kTopLeft), scale, attn_bias}, out, lse)) {
+      lse = compute_log_sumexp ? padded(std::move(lse)) : empty_as(q, {q.size(0), q.size(1), 0}, at::kFloat);
+      const auto state = [] { return at::empty({}, at::kLong); };  // of dropout
+      return {out, lse, state(), state()};
+    }
+  }
+  const auto r = g_efficient->forward(q, k, v, attn_bias, compute_log_sumexp, dropout_p, is_causal, scale);
+  return {r[0].toTensor(), r[1].toTensor(), r[2].toTensor(), r[3].toTensor()};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                                              const Tensor& v, const Tensor& attn_bias,
+                                                              const Tensor& out, const Tensor& lse,
+                                                              const Tensor& philox_seed, const Tensor& philox_offset,
+                                                              double dropout_p, std::array<bool, 4> grad_input_mask,
+                                                              bool is_causal, MaybeDouble scale) {
+  if (!turned_off() && !grad_input_mask[3] && q.dim() == 4 && k.dim() == 4 && v.dim() == 4) {
+    const Tensor dq = empty_rows_first(q), dk = empty_rows_first(k), dv = empty_rows_first(v);
+    const MaybeTensor mask = attn_bias;
+    const Call call{q, k, v, dropout_p, causal(is_causal, Alignment::kTopLeft), scale, mask};
+    if (backward(call, dout, out, lse.slice(2, 0, q.size(2)), dq, dk, dv)) return {dq, dk, dv, Tensor()};
+  }
+  const auto r = g_efficient->backward(dout, q, k, v, attn_bias, out, lse, philox_seed, philox_offset, dropout_p,
+                                       grad_input_mask, is_causal, scale);
+  return {r[0].toTensor(), r[1].toTensor(), r[2].toTensor(), r[3].toTensor()};
+}
+
 // ---- packed sequences: nested tensors and torch.nn.attention.varlen, on either
 
 constexpr const char *kPacked = "aten::_flash_attention_forward", *kPackedBackward = "aten::_flash_attention_backward";
@@ -315,6 +365,8 @@ PyObject* override_sdpa(PyObject*, PyObject* args) {
   const c10::DispatchKey key = c10::parseDispatchKey(key_name);
   if (which == "flash") {
     put(g_flash, key, kFlash, TORCH_FN(flash_forward), kFlashBackward, TORCH_FN(flash_backward));
+  } else if (which == "efficient") {
+    put(g_efficient, key, kEfficient, TORCH_FN(efficient_forward), kEfficientBackward, TORCH_FN(efficient_backward));
   } else if (which == "packed") {
     put(key == c10::DispatchKey::CUDA ? g_packed_cuda : g_packed_cpu, key, kPacked,
         torch::CppFunction::makeFromBoxedFunction<&packed_forward>(), kPackedBackward,
@@ -355,7 +407,7 @@ PyObject* watch_sdpa(PyObject*, PyObject* function) {
 
 PyObject* restore_sdpa(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
-  for (Override* o : {&g_for_cpu, &g_flash, &g_packed_cpu, &g_packed_cuda}) o->library.reset();
+  for (Override* o : {&g_for_cpu, &g_flash, &g_efficient, &g_packed_cpu, &g_packed_cuda}) o->library.reset();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

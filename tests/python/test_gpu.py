@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import flashsdk as fs
 import pytest
@@ -328,6 +329,21 @@ def test_a_stream_of_another_device(two_gpus):
     stream = torch.cuda.Stream("cuda:0").cuda_stream
     with pytest.raises(fs.Error, match=r"^stream: on cuda:0; one on cuda:1, where q is$"):
         fs.mha_fwd(*qkv(device="cuda:1")[:3], stream=stream)
+
+
+def test_arrays_of_jax_over_four_gpus(backend):
+    """The program of test_jax.py, in bf16, with the kernels that are chosen there."""
+    pytest.importorskip("jax")
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs four GPUs")
+    if backend == "sm80" and any(k["available"] for k in fs.kernels() if k["backend"] == "sm90"):
+        pytest.skip("once is enough, with the kernels that are chosen")
+    command = [sys.executable, "jax_sharding.py", "gpu"]
+    here = Path(__file__).parent
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=here)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["checks"] >= 15 and not result["wrong"], result["wrong"]
 
 
 # ---- other frameworks

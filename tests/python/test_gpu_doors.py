@@ -23,6 +23,7 @@ from sdpa_cases import (  # noqa: E402
     starts,
 )
 from standard_attention import assert_close, check, standard  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch_cases import one_thread, rotated, with_gradients  # noqa: E402, F401
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -240,6 +241,72 @@ def test_causal_and_grouped_heads(place, dtype, enabled, heads_kv):
     same_as_math(inputs, **options)
 
 
+def some_keys(place, *shape):
+    """True for what is seen: half of the keys, the first always."""
+    mask = torch.rand(shape, device=place.device) < 0.5
+    mask[..., 0] = True
+    return mask
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("as_float", [False, True])
+@pytest.mark.parametrize("shape", [(140, 304), (2, 1, 1, 304), (1, 4, 1, 304), (2, 4, 140, 304)])
+def test_masks(place, dtype, enabled, shape, as_float):
+    inputs, mask = heads_first(place, dtype, 140, 304), some_keys(place, *shape)
+    if as_float:
+        mask = torch.randn(shape, device=place.device).to(dtype).masked_fill(~mask, -torch.inf)
+    for op in ("fwd", "bwd"):
+        place.ours(torch_sdpa.explain(*inputs, mask, op=op))
+    same_as_math(inputs, mask, scale=0.2)
+    with torch.no_grad():  # no log-sum-exp is asked for
+        assert torch.equal(sdpa(*inputs, mask), ours_alone(*inputs, as_pytorch_has_it(mask, dtype)))
+
+
+def as_pytorch_has_it(mask, dtype):
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+
+
+@BOTH_WAYS
+def test_masks_of_odd_lengths_and_queries_that_see_nothing(place, dtype, enabled):
+    """PyTorch pads rows of a mask; which kernel is taken depends on that."""
+    inputs, mask = heads_first(place, dtype, 45, 301), some_keys(place, 2, 1, 45, 301)
+    mask[:, :, 7:11] = False
+    assert torch_sdpa.explain(*inputs, mask).taken
+
+    def theirs(*x):
+        return (standard(*(y.transpose(1, 2) for y in x), visible=mask)[0].transpose(1, 2),)
+
+    check(lambda *x: (sdpa(*x, mask),), [x.detach() for x in inputs], theirs)
+
+
+@BOTH_WAYS
+def test_a_backward_behind_the_end(place, dtype):
+    """PyTorch's own then, which reads our log-sum-exp: of queries that see nothing, too."""
+    inputs, mask = heads_first(place, dtype, 45, 304), some_keys(place, 2, 1, 45, 304)
+    mask[:, :, 7:11] = False
+    with torch_sdpa.enable():
+        out = sdpa(*inputs, mask)
+    behind = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    with torch_sdpa.enable():
+        want = torch.autograd.grad(sdpa(*inputs, mask), inputs, torch.ones_like(out))
+    for one, other in zip(behind, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
+@BOTH_WAYS
+def test_the_gradient_of_a_mask_is_pytorchs(place, dtype, enabled):
+    inputs = heads_first(place, dtype, 48, 304)
+    mask = place.randn(48, 304, dtype=dtype).requires_grad_()
+    assert not torch_sdpa.explain(*inputs, mask).taken
+    got = torch.autograd.grad(sdpa(*inputs, mask).sum(), (*inputs, mask))
+    with sdpa_kernel(SDPBackend.MATH):
+        want = torch.autograd.grad(sdpa(*inputs, mask).sum(), (*inputs, mask))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
 @BOTH_WAYS
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_sdpa_under_compile(place, dtype, enabled, backend):
@@ -251,6 +318,8 @@ def test_sdpa_under_compile(place, dtype, enabled, backend):
 
     compiled = torch.compile(attend, backend=backend, fullgraph=True)
     same_as_math(heads_first(place, dtype), function=compiled, is_causal=True)
+    inputs, mask = heads_first(place, dtype, 140, 304), some_keys(place, 140, 304)
+    same_as_math(inputs, mask, function=compiled, is_causal=False)
 
 
 @BOTH_WAYS

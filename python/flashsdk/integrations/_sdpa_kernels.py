@@ -1,4 +1,4 @@
-"""Our kernels in the place of aten's flash attention operators, in Python.
+"""Our kernels in the place of aten's fused attention operators, in Python.
 
 What cpp/torch_eager/sdpa.cpp is, where ``_torch_native`` was not built for the PyTorch at hand: it
 takes the same calls, gives the same bits, and hands on all others to the kernels that were there
@@ -139,7 +139,8 @@ def _turned_off() -> bool:
 def _call_of(given: Given, causal: _bindings.BandFields) -> _Call:
     band = causal if given["is_causal"] else None
     q, k, v, dropout_p = (given[name] for name in ("query", "key", "value", "dropout_p"))
-    return _Call(q, k, v, dropout_p, band, given["scale"], given.get("attn_mask"))
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    return _Call(q, k, v, dropout_p, band, given["scale"], mask)
 
 
 def _saved(given: Given) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,6 +207,42 @@ def _flash_backward(given: Given) -> Results:
     return gradients if backward(c, *_saved(given), gradients) else None
 
 
+# ---- PyTorch's memory-efficient attention on a GPU, which has masks
+
+_LSE_ROWS = 32  # its log-sum-exps have so many rows, or a multiple
+
+
+def _efficient_forward(given: Given) -> Results:
+    c = _call_of(given, _TOP_LEFT)
+    q, v, mask = c.q, c.v, c.mask
+    if _turned_off() or not q.dim() == v.dim() == 4 or (mask is not None and mask.requires_grad):
+        return None
+    batch, heads, rows, _ = q.shape
+    out = torch.empty((batch, rows, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
+    lse = forward(c, out.transpose(1, 2))
+    if lse is None:
+        return None
+    if not given["compute_log_sumexp"]:
+        lse = lse.new_empty((batch, heads, 0))
+    else:
+        # Finite for queries that see no key, as on a CPU. What is padded counts for nothing.
+        lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=0.0)
+        if more := -rows % _LSE_ROWS:
+            lse = torch.nn.functional.pad(lse, (0, more), value=math.inf)
+    unused = torch.empty((), dtype=torch.int64)  # the random state
+    return out.transpose(1, 2), lse, unused, unused.clone()
+
+
+def _efficient_backward(given: Given) -> Results:
+    c = _call_of(given, _TOP_LEFT)
+    dout, out, lse = given["grad_out_"], given["out"], given["logsumexp"]
+    if _turned_off() or given["grad_input_mask"][3] or not c.q.dim() == c.k.dim() == c.v.dim() == 4:
+        return None
+    gradients = _empty_rows_first(c.q), _empty_rows_first(c.k), _empty_rows_first(c.v)
+    lse = lse[..., : c.q.shape[2]]
+    return (*gradients, None) if backward(c, dout, out, lse, gradients) else None
+
+
 # ---- packed sequences: nested tensors and torch.nn.attention.varlen
 
 _PACKED = (
@@ -256,9 +293,11 @@ def _packed_backward(given: Given) -> Results:
 
 _FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 _FLASH = "_scaled_dot_product_flash_attention"
+_EFFICIENT = "_scaled_dot_product_efficient_attention"
 _OPERATORS: dict[str, dict[str, Callable[[Given], Results]]] = {
     "for_cpu": {_FOR_CPU: _for_cpu_forward, f"{_FOR_CPU}_backward": _for_cpu_backward},
     "flash": {_FLASH: _flash_forward, f"{_FLASH}_backward": _flash_backward},
+    "efficient": {_EFFICIENT: _efficient_forward, f"{_EFFICIENT}_backward": _efficient_backward},
     "packed": {
         "_flash_attention_forward": _packed_forward,
         "_flash_attention_backward": _packed_backward,
@@ -307,7 +346,7 @@ _kept: deque[Any] = deque(maxlen=4000)
 
 
 def override_sdpa(operators: str, key: str) -> None:
-    """Our kernels in the place of a pair of aten's: "for_cpu", "flash" or "packed"."""
+    """Ours in the place of a pair of aten's: "for_cpu", "flash", "efficient" or "packed"."""
     if (operators, key) in _libraries:
         return
     library = _libraries[operators, key] = torch.library.Library("aten", "IMPL", key)  # type: ignore[no-untyped-call]

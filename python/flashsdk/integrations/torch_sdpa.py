@@ -1,11 +1,13 @@
 """PyTorch's own ``torch.nn.functional.scaled_dot_product_attention`` on our kernels.
 
-``enable()`` puts them where PyTorch calls its flash attention, on a CPU and on a GPU, forward and
-backward. Everything above stays PyTorch's: which backend a call takes, ``sdpa_kernel``, autocast,
-torch.compile, autograd. So a call that PyTorch gives to its math, or one that our kernels do not
-take, goes where it went before; ``explain`` says which and why. Operators:
+``enable()`` puts them where PyTorch calls its flash attention, on a CPU and on a GPU, and on a GPU
+where it calls its memory-efficient attention, which has masks; forward and backward. Everything
+above stays PyTorch's: which backend a call takes, ``sdpa_kernel``, autocast, torch.compile,
+autograd. So a call that PyTorch gives to its math, or one that our kernels do not take, goes where
+it went before; ``explain`` says which and why. Operators:
 ``aten::_scaled_dot_product_flash_attention_for_cpu``, and on a GPU
-``aten::_scaled_dot_product_flash_attention``, each with its backward.
+``aten::_scaled_dot_product_flash_attention`` and ``aten::_scaled_dot_product_efficient_attention``,
+each with its backward.
 
 PyTorch knows them as the flash attention implementation "flashsdk" as well, as soon as this module
 is imported: ``torch.nn.attention.activate_flash_attention_impl("flashsdk")``.
@@ -43,14 +45,19 @@ _kernels: Any = _sdpa_kernels if built is InPython else built
 _switching = threading.Lock()  # two threads that enable at once would put ours on top of ours
 
 
+# PyTorch's choices that come to our kernels; the second on a GPU alone.
+_OURS = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+
+
 # ---- on and off
 
 
-class _FlashFirst:
-    """On a GPU PyTorch asks its flash attention first, so ours, from ``wish`` to ``leave``.
+class _OursFirst:
+    """On a GPU PyTorch asks what is ours first, from ``wish`` to ``leave``.
 
-    On Hopper it would ask cuDNN first. It decides so in the first call on a GPU, and then keeps
-    what it is told: so this waits for CUDA, and makes a choice before it says its own.
+    That is flash attention, then memory-efficient attention. On Hopper it would ask cuDNN first. It
+    decides so in the first call on a GPU, and then keeps what it is told: so this waits for CUDA,
+    and makes a choice before it says its own.
     """
 
     def __init__(self) -> None:
@@ -80,8 +87,8 @@ class _FlashFirst:
             if not self._wished or self._before is not None or not _pytorch_has_chosen():
                 return
             self._before = sdp_order()
-            flash = int(SDPBackend.FLASH_ATTENTION.value)
-            self._said = [flash, *(one for one in self._before or [] if one != flash)]
+            ours = [int(one.value) for one in _OURS]
+            self._said = [*ours, *(one for one in self._before or [] if one not in ours)]
             if self._before is not None:
                 set_sdp_order(self._said)
 
@@ -96,7 +103,7 @@ def _pytorch_has_chosen() -> bool:
     return True
 
 
-_flash_first = _FlashFirst()
+_ours_first = _OursFirst()
 
 
 class _Overrides:
@@ -109,9 +116,10 @@ class _Overrides:
             _kernels.override_sdpa("packed", "CPU")
             if build_info()["cuda"] and torch.version.cuda is not None:
                 _kernels.override_sdpa("flash", "CUDA")
+                _kernels.override_sdpa("efficient", "CUDA")
                 _kernels.override_sdpa("packed", "CUDA")
-                undo.callback(_flash_first.leave)
-                _flash_first.wish()
+                undo.callback(_ours_first.leave)
+                _ours_first.wish()
             if _log.ON:
                 _kernels.watch_sdpa(_logged)
             undo.callback(_sdpa_nested.Choice().remove)
@@ -208,7 +216,8 @@ class Explanation:
     """Who computes a call of scaled_dot_product_attention.
 
     ``taken`` is whether we do, ``kernel`` the name of our kernel then. ``backend`` is which one of
-    PyTorch's SDPBackend the call is given to: ours stand at FLASH_ATTENTION alone. ``reason`` says
+    PyTorch's SDPBackend the call is given to: ours stand at FLASH_ATTENTION, on a GPU also at
+    EFFICIENT_ATTENTION, where masks and what else flash attention leaves out go. ``reason`` says
     why it is not ours. ``str()`` says the same for people.
     """
 
@@ -263,17 +272,30 @@ def explain(
         )
     )
     given = query, key, value, attn_mask, dropout_p
-    if choice != SDPBackend.FLASH_ATTENTION:
+    if choice not in _OURS or not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return Explanation(False, choice.name, reason=_not_flash(*given))
     if not enabled():
         return Explanation(False, choice.name, reason="flashsdk is not enabled")
     if dropout_p != 0:
         return Explanation(False, choice.name, reason=f"dropout_p is {dropout_p}")
+    if attn_mask is not None and choice == SDPBackend.EFFICIENT_ATTENTION:
+        if attn_mask.requires_grad:
+            return Explanation(False, choice.name, reason="attn_mask requires a gradient")
+        attn_mask = _as_handed_on(attn_mask, query.dtype)
     causal = Causal("top_left") if flag("is_causal", is_causal) else None
     # PyTorch 2.14 adds a batch of one to three dimensions, on a CPU.
     four = (x[None] if x.dim() == 3 else x for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in four)
-    return _kernel_of(q, k, v, op=op, mask=causal, bias=as_bias(attn_mask), softmax_scale=scale)
+    bias = as_bias(attn_mask)
+    return _kernel_of(choice.name, q, k, v, op=op, mask=causal, bias=bias, softmax_scale=scale)
+
+
+def _as_handed_on(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as PyTorch gives it to its memory-efficient attention, without its values."""
+    keys = mask.shape[-1]
+    whole = -(-keys // 16) * 16  # what rows are padded to
+    dtype = dtype if mask.dtype == torch.bool else mask.dtype
+    return torch.empty((*mask.shape[:-1], whole), dtype=dtype, device=mask.device)[..., :keys]
 
 
 def _explain_nested(
@@ -300,19 +322,19 @@ def _explain_nested(
     q, k, v = (x.transpose(1, 2).values() for x in tensors)
     offsets = (x.offsets().to(torch.int32) for x in (query, key))
     longest = (x._get_max_seqlen() for x in (query, key))
-    return _kernel_of(q, k, v, *offsets, *longest, op=op, mask=causal, softmax_scale=scale)
-
-
-def _kernel_of(*args: Any, **options: Any) -> Explanation:
     flash = SDPBackend.FLASH_ATTENTION.name
+    return _kernel_of(flash, q, k, v, *offsets, *longest, op=op, mask=causal, softmax_scale=scale)
+
+
+def _kernel_of(backend: str, *args: Any, **options: Any) -> Explanation:
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     try:
         answer = ops.explain(*args, **options)
     except Error as e:
-        return Explanation(False, flash, reason=str(renamed(e, _NAMES)))
+        return Explanation(False, backend, reason=str(renamed(e, _NAMES)))
     if not answer.kernel:
-        return Explanation(False, flash, reason=str(answer))
-    return Explanation(True, flash, answer.kernel)
+        return Explanation(False, backend, reason=str(answer))
+    return Explanation(True, backend, answer.kernel)
 
 
 def _not_flash(
@@ -335,5 +357,5 @@ def _not_flash(
     if attn_mask is not None and attn_mask.requires_grad:
         return "attn_mask requires a gradient"
     if attn_mask is not None and query.device.type == "cuda":
-        return "there is an attn_mask, and PyTorch's flash attention on a GPU takes none"
+        return "there is an attn_mask, and PyTorch's memory-efficient attention does not take it"
     return "PyTorch's rules for flash attention leave it out (torch.backends.cuda.SDPAParams)"
