@@ -166,17 +166,29 @@ def torch_tests(record: Record) -> str:
         f"`{record['file']}` of PyTorch {record['file_version']}, run with PyTorch "
         f"{record['torch']} and `{' '.join(record['options'])}`. {ours['passed']} tests pass with "
         f"`enable` on and {plain['passed']} without, {ours['failed']} fail with it and "
-        f"{plain['failed']} without. {ours['skipped']} are skipped, most as they need a GPU."
+        f"{plain['failed']} without. {ours['skipped']} are skipped."
     )
     if record["note"]:
         text += f" {record['note']}"
-    rows = [*record["changed"].items(), *record["neither"].items()]
+    rows = [*record["changed"].items(), *together(record["neither"])]
     for way, where in (("only_without", "without"), ("only_with", "with")):
         rows += [(name, f"collected only {where} it") for name in record.get(way, [])]
     if not rows:
         return text
     cells = [[f"`{name}`", why.replace("|", "\\|")] for name, why in rows]
     return f"{text}\n\n{markdown_table(['test', 'why it fails'], cells, 2)}"
+
+
+def together(failed: dict[str, str]) -> list[tuple[str, str]]:
+    """A row for all tests of a function that fail alike: parameters stand behind its name."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, why in failed.items():
+        function = re.split(r"_(?:batch_size|(?:fused_)?kernel\d|cuda|cpu|\dD|attn_mask_dim)", name)[0]
+        alike.setdefault((function, why), []).append(name)
+    return [
+        (names[0] if len(names) == 1 else f"{function}… ({len(names)} tests)", why)
+        for (function, why), names in alike.items()
+    ]
 
 
 def versions(record: Record) -> str:

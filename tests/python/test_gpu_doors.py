@@ -284,6 +284,8 @@ def test_masks_of_odd_lengths_and_queries_that_see_nothing(place, dtype, enabled
 @BOTH_WAYS
 def test_a_backward_behind_the_end(place, dtype):
     """PyTorch's own then, which reads our log-sum-exp: of queries that see nothing, too."""
+    if place.shifted:
+        pytest.skip("PyTorch's own kernel takes no such address")
     inputs, mask = heads_first(place, dtype, 45, 304), some_keys(place, 2, 1, 45, 304)
     mask[:, :, 7:11] = False
     with torch_sdpa.enable():
@@ -297,6 +299,8 @@ def test_a_backward_behind_the_end(place, dtype):
 
 @BOTH_WAYS
 def test_the_gradient_of_a_mask_is_pytorchs(place, dtype, enabled):
+    if place.shifted:
+        pytest.skip("PyTorch's own kernel takes no such address")
     inputs = heads_first(place, dtype, 48, 304)
     mask = place.randn(48, 304, dtype=dtype).requires_grad_()
     assert not torch_sdpa.explain(*inputs, mask).taken
