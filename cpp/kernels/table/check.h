@@ -221,35 +221,22 @@ constexpr auto each(auto check) {
     (check(std::integral_constant<std::size_t, kIndices>()), ...);
   };
 }
+// And that no row of a table has a kernel of another.
+template <const auto& kTable>
+constexpr void check_rows(auto check_row) {
+  each([check_row](auto i) {
+    check_row(i);
+    CheckedAlone<kTable[i], times(kTable, kTable[i])>();
+  })(std::make_index_sequence<std::size(kTable)>());
+}
 constexpr void check_tables() {
-  each([](auto i) {
-    CheckedSm80Forward<kSm80Forward[i]>();
-    CheckedAlone<kSm80Forward[i], times(kSm80Forward, kSm80Forward[i])>();
-  })(std::make_index_sequence<std::size(kSm80Forward)>());
-  each([](auto i) {
-    CheckedSm80Forward<kSm80SplitForward[i]>();
-    CheckedAlone<kSm80SplitForward[i], times(kSm80SplitForward, kSm80SplitForward[i])>();
-  })(std::make_index_sequence<std::size(kSm80SplitForward)>());
-  each([](auto i) {
-    CheckedSm80Fp8Forward<kSm80Fp8Forward[i]>();
-    CheckedAlone<kSm80Fp8Forward[i], times(kSm80Fp8Forward, kSm80Fp8Forward[i])>();
-  })(std::make_index_sequence<std::size(kSm80Fp8Forward)>());
-  each([](auto i) {
-    CheckedSm80Fp8SplitForward<kSm80Fp8SplitForward[i]>();
-    CheckedAlone<kSm80Fp8SplitForward[i], times(kSm80Fp8SplitForward, kSm80Fp8SplitForward[i])>();
-  })(std::make_index_sequence<std::size(kSm80Fp8SplitForward)>());
-  each([](auto i) {
-    CheckedSm80Backward<kSm80Backward[i]>();
-    CheckedAlone<kSm80Backward[i], times(kSm80Backward, kSm80Backward[i])>();
-  })(std::make_index_sequence<std::size(kSm80Backward)>());
-  each([](auto i) {
-    CheckedSm90Forward<kSm90Forward[i]>();
-    CheckedAlone<kSm90Forward[i], times(kSm90Forward, kSm90Forward[i])>();
-  })(std::make_index_sequence<std::size(kSm90Forward)>());
-  each([](auto i) {
-    CheckedSm90Backward<kSm90Backward[i]>();
-    CheckedAlone<kSm90Backward[i], times(kSm90Backward, kSm90Backward[i])>();
-  })(std::make_index_sequence<std::size(kSm90Backward)>());
+  check_rows<kSm80Forward>([](auto i) { CheckedSm80Forward<kSm80Forward[i]>(); });
+  check_rows<kSm80SplitForward>([](auto i) { CheckedSm80Forward<kSm80SplitForward[i]>(); });
+  check_rows<kSm80Fp8Forward>([](auto i) { CheckedSm80Fp8Forward<kSm80Fp8Forward[i]>(); });
+  check_rows<kSm80Fp8SplitForward>([](auto i) { CheckedSm80Fp8SplitForward<kSm80Fp8SplitForward[i]>(); });
+  check_rows<kSm80Backward>([](auto i) { CheckedSm80Backward<kSm80Backward[i]>(); });
+  check_rows<kSm90Forward>([](auto i) { CheckedSm90Forward<kSm90Forward[i]>(); });
+  check_rows<kSm90Backward>([](auto i) { CheckedSm90Backward<kSm90Backward[i]>(); });
   each([](auto i) {
     CheckedCpuHeadDim<kCpuHeadDims[i]>();
     if constexpr (i > 0) CheckedCpuHeadDims<kCpuHeadDims[i - 1], kCpuHeadDims[i]>();
