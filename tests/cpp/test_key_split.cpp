@@ -137,14 +137,24 @@ TEST(FewRows, OfFp8KeysAreTakenHoweverManyThereAre) {
   EXPECT_FALSE(has_few_rows(p, 1));
   p.batch = 0;
   EXPECT_FALSE(has_few_rows(p, 1));
-  p = problem(32, 100);
+  p = problem(kFewRows, 100);
   p.dtype_kv = DType::kFloat8E4M3;
   EXPECT_TRUE(has_few_rows(p, 1));
   EXPECT_FALSE(has_few_rows(p, 2));
-  p.seqlen_q = 33;
+  p.seqlen_q = kFewRows + 1;
   EXPECT_FALSE(has_few_rows(p, 1));
   p.seqlen_q = 0;
   EXPECT_FALSE(has_few_rows(p, 1));
+}
+
+TEST(ManyRows, OfFp8KeysSplitTheseWhereThereAreFewTiles) {
+  const auto parts_of = [](int query_tiles, int keys) {
+    return fp8_key_parts(Fp8Costs(query_tiles * 128, 128, 32), query_tiles, keys, 32, 132, 2);
+  };
+  EXPECT_EQ(parts_of(264, 16384), 1);  // as many as run at once
+  EXPECT_EQ(parts_of(32, 64), 1);      // a second kernel would take longer
+  EXPECT_GE(parts_of(32, 16384), 4);
+  EXPECT_LE(parts_of(32, 16384), 8);  // what parts leave is read again
 }
 
 TEST(FewRows, SharingHeadsMayBeMany) {
@@ -161,7 +171,7 @@ TEST(FewRows, SharingHeadsMayBeMany) {
 TEST(FewRows, PartsKeepTheLastThreadBlocksShort) {
   constexpr int kThree = 3, kSlots = kThree * kMultiprocessors;
   const auto parts = [](int query_tiles, int key_tiles) {
-    return few_rows_key_parts(query_tiles, key_tiles * 128, 128, kMultiprocessors, kThree);
+    return fp8_key_parts(FewRowsCosts{}, query_tiles, key_tiles * 128, 128, kMultiprocessors, kThree);
   };
   EXPECT_EQ(parts(8, 0), 1);
   EXPECT_EQ(parts(8, 1), 1);

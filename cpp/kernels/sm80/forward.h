@@ -160,6 +160,8 @@ class ForwardScores {
     auto out = as_matrix(acc_out);
     auto coordinates = matrix_coordinates<Traits::kBlockM, Traits::kHeadDimV>(typename Traits::MmaOut{});
     softmax_.finish();
+    [[maybe_unused]] float descale = 1.f;
+    if constexpr (Traits::kFp8Kv) descale = v_descale(work);
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       const int row_of_head = m0_ + cute::get<0>(coordinates(i, 0));
@@ -171,7 +173,13 @@ class ForwardScores {
       for (int j = 0; j < cute::size<1>(out); j += 2) {  // neighbours
         const int column = cute::get<1>(coordinates(i, j));
         auto* target = reinterpret_cast<float2*>(split.out + row * split.columns + column);
-        if (column < split.columns) *target = {out(i, j), out(i, j + 1)};
+        if (column >= split.columns) continue;
+        if constexpr (Traits::kFp8Kv) {
+          const float factor = softmax_.sum(i) == 0.f ? 0.f : descale;  // of no key: 0, also of NaN
+          *target = {factor * out(i, j), factor * out(i, j + 1)};
+        } else {
+          *target = {out(i, j), out(i, j + 1)};
+        }
       }
     }
   }

@@ -8,21 +8,42 @@
 namespace flashsdk::sm80 {
 
 // Of any number of queries. While a tile is computed the next one is copied, K and V each a product ahead of its turn.
-template <class Traits, class Policy, cuda::Features kFeatures>
+// Keys: as of forward_kernel. With KeySplit one part of all keys writes the output itself, unless heads share a tile.
+template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     fp8_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ cuda::TileSchedule schedule,
-                       const __grid_constant__ AllKeys) {
+                       const __grid_constant__ Keys keys) {
+  constexpr bool kSplit = std::is_same_v<Keys, KeySplit>;
   using Element = typename Traits::Element;
   using Mma = typename Traits::Mma;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   using QIo = TileIo<Element, kBlockM, kHeadDim, Traits::kThreads, Traits::kAnyAlignment>;
   using KvIo = Fp8TileIo<Element, kBlockN, kHeadDim, Traits::kThreads, Traits::kAnyAlignment>;
-  static_assert(ForwardBias<Traits, kFeatures, AllKeys>::kBytes == 0, "no tile of a bias is loaded");
+  static_assert(ForwardBias<Traits, kFeatures, Keys>::kBytes == 0, "no tile of a bias is loaded");
+  static_assert(!kSplit || !std::is_same_v<Policy, BlockSparsePolicy>, "tiles of a part follow each other");
 
-  const cuda::TileWork work = schedule.work(blockIdx.x);
+  cuda::TileWork work = schedule.work(blockIdx.x);
+  [[maybe_unused]] KeyPart part;
+  if constexpr (kSplit) {
+    if (keys.ends != nullptr) cuda::wait_for_kernel_before();
+    part = keys.part(blockIdx.y, work.batch);
+    if (part.parts == 0) return;
+    work.batch = part.batch;
+  }
   const SeqlenInfo seq(p, work.batch);
+  const auto shared = [&] {
+    if constexpr (kSplit)
+      return keys.shared;
+    else
+      return OwnRows{};
+  }();
   const int m0 = work.block * kBlockM;
-  if (m0 >= seq.seqlen_q) return;
+  int rows = seq.seqlen_q, head = work.head;
+  if constexpr (kSplit) {
+    rows *= shared.heads;
+    head *= shared.heads;
+  }
+  if (m0 >= rows) return;
 
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   auto tile_at = [&](int element) {
@@ -36,21 +57,28 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   auto sVt = cute::make_tensor(tile_at(kOfV), typename Traits::SmemKV::Transposed{});
   unsigned char* copied = smem_bytes + Traits::Tiles::kSmemBytes;
 
-  const int thread = threadIdx.x, head_kv = work.head / p.heads_per_group();
+  const int thread = threadIdx.x, head_kv = head / p.heads_per_group();
   const KvIo k_io(thread, p.head_dim, copied), v_io(thread, p.head_dim_v, copied + Traits::kCopiedBytes);
   auto load = [&](const KvIo& io, const TensorParam& t, TileRef tile) {
     const int n0 = tile.index * kBlockN;
     io.load(seq.keys<const std::uint8_t>(p, t, work.batch, head_kv), n0, seq.seqlen_k - n0);
   };
 
-  ForwardScores<Traits, Policy, kFeatures, OwnRows> scores(p, seq, work, OwnRows{});
+  ForwardScores<Traits, Policy, kFeatures, decltype(shared)> scores(p, seq, work, shared);
   const cuda::NoBiasTile bias;
   TileWalk walk = scores.walk(work.block);
+  if constexpr (kSplit) {
+    walk = walk.part(part.index, part.parts);
+    cuda::allow_next_kernel();
+  }
   TileRef tile;
   bool more = walk.next(tile);
 
-  const Element* q = seq.head_q<const Element>(p.q, work.batch, work.head);
-  QIo(thread, p.head_dim).load(sQ, q + m0 * p.q.row, p.q.row, seq.seqlen_q - m0);
+  const Element* q = seq.head_q<const Element>(p.q, work.batch, head);
+  if constexpr (kSplit)
+    QIo(thread, p.head_dim).load(sQ, SharedQueryRows<Element>{q, p.q, shared}, m0, rows - m0);
+  else
+    QIo(thread, p.head_dim).load(sQ, q + m0 * p.q.row, p.q.row, rows - m0);
   if (more) load(k_io, p.k, tile);
   cute::cp_async_fence();
   if (more) load(v_io, p.v, tile);
@@ -87,9 +115,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     more = has_next;
   }
 
+  cute::cp_async_wait<0>();  // of Q, where there are no keys
+  if constexpr (kSplit) {
+    if (!keys.writes_output()) {
+      scores.leave(acc_out, work, keys, part.slot);
+      return;
+    }
+  }
   scores.finish(acc_out, work);
   auto out = cuda::convert<Element>(acc_out);
-  cute::cp_async_wait<0>();
   __syncthreads();  // Q's place is free
   store_accumulator(mma, out, sQ);
   __syncthreads();
@@ -408,7 +442,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     }
   }
   __syncthreads();
-  const bool whole = split.ends == nullptr && split.parts == 1;  // there is no other part, and no second kernel
+  const bool whole = split.has_one_part();  // there is no second kernel
   const int left = min_of(rows, split.rows_of_head - m0);        // rows that have a place
   for (int i = threadIdx.x; i < kBlockM * kHeadDim / 4; i += Traits::kThreads) {
     const int row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;

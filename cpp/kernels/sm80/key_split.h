@@ -92,9 +92,9 @@ inline int key_parts(std::int64_t query_tiles, int keys, int tile, int multiproc
 }
 
 // Of fp8 keys and values, calls of few rows a head are taken however many heads there are, split or not: no other
-// kernel converts a key once.
+// kernel converts a key once. Four tiles of 16 rows take about as long as one of 128 that has to convert for each warp.
+inline constexpr int kFewRows = 64, kFewRowsTile = 16;
 inline bool has_few_rows(const ForwardParams& p, int sharing) {
-  constexpr int kFewRows = 32;
   const std::int64_t tiles = std::int64_t{p.num_heads / sharing} * p.batch;
   return p.fp8_kv() && p.seqlen_q > 0 && p.seqlen_q * sharing <= kFewRows && tiles > 0 && tiles <= kMostSplitTiles;
 }
@@ -103,27 +103,42 @@ inline bool has_few_rows(const ForwardParams& p, int sharing) {
 // multiprocessors: these already ask for all that memory gives, and more of them wait for each other.
 struct FewRowsCosts {
   static constexpr int kTile = 36, kTileOfMemory = 45;  // the latter times the thread blocks of a multiprocessor
-  static constexpr int kStart = 60, kJoin = 160, kJoinPart = 1;
+  int start = 60, join = 160, join_part = 1;
 
   // Of `blocks` that run at once. Multiprocessors are as slow as those with the most of them.
-  static int tile(int blocks, int multiprocessors) {
+  int tile(int blocks, int multiprocessors) const {
     const int all = blocks > multiprocessors ? round_up(blocks, multiprocessors) : blocks;
     return max_of(kTile, kTileOfMemory * all / multiprocessors);
   }
 };
-// Into how many parts their keys are split: without a second kernel, where one part is all. Where not all thread blocks
+// What all others take whose keys are in fp8. A key of head_dim 128 takes 1.42 of these units where a thread block has a
+// multiprocessor alone. What parts leave is written and read again.
+struct Fp8Costs {
+  int alone, shared;
+  int start = 60, join = PartCosts::kJoin, join_part = 0;
+
+  Fp8Costs(std::int64_t rows, int columns, int tile_keys)
+      : alone(ceil_div(tile_keys * columns * 142, 128 * 100)), shared(alone * 8 / 5) {
+    constexpr std::int64_t kBytesOfUnit = 96 * 1024;  // that an H100 reads meanwhile
+    join_part = 1 + static_cast<int>(min_of(rows * columns * 8 / kBytesOfUnit, std::int64_t{1} << 20));
+  }
+  int tile(int blocks, int multiprocessors) const { return blocks > multiprocessors ? shared : alone; }
+};
+// Into how many parts keys in fp8 are split: without a second kernel, where one part is all. Where not all thread blocks
 // run at once, what counts is the last ones to start, and that each has to wait for its first keys.
-inline int few_rows_key_parts(std::int64_t query_tiles, int keys, int tile, int multiprocessors, int blocks_each) {
+template <class Costs>
+int fp8_key_parts(const Costs& costs, std::int64_t query_tiles, int keys, int tile, int multiprocessors,
+                  int blocks_each) {
   const int key_tiles = ceil_div(keys, tile);
   const std::int64_t slots = std::int64_t{multiprocessors} * blocks_each;
   int best = 1;
   std::int64_t least = INT64_MAX;
   for (int parts = 1; parts <= max_of(1, min_of(key_tiles, kMostKeyParts)); ++parts) {
     const std::int64_t blocks = query_tiles * parts;
-    const int tile_cost = FewRowsCosts::tile(static_cast<int>(min_of(blocks, slots)), multiprocessors);
-    const std::int64_t each = std::int64_t{tile_cost} * ceil_div(key_tiles, parts) + FewRowsCosts::kStart;
-    const std::int64_t time =
-        (blocks + slots - 1) / slots * each + (parts > 1 ? FewRowsCosts::kJoin + FewRowsCosts::kJoinPart * parts : 0);
+    const int tile_cost = costs.tile(static_cast<int>(min_of(blocks, slots)), multiprocessors);
+    const std::int64_t each = std::int64_t{tile_cost} * ceil_div(key_tiles, parts) + costs.start;
+    const std::int64_t joins = parts > 1 ? costs.join + std::int64_t{costs.join_part} * parts : 0;
+    const std::int64_t time = (blocks + slots - 1) / slots * each + joins;
     if (time < least) {
       least = time;
       best = parts;
@@ -154,10 +169,10 @@ inline int visible_keys(const ForwardParams& p, Tile tile) {
 // that share their tiles out as they come: 1024 lines of keys reach 0.94 of a read there, 128 lines 0.87 and here 0.92
 // (H100). num_splits asks for parts that do not depend on who shares the batch.
 inline bool plans_parts(const ForwardParams& p, int sharing, Tile tile, int multiprocessors) {
-  constexpr int kManyKeys = 1024, kManyTiles = 4, kMostFp8Rows = 64;
+  constexpr int kManyKeys = 1024, kManyTiles = 4;
   const bool unequal = p.cu_seqlens_k != nullptr || p.seqused_k != nullptr;
   const std::int64_t rows = std::int64_t{p.seqlen_q} * sharing;
-  const int most_rows = is_wide(p) ? kMostWideRows : p.fp8_kv() ? kMostFp8Rows : tile.m;
+  const int most_rows = is_wide(p) ? kMostWideRows : p.fp8_kv() ? kFewRows : tile.m;
   const std::int64_t tiles = p.num_heads / sharing * p.batch * ((rows + tile.m - 1) / tile.m);
   return unequal && p.num_splits == 0 && p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
          p.batch > 1 && p.seqlen_q > 0 && rows <= most_rows && visible_keys(p, tile) >= kManyKeys && tiles > 0 &&
@@ -181,9 +196,12 @@ inline KeyParts key_parts(const ForwardParams& p, int sharing, Tile tile, int mu
   }
   const std::int64_t query_tiles = std::int64_t{tiles_of_head(p, sharing, tile)} * heads * p.batch;
   const int keys = visible_keys(p, tile);
-  const int parts = has_few_rows(p, sharing)
-                        ? few_rows_key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each)
-                        : key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each, others_key);
+  const auto of_fp8 = [&](const auto& costs) {
+    return fp8_key_parts(costs, query_tiles, keys, tile.n, multiprocessors, blocks_each);
+  };
+  const int parts = !p.fp8_kv() ? key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each, others_key)
+                    : tile.m == kFewRowsTile ? of_fp8(FewRowsCosts{})
+                                             : of_fp8(Fp8Costs(query_tiles * tile.m, p.head_dim, tile.n));
   return {p.num_splits > 0 ? min_of(parts, p.num_splits) : parts};
 }
 
@@ -261,6 +279,11 @@ struct KeySplit {
     size_ = static_cast<std::size_t>(reinterpret_cast<char*>(states + rows) - static_cast<char*>(base));
   }
   std::size_t size() const { return size_; }
+
+  // One part has all keys of a query.
+  FLASHSDK_HD bool has_one_part() const { return ends == nullptr && parts == 1; }
+  // And all rows of a tile are of one head: what is of tiles without parts, too.
+  FLASHSDK_HD bool writes_output() const { return has_one_part() && shared.heads == 1; }
 
   // What the thread block `index` of the grid's second dimension does; the first counts the tiles of `batch_of`, or,
   // with a plan, those of one sequence.

@@ -97,10 +97,10 @@ template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
 constexpr auto forward_kernel_of() {
   if constexpr (!Traits::kFp8Kv) {
     return forward_kernel<Traits, Policy, kFeatures, Keys>;
-  } else if constexpr (std::is_same_v<Keys, KeySplit>) {
+  } else if constexpr (kDealsKeys<Traits>) {
     return fp8_split_forward_kernel<Traits, Policy, kFeatures>;
   } else {
-    return fp8_forward_kernel<Traits, Policy, kFeatures>;
+    return fp8_forward_kernel<Traits, Policy, kFeatures, Keys>;
   }
 }
 
@@ -180,12 +180,15 @@ inline constexpr flashsdk::Tile kSplitTile{Traits::kBlockM, Traits::kTileKeys};
 
 // Whether the forward kernel itself writes the output, where it has all keys of a query.
 template <class Traits>
-bool writes_output(const KeyParts& parts) {
-  return Traits::kFp8Kv && parts.planned == 0 && parts.most == 1;
+bool writes_output(const ForwardParams& p, const KeyParts& parts) {
+  return Traits::kFp8Kv && parts.planned == 0 && parts.most == 1 && (kDealsKeys<Traits> || heads_sharing(p) == 1);
 }
 
 template <class Traits, cuda::Features kFeatures>
 KeyParts key_parts(const ForwardParams& p) {
+  if constexpr (Traits::kAnyAlignment) {  // what joins parts writes vectors
+    if (p.head_dim_v % cuda::kVectorElements != 0 || !cuda::vector_aligned(p.out)) return {};
+  }
   const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
   const float others_key = takes_all_of_few_rows<Traits, kFeatures>(p) ? kNoOthers
                            : Traits::kColumnWarps > 1                  ? kOthersWideKey
@@ -226,7 +229,7 @@ void launch_split_forward(const ForwardParams& p, const LaunchContext& context) 
   } else {
     start_forward<Traits, Policy, kFeatures>(p, stream, tiles, split, parts.most);
   }
-  if (!writes_output<Traits>(parts)) {
+  if (!writes_output<Traits>(p, parts)) {
     constexpr auto kJoin = join_parts_kernel<OfEntry, kFeatures>;
     cuda::launch("launching the forward's last pass", cuda::start_during<kJoin>(p.device.index), kJoin,
                  dim3(static_cast<unsigned>(split.rows_of_head * kJoinsOfRow<OfEntry>),
@@ -249,17 +252,33 @@ ForwardEntry split_forward_entry() {
   return {key_of<Traits, Policy, kFeatures>(true), kSplitTile<Traits>,
           [](const ForwardParams& p) {
             const char* reason = refuse<Traits, kFeatures>(p, split_smem_bytes<Traits, kFeatures>(p));
-            if (reason != nullptr || heads_sharing(p) > 1 || has_few_rows(p, 1) ||
-                takes_all_of_few_rows<Traits, kFeatures>(p))
-              return reason;
+            if constexpr (Traits::kFp8Kv) {
+              const bool few = has_few_rows(p, heads_sharing(p));
+              return reason != nullptr || few ? reason : "too many queries, for which others convert keys less often";
+            }
+            if (reason != nullptr || heads_sharing(p) > 1 || takes_all_of_few_rows<Traits, kFeatures>(p)) return reason;
             const KeyParts parts = key_parts<Traits, kFeatures>(p);
             return parts.planned == 0 && parts.most == 1 ? "too many queries or too few keys to split these" : nullptr;
           },
           [](const ForwardParams& p, int) {
             const KeyParts parts = key_parts<Traits, kFeatures>(p);
-            return writes_output<Traits>(parts) ? 0 : KeySplit(p, parts, nullptr).size();
+            return writes_output<Traits>(p, parts) ? 0 : KeySplit(p, parts, nullptr).size();
           },
           launch_split_forward<Traits, Policy, kFeatures>};
+}
+
+// Of fp8 keys, kernels of many queries: those split keys as well, where there are too few tiles of queries for the
+// device. Not of layouts, whose tiles need not follow each other.
+template <class Traits, class Policy, cuda::Features kFeatures>
+ForwardEntry fp8_forward_entry() {
+  if constexpr (std::is_same_v<Policy, BlockSparsePolicy>) {
+    return forward_entry<Traits, Policy, kFeatures>();
+  } else {
+    ForwardEntry entry = split_forward_entry<Traits, Policy, kFeatures>();
+    entry.key = key_of<Traits, Policy, kFeatures>();
+    entry.can_implement = [](const ForwardParams& p) { return refuse<Traits, kFeatures>(p, Traits::kSmemBytes); };
+    return entry;
+  }
 }
 
 // What the backward walks. With all features, a call without a mask takes the kernel of bands, of one that hides

@@ -176,6 +176,10 @@ struct Fp8SplitTraits {
                 "a warp's output has no place where its keys had theirs");
 };
 
+// Whether the warps of a thread block have keys of their own, as those of Fp8SplitTraits.
+template <class Traits>
+inline constexpr bool kDealsKeys = Traits::kTileKeys != Traits::kBlockN;
+
 // The key rows of a tile are dealt to the warps. Sᵀ and dPᵀ are computed with keys as rows: where every warp owns
 // whole key rows (kWarpsN == kWarps), their accumulators are the register operands of dV += Pᵀ·dO and dK += dSᵀ·Q,
 // and only dS goes through shared memory, for dQ. Otherwise P goes there as well.

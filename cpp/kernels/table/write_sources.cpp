@@ -301,7 +301,7 @@ void write_gpu(const std::string& directory, const Strings& architectures, const
   for (const int head_dim : wanted.head_dims) {
     const Templates forward{"ForwardTraitsOf", "forward_entry"}, backward{"BackwardTraitsOf", "backward_entry"};
     const Templates split{"ForwardTraitsOf", "split_forward_entry"};
-    const Templates fp8{"Fp8ForwardTraitsOf", "forward_entry"}, fp8_split{"Fp8SplitTraitsOf", "split_forward_entry"};
+    const Templates fp8{"Fp8ForwardTraitsOf", "fp8_forward_entry"}, fp8_split{"Fp8SplitTraitsOf", "split_forward_entry"};
     add_sm80(sources, wanted, head_dim, "forward", forward, "kSm80Forward", kSm80Forward);
     add_sm80(sources, wanted, head_dim, "split_forward", split, "kSm80SplitForward", kSm80SplitForward);
     add_sm80(sources, wanted, head_dim, "backward", backward, "kSm80Backward", kSm80Backward);
