@@ -141,9 +141,8 @@ FlashResult flash_forward(const Tensor& q, const Tensor& k, const Tensor& v, dou
   if (!turned_off() && !return_debug_mask && q.dim() == 4 && v.size(-1) == q.size(-1)) {
     Tensor out = at::empty_like(q), lse;
     if (forward({q, k, v, dropout_p, causal(is_causal, Alignment::kBottomRight), scale, kNone}, out, lse)) {
-      // Without dropout nobody reads its state.
-      const Tensor state = empty_as(q, {2}, at::kUInt64), unused = empty_as(q, {}, at::kUInt64);
-      return {out, lse, {}, {}, q.size(2), k.size(2), state, unused, empty_as(q, {0}, q.scalar_type())};
+      const DropoutState dropout(lse, q.scalar_type());
+      return {out, lse, {}, {}, q.size(2), k.size(2), dropout.state, dropout.unused, dropout.mask};
     }
   }
   const auto r = g_flash->forward(q, k, v, dropout_p, is_causal, return_debug_mask, scale);
@@ -313,9 +312,9 @@ void packed_forward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!debug && arguments.all_asked() && p.ours()) {
     const Tensor out = at::empty_like(p.q);
     if (forward(p.call, out, lse)) {
-      const Tensor state = empty_as(p.q, {2}, at::kUInt64), unused = empty_as(p.q, {}, at::kUInt64);
+      const DropoutState dropout(lse, p.q.scalar_type());
       torch::jit::drop(*stack, op.schema().arguments().size());
-      torch::jit::push(*stack, out, lse, state, unused, empty_as(p.q, {0}, p.q.scalar_type()));
+      torch::jit::push(*stack, out, lse, dropout.state, dropout.unused, dropout.mask);
       return;
     }
   }

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "core_call.h"
@@ -83,12 +84,20 @@ bool run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const
 
 Tensor last_contiguous(const Tensor& t) { return t.stride(-1) == 1 ? t : t.contiguous(); }
 
+// Behind its values there is room for dropout's state.
+Tensor empty_lse(at::IntArrayRef shape, const at::TensorOptions& options) {
+  constexpr auto kRoom = static_cast<std::int64_t>((DropoutState::kBytes + DropoutState::kAlignment) / sizeof(float));
+  Tensor t = at::empty({c10::multiply_integers(shape) + kRoom}, options);
+  t.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  return t;
+}
+
 bool run_forward(const Call& c, const Tensor& out, Tensor& lse) {
   ForwardArgs args;
   if (!fill(c, args)) return false;
   std::vector<std::int64_t> rows{args.q.shape[1], args.q.shape[0]};  // packed: (heads, total)
   if (c.packed == nullptr) rows = {args.q.shape[0], args.q.shape[2], args.q.shape[1]};
-  lse = at::empty(rows, c.q.options().dtype(at::kFloat));
+  lse = empty_lse(rows, c.q.options().dtype(at::kFloat));
   return view_of(out, c.heads_first, args.out) && view_of(lse, false, args.lse) && run(g_host.core->forward, args, c);
 }
 
@@ -108,6 +117,21 @@ bool watched(const Call& c, bool is_backward, bool taken) {
 }
 
 }  // namespace
+
+DropoutState::DropoutState(const Tensor& lse, at::ScalarType dtype) {
+  const std::size_t end = (lse.nbytes() + kAlignment - 1) / kAlignment * kAlignment;
+  const auto behind = [&](at::IntArrayRef shape, at::ScalarType type) {
+    const auto meta = at::scalarTypeToTypeMeta(type);
+    c10::Storage memory = lse.storage();
+    Tensor t = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(memory), lse.key_set(), meta);
+    t.unsafeGetTensorImpl()->set_storage_offset(static_cast<std::int64_t>(end / meta.itemsize()));
+    t.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+    return t;
+  };
+  state = behind({2}, at::kUInt64);
+  unused = behind({}, at::kUInt64);
+  mask = behind({0}, dtype);
+}
 
 bool given(const MaybeTensor& t) { return t && t->defined(); }
 

@@ -327,6 +327,27 @@ def test_sdpa_under_compile(place, dtype, enabled, backend):
 
 
 @BOTH_WAYS
+def test_sdpa_in_cuda_graphs_of_compiled_code(place, dtype, enabled):
+    """Such code asks whose memory each result is: dropout's state lies in that of lse."""
+    if place.device == "cpu" or place.shifted:
+        pytest.skip("CUDA graphs; compiled code aligns tensors for sm90")
+    compiled = torch.compile(functools.partial(sdpa, is_causal=True), mode="reduce-overhead")
+    for _ in range(4):  # warm up, record, replay
+        same_as_math(heads_first(place, dtype), function=compiled, is_causal=True)
+
+
+@BOTH_WAYS
+def test_what_the_backward_needs_may_be_moved(place, dtype, enabled):
+    inputs = heads_first(place, dtype)
+    with torch.autograd.graph.save_on_cpu():
+        out = sdpa(*inputs, is_causal=True)
+    got = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    want = torch.autograd.grad(sdpa(*inputs, is_causal=True), inputs, torch.ones_like(out))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
+@BOTH_WAYS
 def test_sdpa_under_autocast(place, dtype, enabled):
     """Float32 before and after, as a model's parameters are."""
     inputs = heads_first(place, torch.float32)

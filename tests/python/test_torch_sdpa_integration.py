@@ -161,15 +161,17 @@ def test_the_other_operators_of_a_gpu():
 @pytest.fixture
 def order(monkeypatch):
     """A card's order, cuDNN first, that PyTorch makes when it first chooses."""
-    cudnn, flash, math = (
+    cudnn, flash, efficient, math = (
         int(getattr(SDPBackend, name).value)
-        for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "MATH")
+        for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
     )
-    state = SimpleNamespace(order=[flash, math, cudnn], started=False, hooks=[], chooses=True)
-    state.cudnn_first, state.flash_first = [cudnn, flash, math], [flash, cudnn, math]
+    unchosen = [flash, efficient, math, cudnn]
+    state = SimpleNamespace(order=unchosen, started=False, hooks=[], chooses=True)
+    state.cudnn_first = [cudnn, flash, efficient, math]
+    state.ours_first = [flash, efficient, cudnn, math]
 
     def chosen():
-        if state.chooses and state.order == [flash, math, cudnn]:
+        if state.chooses and state.order == unchosen:
             state.order = state.cudnn_first
         return state.chooses
 
@@ -190,17 +192,17 @@ def order(monkeypatch):
     return state
 
 
-def test_flash_attention_is_asked_first_until_the_end(order):
-    first = torch_sdpa._FlashFirst()
+def test_what_is_ours_is_asked_first_until_the_end(order):
+    first = torch_sdpa._OursFirst()
     first.wish()
     assert not order.started and order.order[0] != order.cudnn_first[0]  # CUDA starts later
     order.start()
-    assert order.order == order.flash_first
+    assert order.order == order.ours_first
     first.leave()
     assert order.order == order.cudnn_first
     for _ in range(2):
         first.wish()
-        assert order.order == order.flash_first
+        assert order.order == order.ours_first
         first.leave()
         assert order.order == order.cudnn_first
     assert len(order.hooks) == 1
@@ -208,7 +210,7 @@ def test_flash_attention_is_asked_first_until_the_end(order):
 
 def test_an_order_that_somebody_else_said_stays(order):
     order.started = True
-    first = torch_sdpa._FlashFirst()
+    first = torch_sdpa._OursFirst()
     first.wish()
     order.order = order.cudnn_first[::-1]
     first.leave()
@@ -216,7 +218,7 @@ def test_an_order_that_somebody_else_said_stays(order):
 
 
 def test_cuda_starts_after_the_end_or_where_nothing_can_be_chosen(order):
-    first = torch_sdpa._FlashFirst()
+    first = torch_sdpa._OursFirst()
     first.wish()
     first.leave()
     before = list(order.order)
