@@ -15,6 +15,7 @@ namespace flashsdk::table {
 
 constexpr int kSm90SharedBytes = 227 * 1024;  // that a CTA can have
 constexpr int kSmallSharedBytes = 99 * 1024;  // on the GPUs with the least: 8.6, 8.9, 12.0
+constexpr int kRegisters = 65536;             // of a multiprocessor
 
 constexpr bool is_compiled(int head_dim) { return built_with(head_dim) == head_dim; }
 constexpr bool is_wide(HeadDims head_dim) { return built_with(head_dim) > 256; }
@@ -42,6 +43,17 @@ constexpr bool of_no_layout(const Kernels& kernels) {
 constexpr int smem_bytes(const Sm90Forward& row) {
   return 2 * (row.tile.m * row.stages_q * row.head_dim.qk + row.tile.n * row.stages_k * row.head_dim.qk +
               row.tile.n * row.stages_v * row.head_dim.v);
+}
+
+// Of a thread: what S, P and the output take, and what ForwardTraits gives to one that computes.
+constexpr int tile_registers(const Sm90Forward& row) { return row.tile.n / 2 + row.tile.n / 4 + row.head_dim.v / 2; }
+constexpr int compute_registers(const Sm90Forward& row) {
+  return row.tile.m != 128 ? 160 : tile_registers(row) > 176 ? 232 : 224;
+}
+// Of a CTA: a warpgroup for each 64 rows, and one that loads.
+constexpr int registers(const Sm90Forward& row) {
+  const int loads = row.tile.m != 128 ? 32 : tile_registers(row) > 176 ? 40 : 56;
+  return 128 * (row.tile.m / 64 * compute_registers(row) + loads);
 }
 
 template <Sm80Forward kRow>
@@ -137,6 +149,8 @@ struct CheckedSm90Forward {
   static_assert(kRow.tile.n % 16 == 0, "tile.n: not a multiple of 16");
   static_assert(kRow.stages_k >= 1 && kRow.stages_v >= 1 && kRow.stages_q >= 1, "stages: less than 1");
   static_assert(smem_bytes(kRow) < kSm90SharedBytes, "stages: more shared memory than a CTA has");
+  static_assert(registers(kRow) <= kRegisters, "tile.m: more warpgroups than there are registers for");
+  static_assert(tile_registers(kRow) < compute_registers(kRow), "tile: S, P and the output fill a thread's registers");
   static_assert(only(kRow.kernels, kSm90Sets), "kernels: a set of features that sm90 has no code for");
   static_assert(of_every_mask(kRow.kernels), "kernels: an sm90 kernel serves every mask");
   static_assert(has_kernels(kRow.kernels), "kernels: none");
