@@ -15,6 +15,7 @@ namespace flashsdk::table {
 
 constexpr int kSm90SharedBytes = 227 * 1024;  // that a CTA can have
 constexpr int kSmallSharedBytes = 99 * 1024;  // on the GPUs with the least: 8.6, 8.9, 12.0
+constexpr int kRegisters = 65536;             // of a multiprocessor
 
 constexpr bool is_compiled(int head_dim) { return built_with(head_dim) == head_dim; }
 constexpr bool is_wide(HeadDims head_dim) { return built_with(head_dim) > 256; }
@@ -42,6 +43,17 @@ constexpr bool of_no_layout(const Kernels& kernels) {
 constexpr int smem_bytes(const Sm90Forward& row) {
   return 2 * (row.tile.m * row.stages_q * row.head_dim.qk + row.tile.n * row.stages_k * row.head_dim.qk +
               row.tile.n * row.stages_v * row.head_dim.v);
+}
+
+// Of a thread: what S, P and the output take, and what ForwardTraits gives to one that computes.
+constexpr int tile_registers(const Sm90Forward& row) { return row.tile.n / 2 + row.tile.n / 4 + row.head_dim.v / 2; }
+constexpr int compute_registers(const Sm90Forward& row) {
+  return row.tile.m != 128 ? 160 : tile_registers(row) > 176 ? 232 : 224;
+}
+// Of a CTA: a warpgroup for each 64 rows, and one that loads.
+constexpr int registers(const Sm90Forward& row) {
+  const int loads = row.tile.m != 128 ? 32 : tile_registers(row) > 176 ? 40 : 56;
+  return 128 * (row.tile.m / 64 * compute_registers(row) + loads);
 }
 
 template <Sm80Forward kRow>
@@ -89,8 +101,18 @@ struct CheckedSm80Backward {
   static_assert(has_kernels(kRow.kernels), "kernels: none");
 };
 
-// Whether every tile that calls of a head_dim are given is in a row that has a kernel for them.
-constexpr bool chosen_tiles_are_there(HeadDims head_dim) {
+// The head_dim of the rows that a call with these is offered to first: the smallest.
+constexpr HeadDims first_rows(HeadDims call) {
+  HeadDims first = widest(kSm90Forward);
+  for (const Sm90Forward& row : kSm90Forward) {
+    const HeadDims d = row.head_dim;
+    if (d.qk >= call.qk && d.v >= call.v && (d.qk < first.qk || (d.qk == first.qk && d.v < first.v))) first = d;
+  }
+  return first;
+}
+// Whether every tile that calls with these are given is in one of these rows that has a kernel for them.
+constexpr bool chosen_tiles_are_there(HeadDims call) {
+  const HeadDims head_dim = first_rows(call);
   for (unsigned set = 0; set < kFeatureSets; ++set)
     for (const MaskKind mask : {MaskKind::kDense, MaskKind::kBand, MaskKind::kBlockSparse}) {
       bool serves[std::size(kSm90Forward)] = {}, served = false;
@@ -102,7 +124,7 @@ constexpr bool chosen_tiles_are_there(HeadDims head_dim) {
       if (!served) continue;  // sm80's
       for (const int seqlen_q : sm90::kChoiceLengths)
         for (const int seqlen_k : sm90::kChoiceLengths) {
-          const Tile tile = sm90::choose_forward_tile({head_dim, static_cast<Features>(set), mask, seqlen_q, seqlen_k});
+          const Tile tile = sm90::choose_forward_tile({call, static_cast<Features>(set), mask, seqlen_q, seqlen_k});
           bool there = false;
           for (std::size_t i = 0; i < std::size(kSm90Forward); ++i)
             there = there || (serves[i] && kSm90Forward[i].tile.m == tile.m && kSm90Forward[i].tile.n == tile.n);
@@ -111,17 +133,24 @@ constexpr bool chosen_tiles_are_there(HeadDims head_dim) {
     }
   return true;
 }
-// Whether some call is given this row's tile.
-constexpr bool is_chosen(const Sm90Forward& row) {
+// Whether some call with these is given this row's tile.
+constexpr bool is_chosen(const Sm90Forward& row, HeadDims call) {
   for (unsigned set = 0; set < kFeatureSets; ++set)
     for (const MaskKind mask : {MaskKind::kDense, MaskKind::kBand, MaskKind::kBlockSparse})
       for (const int seqlen_q : sm90::kChoiceLengths)
         for (const int seqlen_k : sm90::kChoiceLengths) {
           if (row.kernels.masks[set] == kNoMask) continue;
-          const Tile tile =
-              sm90::choose_forward_tile({row.head_dim, static_cast<Features>(set), mask, seqlen_q, seqlen_k});
+          const Tile tile = sm90::choose_forward_tile({call, static_cast<Features>(set), mask, seqlen_q, seqlen_k});
           if (tile.m == row.tile.m && tile.n == row.tile.n) return true;
         }
+  return false;
+}
+// Whether some call is, of those that its head_dim comes first for.
+constexpr bool is_chosen(const Sm90Forward& row) {
+  for (int less = 0; less < row.head_dim.qk; less += 8) {
+    const HeadDims call(row.head_dim.qk - less, min_of(row.head_dim.v, row.head_dim.qk - less));
+    if (first_rows(call) == row.head_dim && is_chosen(row, call)) return true;
+  }
   return false;
 }
 constexpr bool has_backward(HeadDims head_dim) {
@@ -137,13 +166,21 @@ struct CheckedSm90Forward {
   static_assert(kRow.tile.n % 16 == 0, "tile.n: not a multiple of 16");
   static_assert(kRow.stages_k >= 1 && kRow.stages_v >= 1 && kRow.stages_q >= 1, "stages: less than 1");
   static_assert(smem_bytes(kRow) < kSm90SharedBytes, "stages: more shared memory than a CTA has");
+  static_assert(kRow.tile.n % 32 == 0 || kRow.kernels.serving(kDropout) == kNoMask,
+                "tile.n: dropout is drawn for 32 keys at once");
+  static_assert(registers(kRow) <= kRegisters, "tile.m: more warpgroups than there are registers for");
+  static_assert(tile_registers(kRow) < compute_registers(kRow), "tile: S, P and the output fill a thread's registers");
   static_assert(only(kRow.kernels, kSm90Sets), "kernels: a set of features that sm90 has no code for");
   static_assert(of_every_mask(kRow.kernels), "kernels: an sm90 kernel serves every mask");
   static_assert(has_kernels(kRow.kernels), "kernels: none");
-  static_assert(chosen_tiles_are_there(kRow.head_dim),
-                "choose_forward_tile(): gives calls of this head_dim a tile that no row has for their features");
   static_assert(is_chosen(kRow), "tile: choose_forward_tile() gives it to no call");
   static_assert(has_backward(kRow.head_dim), "head_dim: no row of kSm90Backward has it");
+};
+
+template <HeadDims kCall>
+struct CheckedSm90Calls {
+  static_assert(chosen_tiles_are_there(kCall),
+                "choose_forward_tile(): gives some of these a tile that no row has for their features");
 };
 
 template <Sm90Backward kRow>
@@ -236,6 +273,11 @@ constexpr void check_tables() {
   check_rows<kSm80Fp8SplitForward>([](auto i) { CheckedSm80Fp8SplitForward<kSm80Fp8SplitForward[i]>(); });
   check_rows<kSm80Backward>([](auto i) { CheckedSm80Backward<kSm80Backward[i]>(); });
   check_rows<kSm90Forward>([](auto i) { CheckedSm90Forward<kSm90Forward[i]>(); });
+  each([](auto i) {
+    constexpr int kHeadDim = 8 * (i + 1);
+    CheckedSm90Calls<kHeadDim>();
+    CheckedSm90Calls<HeadDims(kHeadDim, 128)>();  // with q and k wider than v, or narrower
+  })(std::make_index_sequence<widest(kSm90Forward).qk / 8>());
   check_rows<kSm90Backward>([](auto i) { CheckedSm90Backward<kSm90Backward[i]>(); });
   each([](auto i) {
     CheckedCpuHeadDim<kCpuHeadDims[i]>();
