@@ -109,6 +109,7 @@ VERSIONED = {  # columns of the versions' record
 ELSEWHERE = {  # in pages of their own
     "torch_tests",
     "versions",
+    "workflows",
     jax_tables.KIND,
     jax_tables.EXAMPLE,
     context_parallel_tables.KIND,
@@ -146,6 +147,7 @@ def blocks_of(found: dict[str, Record]) -> dict[str, str]:
             jax_tables.example(r) for r in found.values() if r["kind"] == jax_tables.EXAMPLE
         ),
         "versions": "\n\n".join(versions(r) for r in found.values() if r["kind"] == "versions"),
+        "workflows": "\n\n".join(workflows(r) for r in found.values() if r["kind"] == "workflows"),
     }
 
 
@@ -199,6 +201,34 @@ def versions(record: Record) -> str:
         f"{table}\n\nTest files of all rows (of each: the record): "
         f"{tests}. pytest's options were `{' '.join(record['options'])}`."
     )
+
+
+def workflows(record: Record) -> str:
+    """The outcome of scripts/try_workflow.py: what of each job ran on one machine."""
+    rows = []
+    for entry in record["jobs"]:
+        job = f"{entry['workflow']} {entry['job']} {entry['cell']}".rstrip()
+        outcome = "not run"
+        if entry["elsewhere"]:
+            outcome += f": it is for {' and '.join(entry['elsewhere'])}"
+        if "steps" in entry:
+            found: dict[str, list[str]] = {}
+            for step in entry["steps"]:
+                if not step["step"].startswith(("actions/checkout@", "actions/setup-python@")):
+                    text = code(step["step"])
+                    if step["outcome"] == "passed":
+                        text += f" in {step['seconds']:.0f} s"
+                    found.setdefault(step["outcome"].partition(":")[0], []).append(text)
+            outcome = "; ".join(f"{how}: {', '.join(steps)}" for how, steps in found.items())
+            outcome += f" ({entry['date']})"
+        rows.append([code(job), outcome])
+    return markdown_table(["job", f"its steps, on {record['machine']}"], rows, 2)
+
+
+def code(text: str) -> str:
+    """In a cell of a table; the middle of a long one is left out."""
+    text = text if len(text) <= 60 else f"{text[:40]} … {text[-17:]}"
+    return f"`{text}`".replace("|", "\\|")
 
 
 def dense_of(benches: list[Record]) -> str:
