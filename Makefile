@@ -189,6 +189,7 @@ lint-columns:
 # By the schemas that come with the tool: no network.
 lint-github:
 	@$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@$(BIN)/check-jsonschema -q --builtin-schema vendor.dependabot .github/dependabot.yml
 	@$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
 	@$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 
