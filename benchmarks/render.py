@@ -106,6 +106,7 @@ VERSIONED = {  # columns of the versions' record
     "jax": "JAX",
     "transformers": "transformers",
 }
+PLAYED = ("actions/checkout@", "actions/setup-python@")  # what scripts/try_workflow.py does itself
 ELSEWHERE = {  # in pages of their own
     "torch_tests",
     "versions",
@@ -208,13 +209,15 @@ def workflows(record: Record) -> str:
     rows = []
     for entry in record["jobs"]:
         job = f"{entry['workflow']} {entry['job']} {entry['cell']}".rstrip()
-        outcome = "not run"
-        if entry["elsewhere"]:
-            outcome += f": it is for {' and '.join(entry['elsewhere'])}"
+        actions = dict.fromkeys(entry["actions"])
+        theirs = [code(name) for name in actions if not name.startswith(PLAYED)]
+        why = [f"it is for {' and '.join(entry['elsewhere'])}"] if entry["elsewhere"] else []
+        why += [f"it uses {', '.join(theirs)}"] if theirs else []
+        outcome = f"not run: {'; '.join(why)}" if why else "not run"
         if "steps" in entry:
             found: dict[str, list[str]] = {}
             for step in entry["steps"]:
-                if not step["step"].startswith(("actions/checkout@", "actions/setup-python@")):
+                if not step["step"].startswith(PLAYED):
                     text = code(step["step"])
                     if step["outcome"] == "passed":
                         text += f" in {step['seconds']:.0f} s"
