@@ -170,9 +170,11 @@ test-package:
 # .pre-commit-config.yaml calls these one by one.
 lint: lint-ruff lint-format lint-mypy lint-clang-format lint-columns lint-github
 
-lint-ruff lint-format lint-mypy lint-clang-format lint-github: lint-tools
+lint-ruff lint-format lint-clang-format lint-github: lint-tools
 lint-tools:
 	@$(BOOTSTRAP) lint
+# Without the types of PyTorch and JAX it finds other errors.
+lint-mypy: setup
 lint-ruff:
 	@$(BIN)/ruff check $(PY_DIRS)
 lint-format:
@@ -187,6 +189,7 @@ lint-columns:
 # By the schemas that come with the tool: no network.
 lint-github:
 	@$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@$(BIN)/check-jsonschema -q --builtin-schema vendor.dependabot .github/dependabot.yml
 	@$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
 	@$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 

@@ -106,9 +106,11 @@ VERSIONED = {  # columns of the versions' record
     "jax": "JAX",
     "transformers": "transformers",
 }
+PLAYED = ("actions/checkout@", "actions/setup-python@")  # what scripts/try_workflow.py does itself
 ELSEWHERE = {  # in pages of their own
     "torch_tests",
     "versions",
+    "workflows",
     jax_tables.KIND,
     jax_tables.EXAMPLE,
     context_parallel_tables.KIND,
@@ -146,6 +148,7 @@ def blocks_of(found: dict[str, Record]) -> dict[str, str]:
             jax_tables.example(r) for r in found.values() if r["kind"] == jax_tables.EXAMPLE
         ),
         "versions": "\n\n".join(versions(r) for r in found.values() if r["kind"] == "versions"),
+        "workflows": "\n\n".join(workflows(r) for r in found.values() if r["kind"] == "workflows"),
     }
 
 
@@ -211,6 +214,36 @@ def versions(record: Record) -> str:
         f"{table}\n\nTest files of all rows (of each: the record): "
         f"{tests}. pytest's options were `{' '.join(record['options'])}`."
     )
+
+
+def workflows(record: Record) -> str:
+    """The outcome of scripts/try_workflow.py: what of each job ran on one machine."""
+    rows = []
+    for entry in record["jobs"]:
+        job = f"{entry['workflow']} {entry['job']} {entry['cell']}".rstrip()
+        actions = dict.fromkeys(entry["actions"])
+        theirs = [code(name) for name in actions if not name.startswith(PLAYED)]
+        why = [f"it is for {' and '.join(entry['elsewhere'])}"] if entry["elsewhere"] else []
+        why += [f"it uses {', '.join(theirs)}"] if theirs else []
+        outcome = f"not run: {'; '.join(why)}" if why else "not run"
+        if "steps" in entry:
+            found: dict[str, list[str]] = {}
+            for step in entry["steps"]:
+                if not step["step"].startswith(PLAYED):
+                    text = code(step["step"])
+                    if step["outcome"] == "passed":
+                        text += f" in {step['seconds']:.0f} s"
+                    found.setdefault(step["outcome"].partition(":")[0], []).append(text)
+            outcome = "; ".join(f"{how}: {', '.join(steps)}" for how, steps in found.items())
+            outcome += f" ({entry['date']})"
+        rows.append([code(job), outcome])
+    return markdown_table(["job", f"its steps, on {record['machine']}"], rows, 2)
+
+
+def code(text: str) -> str:
+    """In a cell of a table; the middle of a long one is left out."""
+    text = text if len(text) <= 60 else f"{text[:40]} … {text[-17:]}"
+    return f"`{text}`".replace("|", "\\|")
 
 
 def dense_of(benches: list[Record]) -> str:

@@ -47,9 +47,13 @@ def ask(command: str | Path) -> Python | None:
 
 
 def candidates(series: str) -> Iterator[Path]:
-    """Where a Python may be: on the path, in pyenv's folder, in that of a manylinux image."""
-    if found := shutil.which(f"python{series}"):
-        yield Path(found)
+    """Where a Python may be: on the path, in pyenv's folder, in that of a manylinux image.
+
+    In each folder of the path: one without a lock is python3.14 as well as python3.14t in its own.
+    """
+    for folder in os.get_exec_path():
+        if found := shutil.which(f"python{series}", path=folder):
+            yield Path(found)
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     yield from sorted(pyenv.glob(f"versions/{series.rstrip('t')}*/bin/python"), reverse=True)
     digits = series.replace(".", "")

@@ -288,7 +288,8 @@ def random(
     kept = diagonal.to_dense(block_level=True)[0, 0]
     seqlen_q, seqlen_k = diagonal.seqlen_q, diagonal.seqlen_k
     visible = band_or_all(band).blocks(seqlen_q, seqlen_k, diagonal.block_size)[0]
-    count = max(round(share * np.count_nonzero(visible)) - np.count_nonzero(kept), 0)
+    shows, keeps = int(np.count_nonzero(visible)), int(np.count_nonzero(kept))
+    count = max(round(share * shows) - keeps, 0)
     candidates = (visible & ~kept).reshape(1, -1)
     picks = (_pick(candidates, count, (seed, head)) for head in heads)
     blocks = np.stack([kept | pick.reshape(kept.shape) for pick in picks])

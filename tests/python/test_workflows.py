@@ -1,6 +1,8 @@
 """The files of GitHub Actions call what there is. Their form is checked by `make lint`."""
 
+import fnmatch
 import json
+import os
 import re
 import subprocess
 import sys
@@ -41,6 +43,144 @@ def script(monkeypatch):
     """A program of scripts/ as a module; they import each other by name."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     return lambda name: __import__(name)
+
+
+def jobs(script) -> list:
+    program = script("try_workflow")
+    found = [job for file in WORKFLOWS.glob("*.yml") for job in program.read(file).values()]
+    assert len(found) > 10
+    return found
+
+
+def test_every_expression_has_a_value(script):
+    """In each cell: of what the matrix has, other jobs' outputs and the repository's variables."""
+    program = script("try_workflow")
+    count = 0
+    for job in jobs(script):
+        there = job.workflow["jobs"]
+        needs = job.job.get("needs", [])
+        needs = [needs] if isinstance(needs, str) else needs
+        assert set(needs) <= set(there), str(job)
+        outputs = {n: {"outputs": dict.fromkeys(there[n].get("outputs", {}), "[1]")} for n in needs}
+        for cell in job.cells({}):
+            context = program.Run(job, cell, ROOT / "build", "", "v1", {}).context
+            context["needs"] = outputs
+            for step in job.job["steps"]:
+                named = re.findall(r"steps\.\w+\.outputs\.(\w+)", str(job.job.get("outputs", "")))
+                context["steps"][step.get("id")] = {"outputs": dict.fromkeys(named, "1")}
+            for text in strings(job.job):
+                program.filled(text, context)
+                count += "${{" in text
+            for what in (job.job, *job.job["steps"]):
+                program.condition(what.get("if", True), context)
+    assert count > 10
+
+
+def strings(value) -> list[str]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [text for part in value for text in strings(part)]
+    return [value] if isinstance(value, str) else []
+
+
+def test_shells_read_every_step(script, tmp_path):
+    """Of a container sh, else bash."""
+    program = script("try_workflow")
+    count = 0
+    for job in jobs(script):
+        for step in job.job["steps"]:
+            if "run" in step:
+                text = re.sub(r"\$\{\{.*?\}\}", "value", step["run"])
+                (tmp_path / "step").write_text(text)
+                shell = program.SHELLS["sh" if job.container() else None][0]
+                subprocess.run([shell, "-n", tmp_path / "step"], check=True)
+                # What is bash's alone is no error of form: a pattern in a parameter, [[.
+                assert not job.container() or not re.search(r"\$\{\w+/|\[\[", text), str(job)
+                count += 1
+    assert count > 15
+
+
+def test_artifacts_come_from_a_job_before(script):
+    """By name, or all that a pattern with braces and stars finds."""
+    found = 0
+    for job in jobs(script):
+        there = job.workflow["jobs"]
+        needs, before = [job.name], set()
+        while needs:
+            more = there[needs.pop()].get("needs", [])
+            more = [more] if isinstance(more, str) else more
+            before |= set(more)
+            needs += more
+        made = {
+            re.sub(r"\$\{\{.*?\}\}", "x", step["with"]["name"])
+            for name in before
+            for step in there[name]["steps"]
+            if step.get("uses", "").startswith("actions/upload-artifact@")
+        }
+        for step in job.job["steps"]:
+            if step.get("uses", "").startswith("actions/download-artifact@"):
+                asked = step["with"].get("name") or step["with"].get("pattern", "*")
+                for name in asked.strip("{}").split(","):
+                    assert any(fnmatch.fnmatch(m, name) for m in made), f"{job}: {name}"
+                    found += 1
+    assert found > 3
+
+
+def test_jobs_may_do_little_and_end(script):
+    """Rights are given by the job; every job has a limit of time, and every action a version."""
+    for job in jobs(script):
+        assert job.workflow["permissions"] == {"contents": "read"}
+        assert job.job.get("permissions", {}).keys() <= {"contents", "id-token"}
+        assert 5 <= job.job["timeout-minutes"] <= 360
+        for step in job.job["steps"]:
+            assert re.search(r"@(v\d|release/v\d)", step.get("uses", "@v1")), str(job)
+
+
+def test_variables_of_the_repository_are_told_of():
+    text = "".join(file.read_text("utf-8") for file in WORKFLOWS.glob("*.yml"))
+    named = set(re.findall(r"\bvars\.(\w+)", text))
+    assert len(named) > 3
+    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    assert named == set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE))
+
+
+def test_the_record_has_every_job(script):
+    """Of those tried and not tried: scripts/try_workflow.py --record brings it up to date."""
+    record = json.loads((ROOT / "benchmarks" / "results" / "workflows.json").read_text("utf-8"))
+    found = {(entry["workflow"], entry["job"]) for entry in record["jobs"]}
+    assert found == {(job.file.stem, job.name) for job in jobs(script)}
+
+
+def test_a_tag_is_the_version_and_the_changelog_has_it(script, tmp_path):
+    (job,) = [job for job in jobs(script) if job.name == "version"]
+    steps = [step["run"] for step in job.job["steps"] if "run" in step]
+    assert len(steps) == 2
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text("## [Unreleased]\n\n## [1.2.3] - 2026-01-01\n")
+    for tag, status in (("v1.2.3", 0), ("v1.2", 1), ("v1.2.30", 1), ("v2.2.3", 1)):
+        env = {**os.environ, "GITHUB_REF_NAME": tag}
+        for step in steps:
+            done = subprocess.run(["bash", "-e", "-c", step], cwd=tmp_path, env=env)
+            assert done.returncode == status, (tag, step)
+
+
+def test_a_python_is_found_behind_one_without_a_lock(script, monkeypatch, tmp_path):
+    """Whose folder has a python3.14 too, and is earlier on the path."""
+    pythons = script("pythons")
+    for folder, name, series in (
+        ("free", "python3.14t", "3.14t"),
+        ("free", "python3.14", "3.14t"),
+        ("locked", "python3.14", "3.14"),
+    ):
+        file = tmp_path / folder / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/bin/sh\necho {series} {file}\n")
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/free:{tmp_path}/locked:/bin:/usr/bin")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert pythons.find("3.14").path == tmp_path / "locked" / "python3.14"
+    assert pythons.find("3.14t").path == tmp_path / "free" / "python3.14t"
 
 
 def test_wheels_understands_its_options(script, monkeypatch):
