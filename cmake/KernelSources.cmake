@@ -5,8 +5,8 @@ set(FLASHSDK_BUILD_CXX c++ CACHE STRING "Cross-compiling: a C++20 compiler for t
 mark_as_advanced(FLASHSDK_BUILD_CXX)
 file(GLOB table_files CONFIGURE_DEPENDS ${kernel_tables}/*)
 # … and what the programs there include.
-foreach(file kernels/common/features.h kernels/common/params.h kernels/common/tile_walk.h
-             kernels/sm90/forward/tiles.h src/cpu_features.cpp)
+foreach(file kernels/common/features.h kernels/common/kernel_entry.h kernels/common/params.h
+             kernels/common/tile_walk.h kernels/sm90/forward/tiles.h src/cpu_features.cpp)
   list(APPEND table_files ${PROJECT_SOURCE_DIR}/cpp/${file})
 endforeach()
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${table_files})

@@ -145,7 +145,7 @@ class CallOf final : public Base {
   void launch(const LaunchOptions& options) const override {
     const auto& p = planned_.params;
     const bool reads_contents =
-        p.device.type == DeviceType::kCPU && (p.ragged() || p.mask.kind == MaskKind::kBlockSparse);
+        p.device.type == DeviceType::kCPU && (p.ragged() || std::holds_alternative<BlockMask>(make_.args.mask));
     if (reads_contents)
       make_().launch(options);
     else
@@ -158,13 +158,16 @@ class CallOf final : public Base {
 };
 
 template <class Args>
-auto planner(const Args& args) {
-  return [args] { return plan_as(args, Completeness::kLaunch); };
-}
+struct Planner {
+  Args args;
+  auto operator()() const { return plan_as(args, Completeness::kLaunch); }
+};
 template <class Args, class Params>
-auto planner(const Args& args, const KernelEntry<Params>& entry, const void* user) {
-  return [args, own = OwnKernel<Params>{entry, user}] { return plan_as(args, own); };
-}
+struct OwnPlanner {
+  Args args;
+  OwnKernel<Params> own;
+  auto operator()() const { return plan_as(args, own); }
+};
 
 }  // namespace
 
@@ -178,13 +181,13 @@ Plan::Plan(std::shared_ptr<const Call> call) noexcept : call_(std::move(call)) {
 std::size_t Plan::workspace_size() const noexcept { return call_->workspace_size(); }
 void Plan::launch(const LaunchOptions& options) const { call_->launch(options); }
 
-Plan plan(const ForwardArgs& args) { return Plan(Plan::Call::by(planner(args))); }
-Plan plan(const BackwardArgs& args) { return Plan(Plan::Call::by(planner(args))); }
+Plan plan(const ForwardArgs& args) { return Plan(Plan::Call::by(Planner<ForwardArgs>{args})); }
+Plan plan(const BackwardArgs& args) { return Plan(Plan::Call::by(Planner<BackwardArgs>{args})); }
 Plan plan_own(const ForwardArgs& args, const ForwardEntry& entry, const void* user) {
-  return Plan(Plan::Call::by(planner(args, entry, user)));
+  return Plan(Plan::Call::by(OwnPlanner<ForwardArgs, ForwardParams>{args, {entry, user}}));
 }
 Plan plan_own(const BackwardArgs& args, const BackwardEntry& entry, const void* user) {
-  return Plan(Plan::Call::by(planner(args, entry, user)));
+  return Plan(Plan::Call::by(OwnPlanner<BackwardArgs, BackwardParams>{args, {entry, user}}));
 }
 
 void mha_fwd(const ForwardArgs& args, const LaunchOptions& options) { plan_call(args, false).launch(options); }

@@ -4,10 +4,10 @@
 #include <cstdlib>
 #include <map>
 #include <set>
-#include <tuple>
 
 #include "check.h"
 #include "cpu_features.h"
+#include "table/choose.h"
 #if FLASHSDK_HAVE_CUDA
 #include "cuda/host/device.h"
 #endif
@@ -119,15 +119,6 @@ bool gpu_available([[maybe_unused]] const KernelKey& key) {
 #endif
 }
 
-// Whether a GPU's kernel is for keys and values of another type than a call's. A CPU's take all.
-bool other_keys(const KernelKey& key, const ForwardParams& p) {
-  return key.backend != Backend::kCpu && key.fp8_kv != p.fp8_kv();
-}
-
-bool same_device(Backend backend, Device device) {
-  return (backend == Backend::kCpu) == (device.type == DeviceType::kCPU);
-}
-
 std::string joined(const std::vector<std::string>& names) {
   std::string text;
   for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
@@ -166,23 +157,18 @@ KernelRegistry::Rows<Params>::Rows(const std::vector<KernelEntry<Params>>& entri
     all.push_back({entry, rank, all.size(), name_of(entry.key, entry.tile, kOp<Params>),
                    machine_refusal(entry.key, forced_isa), preference_refusal(entry.key, forced_isa)});
   }
-  // The smallest head_dim that fits is the fastest, and what is not asked for is better not compiled in.
   std::sort(all.begin(), all.end(), [](const Row<Params>& a, const Row<Params>& b) {
-    const auto order = [](const Row<Params>& row) {
-      const KernelKey& key = row.entry.key;
-      return std::tuple(-static_cast<int>(key.backend), row.arch_rank, key.head_dim, key.head_dim_v,
-                        count(key.features), key.any_alignment, row.position);
-    };
-    return order(a) < order(b);
+    return table::Listed(a.key(), a.arch_rank, a.position) < table::Listed(b.key(), b.arch_rank, b.position);
   });
-  // Kernels that split keys take few calls, and those whatever the backend: they are asked first.
-  for (const bool splits_keys : {true, false})
-    for (const Row<Params>& row : all) {
-      const KernelKey& key = row.entry.key;
-      if (key.splits_keys != splits_keys) continue;
-      bucket(key.dtype, key.mask, false).push_back(&row);
-      if (key.features != Features::kNone) bucket(key.dtype, key.mask, true).push_back(&row);
+  for (const Row<Params>& row : all)
+    for (const bool featured : {false, true}) {
+      const KernelKey& key = row.key();
+      if (table::competes(key, key.dtype, key.mask, featured)) bucket(key.dtype, key.mask, featured).push_back(&row);
     }
+  for (Bucket& competing : buckets)
+    std::sort(competing.begin(), competing.end(), [](const Row<Params>* a, const Row<Params>* b) {
+      return table::Asked(a->key(), a->arch_rank, a->position) < table::Asked(b->key(), b->arch_rank, b->position);
+    });
 }
 
 KernelRegistry::KernelRegistry(const KernelEntries& entries, const std::string& forced_isa)
@@ -212,37 +198,30 @@ template <class Params, class Refuse>
 const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, std::optional<Backend> forced,
                                                           Refuse refuse) const {
   int refused_arch = -1;
-  bool may_split = true;
-  for (const Row<Params>* row : rows<Params>().bucket(p.dtype, p.mask.kind, p.score.any_feature())) {
-    const KernelKey& key = row->entry.key;
-    if (!same_device(key.backend, p.device) || key.head_dim < p.head_dim || key.head_dim_v < p.head_dim_v) continue;
-    // Kernels of fp8 keys are nothing to calls of 16 bits. A call of fp8 keys hears why others do not take it, but not
-    // that they do not split.
-    if (other_keys(key, p) && (key.fp8_kv || key.splits_keys)) continue;
-    if (key.splits_keys && !may_split) continue;
-    may_split = false;  // the first that fits speaks for all: larger ones split where it says that it does not pay
+  const table::Call call = table::call_of(p);
+  const auto& competing = rows<Params>().bucket(call.dtype, call.mask, call.features != Features::kNone);
+  return table::choose(competing, call, [&](const Row<Params>& row) {
     const char* refusal = nullptr;
-    if (!row->available()) {
-      refusal = row->machine_refusal.c_str();
-    } else if (forced && *forced != key.backend) {
+    if (!row.available()) {
+      refusal = row.machine_refusal.c_str();
+    } else if (forced && *forced != row.key().backend) {
       refusal = "the call asks for another backend";
-    } else if (other_keys(key, p)) {
+    } else if (table::has_other_keys(row.key(), call)) {
       refusal = "k and v are float8_e4m3fn";
     } else {
-      refusal = row->preference_refusal;
+      refusal = row.preference_refusal;
     }
     if (refusal != nullptr) {
       // The first of an architecture speaks for all: it is the one that would have been taken.
-      if (row->arch_rank == refused_arch) continue;
-      refused_arch = row->arch_rank;
-      refuse(*row, refusal);
-      continue;
+      if (row.arch_rank == refused_arch) return false;
+      refused_arch = row.arch_rank;
+      refuse(row, refusal);
+      return false;
     }
-    const char* reason = row->entry.can_implement == nullptr ? nullptr : row->entry.can_implement(p);
-    if (reason == nullptr) return row;
-    refuse(*row, reason);
-  }
-  return nullptr;
+    const char* reason = row.entry.can_implement == nullptr ? nullptr : row.entry.can_implement(p);
+    if (reason != nullptr) refuse(row, reason);
+    return reason == nullptr;
+  });
 }
 
 void KernelRegistry::check_isa(Device device) const {

@@ -51,12 +51,13 @@ class KernelRegistry {
     std::string name;
     std::string machine_refusal;     // why this machine does not run it; empty: it does
     const char* preference_refusal;  // why it is passed over although it runs; null: it is not
+    const KernelKey& key() const { return entry.key; }
     bool available() const { return machine_refusal.empty(); }
   };
   // The kernels of one operation.
   template <class Params>
   struct Rows {
-    // Those that compete for a problem: all that the key decides beside head_dim, and whether any feature is asked for.
+    // Those that compete for a problem, in the order in which they are asked.
     using Bucket = std::vector<const Row<Params>*>;
     static constexpr std::size_t kDTypes = 5, kMasks = 3;
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "validate.h"
+
 namespace flashsdk {
 namespace {
 
@@ -148,7 +150,13 @@ void check_shared(const TensorView& offsets, const ForwardParams& p) {
            std::string(what) + (expected == 1 ? "1" : "1 or " + std::to_string(expected)));
 }
 
-void validate_layout(const BlockMask& mask, bool columns, ForwardParams& p, MemoryMap& memory) {
+// How many lines lists of the right shape have.
+std::int64_t lines_of(const BlockLists& lists) { return lists.offsets.shape[2] - 1; }
+
+// Whether somebody has read the lists before.
+enum class Contents : std::uint8_t { kUnknown, kChecked };
+
+void validate_layout(const BlockMask& mask, Contents contents, bool columns, ForwardParams& p, MemoryMap& memory) {
   MaskParam& m = p.mask;
   m.kind = MaskKind::kBlockSparse;
   m.block_q = check_block("mask.block_q", mask.block_q);
@@ -158,31 +166,72 @@ void validate_layout(const BlockMask& mask, bool columns, ForwardParams& p, Memo
   check_length("mask.seqlen_q", mask.seqlen_q, packed ? "max_seqlen_q" : "seqlen_q", p.seqlen_q);
   check_length("mask.seqlen_k", mask.seqlen_k, packed ? "max_seqlen_k" : "seqlen_k", p.seqlen_k);
   const int rows = ceil_div(p.seqlen_q, m.block_q), cols = ceil_div(p.seqlen_k, m.block_k);
-  const bool readable = p.device.type == DeviceType::kCPU;
+  // Lists that are right for as many blocks are right for any call.
+  const bool known =
+      contents == Contents::kChecked && rows == lines_of(mask.row_full) && cols == lines_of(mask.col_full);
+  const bool unread = p.device.type == DeviceType::kCPU && !known;
 
   check_shared(mask.row_partial.offsets, p);
   m.row_partial = check_lists(kRowPartial, mask.row_partial, rows, p, memory);
   m.row_full = check_lists(kRowFull, mask.row_full, rows, p, memory);
-  if (readable && !empty(mask.row_partial, mask.row_full))
+  if (unread && !empty(mask.row_partial, mask.row_full))
     check_contents(kRowPartial, mask.row_partial, m.row_partial, kRowFull, mask.row_full, m.row_full, rows, cols);
   if (!columns) return;
 
   m.col_partial = check_lists(kColPartial, mask.col_partial, cols, p, memory);
   m.col_full = check_lists(kColFull, mask.col_full, cols, p, memory);
-  if (readable && !empty(mask.col_partial, mask.col_full))
+  if (unread && !empty(mask.col_partial, mask.col_full))
     check_contents(kColPartial, mask.col_partial, m.col_partial, kColFull, mask.col_full, m.col_full, cols, rows);
   for (auto [name, row, col] : {std::tuple{kColPartial.indices, &mask.row_partial, &mask.col_partial},
                                 std::tuple{kColFull.indices, &mask.row_full, &mask.col_full}})
     if (row->indices.shape[0] != col->indices.shape[0])
       fail(name, shape_of(col->indices), "the " + std::to_string(row->indices.shape[0]) + " blocks of the rows");
-  if (readable && !empty(mask.row_partial, mask.row_full) && !empty(mask.col_partial, mask.col_full)) {
+  if (unread && !empty(mask.row_partial, mask.row_full) && !empty(mask.col_partial, mask.col_full)) {
     check_transposed(kRowPartial, mask.row_partial, m.row_partial, kColPartial, mask.col_partial, m.col_partial, rows,
                      cols);
     check_transposed(kRowFull, mask.row_full, m.row_full, kColFull, mask.col_full, m.col_full, rows, cols);
   }
 }
 
+// The length of a call that the layout is for.
+int length_of(const char* name, std::int64_t made_for, const char* offsets_name, const TensorView& offsets, int block) {
+  if (made_for == 0) {
+    check_given(offsets_name, offsets);
+    check_shape(offsets_name, offsets, {{"batch"}, {"num_heads"}, {"blocks + 1"}});
+    check_extent(offsets_name, "blocks + 1", offsets.shape[2], 1, kMaxRows / block);
+    made_for = (offsets.shape[2] - 1) * block;
+  }
+  check_extent(name, "", made_for, 0, kMaxRows);
+  return static_cast<int>(made_for);
+}
+
+// Its batch or num_heads: all lists have as many layouts, or one.
+int layouts_of(const BlockMask& mask, int dim, const char* what) {
+  std::int64_t layouts = 1;
+  for (const BlockLists* lists : {&mask.row_partial, &mask.row_full, &mask.col_partial, &mask.col_full})
+    if (lists->offsets.rank == 3 && lists->offsets.shape[dim] != 1) layouts = lists->offsets.shape[dim];
+  check_extent("mask", what, layouts, 0, kMaxRows);
+  return static_cast<int>(layouts);
+}
+
 }  // namespace
+
+CheckedBlockMask::CheckedBlockMask(const BlockMask& mask) : mask_(mask) {
+  ForwardParams p;
+  MemoryMap memory;
+  for (auto [name, lists] : {std::pair{kRowPartial, &mask.row_partial}, std::pair{kRowFull, &mask.row_full},
+                             std::pair{kColPartial, &mask.col_partial}, std::pair{kColFull, &mask.col_full}}) {
+    check_device(name.offsets, lists->offsets, p.device, "");
+    check_device(name.indices, lists->indices, p.device, "");
+  }
+  p.seqlen_q = length_of("mask.seqlen_q", mask.seqlen_q, kRowFull.offsets, mask.row_full.offsets,
+                         check_block("mask.block_q", mask.block_q));
+  p.seqlen_k = length_of("mask.seqlen_k", mask.seqlen_k, kColFull.offsets, mask.col_full.offsets,
+                         check_block("mask.block_k", mask.block_k));
+  p.batch = layouts_of(mask, 0, "batch");
+  p.num_heads = layouts_of(mask, 1, "num_heads");
+  validate_layout(mask, Contents::kUnknown, /*columns=*/true, p, memory);
+}
 
 void validate_mask(const Mask& mask, bool columns, ForwardParams& p, MemoryMap& memory) {
   if (const auto* band = std::get_if<Band>(&mask)) {
@@ -191,7 +240,9 @@ void validate_mask(const Mask& mask, bool columns, ForwardParams& p, MemoryMap& 
     p.mask.kind = MaskKind::kBand;
     p.mask.band = param;
   } else if (const auto* layout = std::get_if<BlockMask>(&mask)) {
-    validate_layout(*layout, columns, p, memory);
+    validate_layout(*layout, Contents::kUnknown, columns, p, memory);
+  } else if (const auto* checked = std::get_if<CheckedBlockMask>(&mask)) {
+    validate_layout(checked->mask(), Contents::kChecked, columns, p, memory);
   }
 }
 

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -123,10 +124,31 @@ BlockMask to_block_mask(nb::tuple mask, ArrayImporter& arrays) {
   return m;
 }
 
+// What check_layout() returns, and calls take in the place of the eight arrays.
+struct CheckedLayout {
+  static constexpr const char* kName = "flashsdk.checked_layout";
+
+  ArrayImporter arrays;
+  CheckedBlockMask mask;
+  explicit CheckedLayout(nb::tuple fields) : mask(to_block_mask(fields, arrays)) {}
+};
+
+// A capsule, as those may outlive the module without a word.
+nb::capsule check_layout(nb::tuple fields) {
+  auto layout = std::make_unique<CheckedLayout>(fields);
+  nb::capsule capsule(layout.get(), CheckedLayout::kName,
+                      [](void* p) noexcept { delete static_cast<CheckedLayout*>(p); });
+  layout.release();
+  return capsule;
+}
+
 Mask to_mask(nb::handle mask, ArrayImporter& arrays) {
   if (mask.is_none()) return Dense{};
   nb::tuple fields = nb::cast<nb::tuple>(mask);
-  return fields.size() == 3 ? Mask(to_band(fields)) : Mask(to_block_mask(fields, arrays));
+  if (fields.size() == 3) return to_band(fields);
+  if (nb::capsule checked; nb::try_cast(fields[5], checked))
+    return static_cast<const CheckedLayout*>(checked.data(CheckedLayout::kName))->mask;
+  return to_block_mask(fields, arrays);
 }
 
 // ---- calls
@@ -437,6 +459,7 @@ NB_MODULE(_bindings, m) {
   m.def("backward", py::backward);
   m.def("append", py::append);
   m.def("explain", py::explain_call);
+  m.def("check_layout", py::check_layout);
   m.def("kernels", py::list_kernels);
   m.def("build_info", py::describe_build);
   m.def("set_num_threads", py::set_threads, nanobind::arg("n").none());

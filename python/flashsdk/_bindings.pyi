@@ -10,8 +10,10 @@ core_api: object  # a capsule, for _torch_native and libflashsdk_jax
 Packed: TypeAlias = tuple[()] | tuple[Any, Any, int, int]
 # (left, right, top_left)
 BandFields: TypeAlias = tuple[int | None, int | None, bool]
-# a band; or (block_q, block_k, seqlen_q, seqlen_k, band | None, the arrays of BlockMask._arrays)
-Mask: TypeAlias = BandFields | tuple[Any, ...] | None
+# (block_q, block_k, seqlen_q, seqlen_k, band | None), and the arrays of BlockMask._arrays or, in
+# their place, what check_layout has made of them
+LayoutFields: TypeAlias = tuple[Any, ...]
+Mask: TypeAlias = BandFields | LayoutFields | None
 # (softmax_scale, mask, bias, alibi_slopes, softcap, dropout_p, seed, offset, deterministic,
 #  stream, backend, seqused_q, seqused_k, sink, block_table, num_splits, k_descale, v_descale)
 Options: TypeAlias = tuple[
@@ -38,6 +40,9 @@ def explain(
 
     Validates all but the outputs.
     """
+
+def check_layout(fields: LayoutFields, /) -> object:
+    """Reads the arrays and keeps them: calls on a CPU take what it returns, and read none."""
 
 def kernels() -> list[dict[str, Any]]: ...
 def build_info() -> dict[str, Any]: ...

@@ -475,24 +475,33 @@ def _mask(mask: object, q: Any) -> _bindings.Mask:
     if isinstance(mask, Band):
         return mask.left, mask.right, mask.alignment == "top_left"
     if isinstance(mask, BlockMask):
-        band = _mask(mask.band, q)
-        return (*mask.block_size, mask.seqlen_q, mask.seqlen_k, band, *_lists(mask, q))
+        return _layout(mask, q)
     if isinstance(mask, PlacedLayout):
         return (*mask.block_size, mask.seqlen_q, mask.seqlen_k, _mask(mask.band, q), *mask.arrays)
     raise no_mask(mask)
 
 
-def _lists(mask: BlockMask, q: Any) -> tuple[Any, ...]:
-    """The eight arrays of a layout where q is; a GPU gets them once for each mask."""
+def _layout(mask: BlockMask, q: Any) -> _bindings.LayoutFields:
+    """A layout where q is. A CPU has its lists checked, and a GPU gets them, once for each mask."""
     framework = _frameworks.of(q)
     device = framework.device(q)
+    layouts: dict[Any, _bindings.LayoutFields] = mask.__dict__.setdefault("_layouts", {})
+    key = None if device is None else (type(framework), device)
+    if key in layouts:
+        return layouts[key]
+    fields = (*mask.block_size, mask.seqlen_q, mask.seqlen_k, _mask(mask.band, q))
     if device is None:
-        return mask._arrays
-    key = type(framework), device
-    copies: dict[Any, tuple[Any, ...]] = mask.__dict__.setdefault("_on_gpu", {})
-    if key in copies:
-        return copies[key]
+        layouts[key] = (*fields, *_checked((*fields, *mask._arrays)))
+        return layouts[key]
     placed = tuple(framework.to_device(array, q) for array in mask._arrays)
     if all(map(framework.lasting, placed)):
-        copies[key] = placed
-    return placed
+        layouts[key] = (*fields, *placed)
+    return (*fields, *placed)
+
+
+def _checked(fields: _bindings.LayoutFields) -> tuple[Any, ...]:
+    """What stands for the lists: wrong ones themselves, for each call to say what is wrong."""
+    try:
+        return (_bindings.check_layout(fields),)
+    except Error:
+        return fields[5:]

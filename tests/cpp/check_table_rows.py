@@ -19,10 +19,12 @@ from pathlib import Path
 # A file of cpp/kernels, and where in it something is put.
 SM80 = "table/sm80.h", "kSm80Forward[] = {"
 SM80_FP8_SPLIT = "table/sm80.h", "kSm80Fp8SplitForward[] = {"
+SM80_FP8 = "table/sm80.h", "kSm80Fp8Forward[] = {"
 SM80_BACKWARD = "table/sm80.h", "kSm80Backward[] = {"
 SM90 = "table/sm90.h", "kSm90Forward[] = {"
 SM90_BACKWARD = "table/sm90.h", "kSm90Backward[] = {"
 CPU = "table/cpu.h", "kCpuHeadDims[] = {"
+CPU_HAS = "table/cpu.h", "cpu_has(int head_dim, Features features) {"
 CHOICE = "sm90/forward/tiles.h", "choose_forward_tile(const ForwardShape& s) {"
 
 
@@ -119,8 +121,28 @@ BROKEN = (
     (
         CHOICE,
         "if (s.head_dim.qk == 120) return {128, 48};",
-        "CheckedSm90Calls<{120, 120}>",
-        "choose_forward_tile(): gives some of these a tile that no row has for their features",
+        "CheckedSm90Calls<120, 120>",
+        "choose_forward_tile(): gives calls of these head_dims a tile that no row has",
+    ),
+    (
+        SM80_FP8,
+        "{{.head_dim = 256, .tile = {64, 64}, .warps = 4, .kernels = no_layout(kNone)}}};"
+        " inline constexpr Sm80Fp8Forward kOthers[] = {",
+        "CheckedSm80Calls<256>",
+        "kSm80Fp8Forward: no kernel for calls that no other takes",
+    ),
+    (
+        SM80_BACKWARD,
+        "{.head_dim = 128, .tile = {64, 128}, .warps = 8, .warps_s = 4, .warps_dk = 4,"
+        " .warps_dq = 2, .kernels = no_layout(kNone)}}; inline constexpr Sm80Backward kOthers[] = {",
+        "CheckedSm80Calls<576>",
+        "kSm80Backward: no kernel for calls that no other takes",
+    ),
+    (
+        CPU_HAS,
+        "if (head_dim > 256) return false;",
+        "CheckedCpuHeadDim<576>",
+        "head_dim: no kernel of it takes some calls",
     ),
     (
         SM90_BACKWARD,

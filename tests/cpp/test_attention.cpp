@@ -247,6 +247,32 @@ TEST_F(Attention, SparseOfADenseLayoutIsDense) {
   sparse.check("a dense layout");
 }
 
+TEST_F(Attention, ALayoutThatWasCheckedIsTheSameMask) {
+  std::mt19937 rng(41);
+  std::vector<std::uint8_t> blocks(2 * 5 * 4);
+  for (auto& b : blocks) b = static_cast<std::uint8_t>(rng() % 3);
+  const auto storage = BlockMaskStorage::from_dense(blocks.data(), 1, 2, 5, 4, 32, 32, Causal());
+  Problem p({.seqlen_q = 150, .seqlen_k = 120, .num_heads = 2, .num_heads_kv = 2, .head_dim = 32});
+  p.options.mask = storage.view();
+  p.forward();
+  p.backward();
+  const auto out = p.out.bytes(), dq = p.dq.bytes(), dk = p.dk.bytes();
+  p.options.mask = CheckedBlockMask(storage.view());
+  const ForwardArgs forward = p.forward_args();
+  const BackwardArgs backward = p.backward_args();
+  const Plan plans[] = {plan(forward), plan(backward)};
+  for (int launches = 0; launches < 2; ++launches) {
+    for (HostTensor* t : {&p.out, &p.dq, &p.dk}) t->fill(99);
+    for (const Plan& each : plans) {
+      const GuardedWorkspace workspace(each.workspace_size());
+      each.launch(workspace.options());
+    }
+    EXPECT_EQ(p.out.bytes(), out);
+    EXPECT_EQ(p.dq.bytes(), dq);
+    EXPECT_EQ(p.dk.bytes(), dk);
+  }
+}
+
 TEST_F(Attention, ScalesOfEitherSignAndZero) {
   for (float scale : {0.f, -0.3f, 2.f, 1e-6f}) {
     for (bool softcap : {false, true}) {

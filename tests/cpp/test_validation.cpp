@@ -443,6 +443,84 @@ TEST_F(Validation, Layouts) {
            spoilt([](BlockMask& m) { m.col_partial = m.col_full; }));
 }
 
+// Two blocks, on the diagonal: rows and columns have the same lists.
+struct TwoRows {
+  std::int32_t offsets[3] = {0, 1, 2}, empty_offsets[3] = {0, 0, 0}, indices[2] = {0, 1};
+  BlockMask view() {
+    const BlockLists full{TensorView(offsets, DType::kInt32, {1, 1, 3}), TensorView(indices, DType::kInt32, {2})};
+    const BlockLists none{TensorView(empty_offsets, DType::kInt32, {1, 1, 3}), TensorView(indices, DType::kInt32, {0})};
+    BlockMask mask;
+    mask.block_q = mask.block_k = 16;
+    mask.row_full = mask.col_full = full;
+    mask.row_partial = mask.col_partial = none;
+    return mask;
+  }
+};
+
+TEST_F(Validation, ALayoutIsCheckedWhereItIsMade) {
+  TwoRows lists;
+  const auto refused = [&](auto spoil) {
+    BlockMask mask = lists.view();
+    spoil(mask);
+    return error_of([&] { CheckedBlockMask{mask}; });
+  };
+  EXPECT_EQ(refused([](BlockMask&) {}), "");
+  EXPECT_EQ(refused([](BlockMask& m) { m.block_k = 0; }),
+            "invalid_argument: mask.block_k: 0; a positive multiple of 16, at most 16777216");
+  EXPECT_EQ(refused([](BlockMask& m) { m.col_full.offsets = {}; }),
+            "invalid_argument: mask.col_full.offsets: not given; a tensor");
+  EXPECT_EQ(refused([](BlockMask& m) { m.row_partial.indices = {}; }),
+            "invalid_argument: mask.row_partial.indices: not given; a tensor");
+  EXPECT_EQ(refused([](BlockMask& m) { m.row_full.indices.device = {DeviceType::kCUDA, 1}; }),
+            "invalid_argument: mask.row_full.indices: on cuda:1; cpu");
+  EXPECT_EQ(refused([](BlockMask& m) { m.row_full.offsets.shape[2] = 0; }),
+            "invalid_argument: mask.row_full.offsets: blocks + 1 = 0; 1 to 67108864");
+  EXPECT_EQ(refused([](BlockMask& m) { m.row_full.offsets.rank = 2; }),
+            "invalid_argument: mask.row_full.offsets: shape (1, 1); (batch, num_heads, blocks + 1)");
+  EXPECT_EQ(refused([](BlockMask& m) { m.seqlen_q = -1; }), "invalid_argument: mask.seqlen_q: -1; 0 to 1073741824");
+  EXPECT_EQ(refused([](BlockMask& m) { m.seqlen_k = 33; }),
+            "invalid_argument: mask.col_partial.offsets: shape (1, 1, 3); (1 or batch 1, 1 or num_heads 1, blocks + 1 "
+            "= 4)");
+  EXPECT_EQ(refused([](BlockMask& m) { m.row_full.offsets.shape[1] = 1 << 30 | 1; }),
+            "unsupported: mask: num_heads 1073741825; 0 to 1073741824");
+  EXPECT_EQ(refused([](BlockMask& m) { m.col_full = m.col_partial; }),
+            "invalid_argument: mask.col_full.indices: shape (0,); the 2 blocks of the rows");
+  std::int32_t swapped[] = {1, 0};
+  EXPECT_EQ(refused([&](BlockMask& m) { m.col_full.indices.data = swapped; }),
+            "invalid_argument: mask.col_full.indices: no block 0 in column 0; the transpose of mask.row_full.indices");
+}
+
+TEST_F(Validation, ACheckedLayoutIsNotReadAgain) {
+  Problem two_rows({.seqlen_q = 20, .seqlen_k = 32}), longer({.seqlen_q = 20, .seqlen_k = 33});
+  TwoRows lists;
+  const BlockMask raw = lists.view();
+  const CheckedBlockMask checked(raw);
+  const auto asked = [](Problem& p, const Mask& mask) {
+    p.options.mask = mask;
+    const std::string fwd = error_of([&] { validate(p.forward_args()); });
+    EXPECT_EQ(error_of([&] { validate(p.backward_args()); }), fwd);
+    return fwd;
+  };
+  EXPECT_EQ(asked(two_rows, raw), "");
+  EXPECT_EQ(asked(two_rows, checked), "");
+  // Who changes lists that are in use is found out where they are read.
+  lists.indices[0] = 2;
+  const std::string wrong = "invalid_argument: mask.row_full.indices: 2; 0 to 1";
+  EXPECT_EQ(asked(two_rows, raw), wrong);
+  EXPECT_EQ(asked(two_rows, checked), "");
+  // A forward looks at no columns: rows alone say for how many keys they are, and here block 2 is one.
+  longer.options.mask = checked;
+  EXPECT_EQ(error_of([&] { validate(longer.forward_args()); }), "");
+  lists.indices[0] = 3;
+  EXPECT_EQ(error_of([&] { validate(longer.forward_args()); }),
+            "invalid_argument: mask.row_full.indices: 3; 0 to 2");  // of other lengths they are read
+  // What a call decides is asked of each.
+  Problem taller({.seqlen_q = 33, .seqlen_k = 32});
+  EXPECT_EQ(asked(taller, checked),
+            "invalid_argument: mask.row_partial.offsets: shape (1, 1, 3); (1 or batch 1, 1 or num_heads 2, blocks + 1 "
+            "= 4)");
+}
+
 TEST_F(Validation, Backends) {
   forward("invalid_argument: backend: gpu; \"cpu\", \"sm80\", \"sm90\" or none",
           [](ForwardArgs& a) { a.backend = "gpu"; });

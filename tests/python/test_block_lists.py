@@ -5,6 +5,7 @@ import dataclasses
 import pickle
 import tracemalloc
 
+import flashsdk as fs
 import numpy as np
 import pytest
 from flashsdk._errors import Error
@@ -210,3 +211,26 @@ def test_the_constructor_refuses_what_is_no_field(fields, line):
     with pytest.raises(Error) as caught:
         dataclasses.replace(BlockMask.from_dense([[True]], 16), **fields)
     assert str(caught.value).startswith(line)
+
+
+def test_the_lists_of_a_mask_are_read_once():
+    mask = BlockMask.from_dense(np.tril(np.ones((4, 4), bool)), 16)
+    q = np.ones((1, 64, 1, 8), np.float32)
+    fs.mha_fwd(q, q, q, mask=mask)
+    # Behind the mask's back, and in reach: a list that is read must ascend.
+    mask._flat[np.flatnonzero(mask._flat == 1)] = 0
+    for op in ("fwd", "bwd"):
+        assert fs.explain(q, q, q, op=op, mask=mask).kernel
+    with pytest.raises(Error, match=r"^mask\.row_full\.indices: 0 before 0; "):
+        fs.explain(q, q, q, mask=copy.copy(mask))  # a mask of its own
+
+
+def test_what_is_wrong_with_lists_is_said_by_each_call_that_reads_them():
+    rows = Csr([[[0, 1, 2]]], [0, 1])
+    none = Csr([[[0, 0, 0]]], [])
+    mask = BlockMask((16, 16), 32, 32, None, none, rows, none, Csr([[[0, 1, 2]]], [1, 0]))
+    q = np.ones((1, 32, 1, 8), np.float32)
+    for _ in range(2):
+        out, lse = fs.mha_fwd(q, q, q, mask=mask)  # which reads no columns
+        with pytest.raises(Error, match=r"^mask\.col_full\.indices: no block 0 in column 0; "):
+            fs.mha_bwd(q, q, q, q, out, lse, mask=mask)

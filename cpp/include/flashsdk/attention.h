@@ -99,7 +99,7 @@ struct LaunchOptions {
 // It holds the addresses of the tensors and of the mask's lists, not their memory: these must live until the last
 // launch is done. Copies share what they hold; any thread may launch one, with a workspace of its own for each launch.
 // What q, k, v and the like contain may change between launches. On a CPU so may cu_seqlens, seqused and the lists of
-// a layout: each launch reads and checks them again, and throws where they have come to need more workspace.
+// a BlockMask: each launch reads and checks them again, and throws where they have come to need more workspace.
 class FLASHSDK_API Plan {
  public:
   Plan(const Plan&) = default;  // a move is a copy: no Plan is ever empty

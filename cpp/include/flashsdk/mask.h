@@ -57,7 +57,20 @@ struct BlockMask {
   std::int64_t seqlen_q = 0, seqlen_k = 0;
 };
 
-using Mask = std::variant<Dense, Band, BlockMask>;
+// A BlockMask on the host whose lists have been read and are right, of rows and columns: calls take it without reading
+// them again, but for other lengths. It holds the addresses of the lists, not their memory: these must live, and stay as
+// they are, while it is in use.
+class FLASHSDK_API CheckedBlockMask {
+ public:
+  // Throws Error, one line, for what a forward or a backward would refuse.
+  explicit CheckedBlockMask(const BlockMask& mask);
+  const BlockMask& mask() const noexcept { return mask_; }
+
+ private:
+  BlockMask mask_;
+};
+
+using Mask = std::variant<Dense, Band, BlockMask, CheckedBlockMask>;
 
 // Owns the lists of a BlockMask on the host and builds the transpose.
 class FLASHSDK_API BlockMaskStorage {

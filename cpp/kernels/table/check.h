@@ -1,12 +1,15 @@
 // What every row of the tables promises, checked where it is compiled: a message names the row by its values.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <iterator>
 #include <type_traits>
 #include <utility>
 
 #include "sm90/forward/tiles.h"
+#include "table/choose.h"
 #include "table/cpu.h"
 #include "table/sm80.h"
 #include "table/sm90.h"
@@ -101,57 +104,195 @@ struct CheckedSm80Backward {
   static_assert(has_kernels(kRow.kernels), "kernels: none");
 };
 
-// The head_dim of the rows that a call with these is offered to first: the smallest.
-constexpr HeadDims first_rows(HeadDims call) {
-  HeadDims first = widest(kSm90Forward);
-  for (const Sm90Forward& row : kSm90Forward) {
-    const HeadDims d = row.head_dim;
-    if (d.qk >= call.qk && d.v >= call.v && (d.qk < first.qk || (d.qk == first.qk && d.v < first.v))) first = d;
-  }
-  return first;
-}
-// Whether every tile that calls with these are given is in one of these rows that has a kernel for them.
-constexpr bool chosen_tiles_are_there(HeadDims call) {
-  const HeadDims head_dim = first_rows(call);
-  for (unsigned set = 0; set < kFeatureSets; ++set)
-    for (const MaskKind mask : {MaskKind::kDense, MaskKind::kBand, MaskKind::kBlockSparse}) {
-      bool serves[std::size(kSm90Forward)] = {}, served = false;
-      for (std::size_t i = 0; i < std::size(kSm90Forward); ++i) {
-        const Sm90Forward& row = kSm90Forward[i];
-        serves[i] = row.head_dim == head_dim && has(row.kernels.serving(static_cast<Features>(set)), mask);
-        served = served || serves[i];
-      }
-      if (!served) continue;  // sm80's
-      for (const int seqlen_q : sm90::kChoiceLengths)
-        for (const int seqlen_k : sm90::kChoiceLengths) {
-          const Tile tile = sm90::choose_forward_tile({call, static_cast<Features>(set), mask, seqlen_q, seqlen_k});
-          bool there = false;
-          for (std::size_t i = 0; i < std::size(kSm90Forward); ++i)
-            there = there || (serves[i] && kSm90Forward[i].tile.m == tile.m && kSm90Forward[i].tile.n == tile.n);
-          if (!there) return false;
+// ---- the kernels of the tables, as the registry has them, and what calls find there
+
+struct TableKernel {
+  KernelKey of;
+  Tile tile;
+  int smem_bytes;
+  std::size_t position, row;
+  constexpr const KernelKey& key() const { return of; }
+};
+
+// Of a backend. GPU kernels are the same for both dtypes.
+class TableKernels {
+ public:
+  template <class Row, std::size_t kRows, std::size_t kSets>
+  constexpr TableKernels& add(Backend backend, const Row (&rows)[kRows], const Features (&sets)[kSets],
+                              bool splits_keys = false, bool fp8_kv = false) {
+    for (const Features set : sets)
+      for (std::size_t i = 0; i < kRows; ++i)
+        for (const MaskKind mask : kMaskKinds) {
+          const Row& row = rows[i];
+          if (!has(row.kernels.of(set), mask)) continue;
+          bool any_alignment = false;
+          if constexpr (requires { row.any_alignment; }) any_alignment = row.any_alignment;
+          int bytes = 0;
+          if constexpr (requires { smem_bytes(row); }) bytes = smem_bytes(row);
+          add({{backend, "", DType::kBFloat16, row.head_dim.qk, row.head_dim.v, mask, set, any_alignment, splits_keys,
+                fp8_kv},
+               row.tile,
+               bytes,
+               count_,
+               i});
         }
+    return *this;
+  }
+  constexpr void add(const TableKernel& kernel) {
+    all_[count_] = kernel;
+    ++count_;
+  }
+  constexpr std::size_t count() const { return count_; }
+  constexpr std::size_t count(MaskKind mask) const {
+    std::size_t count = 0;
+    for (std::size_t i = 0; i < count_; ++i) count += all_[i].of.mask == mask;
+    return count;
+  }
+  constexpr const TableKernel& operator[](std::size_t i) const { return all_[i]; }
+
+  static constexpr MaskKind kMaskKinds[] = {MaskKind::kDense, MaskKind::kBand, MaskKind::kBlockSparse};
+
+ private:
+  std::array<TableKernel, 256> all_{};
+  std::size_t count_ = 0;
+};
+
+constexpr TableKernels sm80_forward_kernels() {
+  return TableKernels()
+      .add(Backend::kSm80, kSm80Forward, kSm80Sets)
+      .add(Backend::kSm80, kSm80SplitForward, kSm80Sets, true)
+      .add(Backend::kSm80, kSm80Fp8Forward, kSm80Sets, false, true)
+      .add(Backend::kSm80, kSm80Fp8SplitForward, kSm80Sets, true, true);
+}
+constexpr TableKernels cpu_kernels() {
+  TableKernels kernels;
+  for (const DType dtype : kCpuDTypes)
+    for (const int head_dim : kCpuHeadDims)
+      for (const MaskKind mask : TableKernels::kMaskKinds)
+        for (const Features set : kCpuFeatures)
+          if (cpu_has(head_dim, set))
+            kernels.add({{Backend::kCpu, "", dtype, head_dim, head_dim, mask, set}, {}, 0, kernels.count(), 0});
+  return kernels;
+}
+
+inline constexpr TableKernels kSm80ForwardKernels = sm80_forward_kernels(), kCpuKernels = cpu_kernels();
+inline constexpr TableKernels kSm80BackwardKernels = TableKernels().add(Backend::kSm80, kSm80Backward, kSm80Sets);
+inline constexpr TableKernels kSm90ForwardKernels = TableKernels().add(Backend::kSm90, kSm90Forward, kSm90Sets);
+
+// Those of a mask, in the order in which calls ask them.
+template <const TableKernels& kKernels, MaskKind kMask>
+inline constexpr auto kAsked = [] {
+  std::array<const TableKernel*, kKernels.count(kMask)> kernels{};
+  for (std::size_t i = 0, n = 0; i < kKernels.count(); ++i)
+    if (kKernels[i].of.mask == kMask) kernels[n++] = &kKernels[i];
+  std::sort(kernels.begin(), kernels.end(), [](const TableKernel* a, const TableKernel* b) {
+    return Asked(a->of, 0, a->position) < Asked(b->of, 0, b->position);
+  });
+  return kernels;
+}();
+
+// The first kernel of those that `takes` a call, of those that have its features compiled in.
+template <const TableKernels& kKernels, class Takes>
+constexpr const TableKernel* chosen(const Call& call, Takes takes) {
+  const auto takes_it = [&](const TableKernel& kernel) {
+    return missing(kernel.of.features, call.features) == kNone && takes(kernel);
+  };
+  switch (call.mask) {
+    case MaskKind::kDense:
+      return choose(kAsked<kKernels, MaskKind::kDense>, call, takes_it);
+    case MaskKind::kBand:
+      return choose(kAsked<kKernels, MaskKind::kBand>, call, takes_it);
+    case MaskKind::kBlockSparse:
+      return choose(kAsked<kKernels, MaskKind::kBlockSparse>, call, takes_it);
+  }
+  return nullptr;
+}
+
+// Whether `holds` of every call with these head_dims.
+template <class Holds>
+constexpr bool of_every_call(const Call& of, Holds holds) {
+  for (unsigned set = 0; set < kFeatureSets; ++set)
+    for (const MaskKind mask : TableKernels::kMaskKinds) {
+      Call call = of;
+      call.features = static_cast<Features>(set);
+      call.mask = mask;
+      if (!holds(call)) return false;
     }
   return true;
 }
-// Whether some call with these is given this row's tile.
-constexpr bool is_chosen(const Sm90Forward& row, HeadDims call) {
-  for (unsigned set = 0; set < kFeatureSets; ++set)
-    for (const MaskKind mask : {MaskKind::kDense, MaskKind::kBand, MaskKind::kBlockSparse})
-      for (const int seqlen_q : sm90::kChoiceLengths)
-        for (const int seqlen_k : sm90::kChoiceLengths) {
-          if (row.kernels.masks[set] == kNoMask) continue;
-          const Tile tile = sm90::choose_forward_tile({call, static_cast<Features>(set), mask, seqlen_q, seqlen_k});
-          if (tile.m == row.tile.m && tile.n == row.tile.n) return true;
-        }
+constexpr Call sm90_call(HeadDims head_dim) {
+  return {DType::kBFloat16, false, head_dim, MaskKind::kDense, kNone, false};
+}
+
+// Whether calls of a head_dim have an sm80 kernel whatever their tensors, blocks and device: one that takes all
+// features, any alignment and the smallest blocks of a layout, with no more shared memory than every GPU has. Such
+// kernels keep no tile of a bias, and need nothing beside smem_bytes().
+template <const TableKernels& kKernels>
+constexpr bool serves_everything(HeadDims head_dim, bool fp8_kv = false) {
+  for (const MaskKind mask : TableKernels::kMaskKinds) {
+    const TableKernel* taken =
+        chosen<kKernels>({DType::kBFloat16, fp8_kv, head_dim, mask, kAll, false}, [&](const TableKernel& kernel) {
+          const bool any_block = mask != MaskKind::kBlockSparse || (kernel.tile.m == 16 && kernel.tile.n == 16);
+          return kernel.of.fp8_kv == fp8_kv && !kernel.of.splits_keys && kernel.of.any_alignment && any_block &&
+                 kernel.smem_bytes <= kSmallSharedBytes;
+        });
+    if (taken == nullptr) return false;
+  }
+  return true;
+}
+template <int kHeadDim>
+struct CheckedSm80Calls {
+  static constexpr HeadDims kForward{kHeadDim, std::min(kHeadDim, widest(kSm80Forward).v)};
+  static_assert(serves_everything<kSm80ForwardKernels>(kForward),
+                "kSm80Forward: no kernel for calls that no other takes");
+  static_assert(serves_everything<kSm80BackwardKernels>(std::min(kHeadDim, widest(kSm80Backward).qk)),
+                "kSm80Backward: no kernel for calls that no other takes");
+  static_assert(kHeadDim > 256 || serves_everything<kSm80ForwardKernels>(kHeadDim, true),
+                "kSm80Fp8Forward: no kernel for calls that no other takes");
+};
+
+// The sm90 kernel that a call of these lengths is given is the first that has this tile: no other is taken.
+constexpr const TableKernel* chosen_sm90(const Call& call, Tile tile) {
+  return chosen<kSm90ForwardKernels>(
+      call, [&](const TableKernel& kernel) { return kernel.tile.m == tile.m && kernel.tile.n == tile.n; });
+}
+// Whether `holds` of a tile that choose_forward_tile() gives the call, for some lengths. Each is asked about once.
+template <class Holds>
+constexpr bool of_some_tile(const Call& call, Holds holds) {
+  Tile asked_about[std::size(sm90::kChoiceLengths)];
+  std::size_t tiles = 0;
+  for (const int seqlen_q : sm90::kChoiceLengths)
+    for (const int seqlen_k : sm90::kChoiceLengths) {
+      const Tile tile = sm90::choose_forward_tile({call.head_dim, call.features, call.mask, seqlen_q, seqlen_k});
+      bool known = false;
+      for (std::size_t i = 0; i < tiles; ++i)
+        known = known || (asked_about[i].m == tile.m && asked_about[i].n == tile.n);
+      if (known) continue;
+      if (holds(tile)) return true;
+      asked_about[tiles++] = tile;
+    }
   return false;
 }
-// Whether some call is, of those that its head_dim comes first for.
-constexpr bool is_chosen(const Sm90Forward& row) {
-  for (int less = 0; less < row.head_dim.qk; less += 8) {
-    const HeadDims call(row.head_dim.qk - less, min_of(row.head_dim.v, row.head_dim.qk - less));
-    if (first_rows(call) == row.head_dim && is_chosen(row, call)) return true;
+// A call that some sm90 kernel would take is never left to sm80 because the tile that it is given is in no row.
+template <int kHeadDim, int kHeadDimV>
+struct CheckedSm90Calls {
+  static constexpr bool has_its_tiles(const Call& call) {
+    return chosen<kSm90ForwardKernels>(call, [](const TableKernel&) { return true; }) == nullptr ||
+           !of_some_tile(call, [&](Tile tile) { return chosen_sm90(call, tile) == nullptr; });
   }
-  return false;
+  static constexpr bool kHasNone = kHeadDim > widest(kSm90Forward).qk || kHeadDimV > widest(kSm90Forward).v;
+  static_assert(kHasNone || of_every_call(sm90_call({kHeadDim, kHeadDimV}), has_its_tiles),
+                "choose_forward_tile(): gives calls of these head_dims a tile that no row has for their features");
+};
+// Whether some call takes a kernel of this row.
+constexpr bool is_chosen(std::size_t row) {
+  const Sm90Forward& of = kSm90Forward[row];
+  return !of_every_call(sm90_call(of.head_dim), [&](const Call& call) {
+    return !has(of.kernels.of(call.features), call.mask) || !of_some_tile(call, [&](Tile tile) {
+      const TableKernel* kernel = chosen_sm90(call, tile);
+      return kernel != nullptr && kernel->row == row;
+    });
+  });
 }
 constexpr bool has_backward(HeadDims head_dim) {
   for (const Sm90Backward& row : kSm90Backward)
@@ -159,7 +300,7 @@ constexpr bool has_backward(HeadDims head_dim) {
   return false;
 }
 
-template <Sm90Forward kRow>
+template <Sm90Forward kRow, std::size_t kIndex>
 struct CheckedSm90Forward {
   static_assert(is_compiled(kRow.head_dim.qk), "head_dim: see kGpuHeadDims");
   static_assert(kRow.tile.m % 64 == 0, "tile.m: not a multiple of 64 rows a warpgroup");
@@ -173,14 +314,8 @@ struct CheckedSm90Forward {
   static_assert(only(kRow.kernels, kSm90Sets), "kernels: a set of features that sm90 has no code for");
   static_assert(of_every_mask(kRow.kernels), "kernels: an sm90 kernel serves every mask");
   static_assert(has_kernels(kRow.kernels), "kernels: none");
-  static_assert(is_chosen(kRow), "tile: choose_forward_tile() gives it to no call");
+  static_assert(is_chosen(kIndex), "tile: choose_forward_tile() gives it to no call");
   static_assert(has_backward(kRow.head_dim), "head_dim: no row of kSm90Backward has it");
-};
-
-template <HeadDims kCall>
-struct CheckedSm90Calls {
-  static_assert(chosen_tiles_are_there(kCall),
-                "choose_forward_tile(): gives some of these a tile that no row has for their features");
 };
 
 template <Sm90Backward kRow>
@@ -192,34 +327,6 @@ struct CheckedSm90Backward {
   static_assert(of_every_mask(kRow.kernels), "kernels: an sm90 kernel serves every mask");
   static_assert(has_kernels(kRow.kernels), "kernels: none");
 };
-
-// Rows with kAll of a head_dim serve every mask: a call is refused for its size or device alone.
-template <class Row, std::size_t kRows>
-constexpr bool serves_everything(const Row (&rows)[kRows], int head_dim) {
-  unsigned masks = kNoMask;
-  for (const Row& row : rows)
-    if (row.head_dim.qk >= head_dim && row.any_alignment) masks |= row.kernels.of(kAll);
-  return masks == kEveryMask;
-}
-static_assert(serves_everything(kSm80Forward, widest(kSm80Forward).qk) &&
-                  serves_everything(kSm80Backward, widest(kSm80Backward).qk) && serves_everything(kSm80Fp8Forward, 256),
-              "sm80: no kernel for calls that no other takes");
-// The same of those that every GPU has the shared memory for, and of every head_dim: kernels that take any alignment
-// keep no tile of a bias, and need nothing beside smem_bytes().
-template <class Row, std::size_t kRows>
-constexpr bool serves_small_gpus(const Row (&rows)[kRows]) {
-  for (const int compiled : kGpuHeadDims) {
-    const int head_dim = compiled < widest(rows).qk ? compiled : widest(rows).qk;
-    unsigned masks = kNoMask;
-    for (const Row& row : rows)
-      if (row.head_dim.qk >= head_dim && row.any_alignment && smem_bytes(row) <= kSmallSharedBytes)
-        masks |= row.kernels.of(kAll);
-    if (masks != kEveryMask) return false;
-  }
-  return true;
-}
-static_assert(serves_small_gpus(kSm80Forward) && serves_small_gpus(kSm80Backward) && serves_small_gpus(kSm80Fp8Forward),
-              "sm80: no kernel for some calls on GPUs with the least shared memory");
 
 // Whether two rows have a kernel of one name: it has the head_dim, the tile and the features.
 template <class Row>
@@ -242,10 +349,19 @@ struct CheckedAlone {
   static_assert(kTimes == 1, "tile: another row has it, with a set of features of this one");
 };
 
+constexpr bool cpu_serves_everything(int head_dim) {
+  for (const DType dtype : kCpuDTypes)
+    if (!of_every_call({dtype, false, head_dim, MaskKind::kDense, kNone, true}, [](const Call& call) {
+          const TableKernel* kernel = chosen<kCpuKernels>(call, [](const TableKernel&) { return true; });
+          return kernel != nullptr && kernel->of.head_dim == call.head_dim.qk;
+        }))
+      return false;
+  return true;
+}
 template <int kHeadDim>
 struct CheckedCpuHeadDim {
   static_assert(kHeadDim % 64 == 0, "head_dim: not a multiple of 64, of which packed rows are made");
-  static_assert(cpu_has(kHeadDim, kAll), "head_dim: no kernel of it takes calls with features");
+  static_assert(cpu_serves_everything(kHeadDim), "head_dim: no kernel of it takes some calls");
 };
 template <int kBefore, int kHeadDim>
 struct CheckedCpuHeadDims {
@@ -272,13 +388,14 @@ constexpr void check_tables() {
   check_rows<kSm80Fp8Forward>([](auto i) { CheckedSm80Fp8Forward<kSm80Fp8Forward[i]>(); });
   check_rows<kSm80Fp8SplitForward>([](auto i) { CheckedSm80Fp8SplitForward<kSm80Fp8SplitForward[i]>(); });
   check_rows<kSm80Backward>([](auto i) { CheckedSm80Backward<kSm80Backward[i]>(); });
-  check_rows<kSm90Forward>([](auto i) { CheckedSm90Forward<kSm90Forward[i]>(); });
-  each([](auto i) {
-    constexpr int kHeadDim = 8 * (i + 1);
-    CheckedSm90Calls<kHeadDim>();
-    CheckedSm90Calls<HeadDims(kHeadDim, 128)>();  // with q and k wider than v, or narrower
-  })(std::make_index_sequence<widest(kSm90Forward).qk / 8>());
+  check_rows<kSm90Forward>([](auto i) { CheckedSm90Forward<kSm90Forward[i], i>(); });
   check_rows<kSm90Backward>([](auto i) { CheckedSm90Backward<kSm90Backward[i]>(); });
+  constexpr std::size_t kSizes = std::size(kGpuHeadDims);
+  each([](auto i) { CheckedSm80Calls<kGpuHeadDims[i]>(); })(std::make_index_sequence<kSizes>());
+  each([](auto i) { CheckedSm90Calls<kGpuHeadDims[i / kSizes], kGpuHeadDims[i % kSizes]>(); })(
+      std::make_index_sequence<kSizes * kSizes>());
+  each([](auto i) { CheckedSm90Calls<8 * (i + 1), 8 * (i + 1)>(); })(  // those between the rows, too
+      std::make_index_sequence<widest(kSm90Forward).qk / 8>());
   each([](auto i) {
     CheckedCpuHeadDim<kCpuHeadDims[i]>();
     if constexpr (i > 0) CheckedCpuHeadDims<kCpuHeadDims[i - 1], kCpuHeadDims[i]>();

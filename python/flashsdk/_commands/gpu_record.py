@@ -27,7 +27,7 @@ def sources_hash(root: Path | None = None) -> str | None:
         return None
     kernels = root / "cpp" / "kernels"
     files = [p for name in ("common", "cuda", "sm80", "sm90") for p in (kernels / name).rglob("*")]
-    no_kernel = ("check.h", "cpu.h", "native_isas.cpp")  # of the GPU's
+    no_kernel = ("check.h", "choose.h", "cpu.h", "native_isas.cpp")  # of the GPU's
     files += [p for p in (kernels / "table").iterdir() if p.name not in no_kernel]
     return hash_of(root, files)
 
