@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -104,6 +105,7 @@ class Call {
     const bool holds = std::all_of(tensors_.begin(), tensors_.end(), [&](const TensorView* t) {
       return t->rank <= 0 || t->rank > 5 || arena_.holds(*t);
     });
+    if (holds) expect_the_same_checked(refused);
     ++(refused.empty() ? counts.accepted : counts.refused);
     if (refused.empty() ? !(small && holds) : !c_.chance(3)) return;
     counts.launched += launch(size, !refused.empty()) ? 1 : 0;
@@ -386,6 +388,19 @@ class Call {
       return line;
     }
     return "";
+  }
+
+  // A layout that passes the check makes a call neither right nor wrong.
+  void expect_the_same_checked(const std::string& refused) {
+    const auto* mask = std::get_if<BlockMask>(&args().mask);
+    if (mask == nullptr) return;
+    std::optional<CheckedBlockMask> checked;
+    if (!error_of([&] { checked.emplace(*mask); }).empty()) return;
+    const auto with_checked = [&](auto call) {
+      call.mask = *checked;
+      return error_of([&] { workspace_size(call); });
+    };
+    EXPECT_EQ(backward_ ? with_checked(bwd_) : with_checked(fwd_), refused);
   }
 
   // Whether a kernel ran.

@@ -58,8 +58,8 @@ struct BlockMask {
 };
 
 // A BlockMask on the host whose lists have been read and are right, of rows and columns: calls take it without reading
-// them again, but for other lengths. It holds the addresses of the lists, not their memory: these must live, and stay as
-// they are, while it is in use.
+// them again, but for other lengths. It holds the addresses of the lists, not their memory: these must live while it is
+// in use, and stay as they are.
 class FLASHSDK_API CheckedBlockMask {
  public:
   // Throws Error, one line, for what a forward or a backward would refuse.
