@@ -30,7 +30,7 @@ __device__ __forceinline__ int sequence_at(const std::int32_t* cu_seqlens, int b
 // sequence.
 inline dim3 query_tile_grid(const ForwardParams& p, int tile_rows) {
   constexpr int kMost = 65535;
-  const bool packed = p.cu_seqlens_q != nullptr;
+  const bool packed = p.packed();
   const int tiles = packed ? first_packed_tile(p.total_q, tile_rows, p.batch) : ceil_div(p.seqlen_q, tile_rows);
   const int heads = packed ? p.num_heads : p.num_heads * p.batch;
   return dim3(static_cast<unsigned>(max_of(1, tiles)),

@@ -40,8 +40,8 @@ struct BackwardWorkspace {
   // base may be null to learn the size alone. A tile of dq_accum is added to in `parts`.
   BackwardWorkspace(const ForwardParams& p, int tile_rows_, int head_dim_, void* base, int parts_ = 1)
       : tile_rows(tile_rows_), head_dim(head_dim_), parts(parts_) {
-    tiles_per_head = p.cu_seqlens_q != nullptr ? first_packed_tile(p.total_q, tile_rows, p.batch)
-                                               : std::int64_t{p.batch} * ceil_div(p.seqlen_q, tile_rows);
+    tiles_per_head = p.packed() ? first_packed_tile(p.total_q, tile_rows, p.batch)
+                                : std::int64_t{p.batch} * ceil_div(p.seqlen_q, tile_rows);
     const std::int64_t tiles = tiles_per_head * p.num_heads;
     dq_accum = static_cast<float*>(base);
     const std::int64_t lse_words = tile_rows + static_cast<int>(sizeof(LseTile<4>) / sizeof(float)) - 4;
@@ -75,8 +75,7 @@ struct BackwardWorkspace {
   template <int kTileRows = 0>
   FLASHSDK_HD std::int64_t first_tile(const ForwardParams& p, const SeqlenInfo& seq, int batch) const {
     const int rows = kTileRows != 0 ? kTileRows : tile_rows;
-    return p.cu_seqlens_q != nullptr ? first_packed_tile(seq.offset_q, rows, batch)
-                                     : std::int64_t{batch} * ceil_div(p.seqlen_q, rows);
+    return p.packed() ? first_packed_tile(seq.offset_q, rows, batch) : std::int64_t{batch} * ceil_div(p.seqlen_q, rows);
   }
 };
 

@@ -53,12 +53,6 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map, cutlass::ar
   cute::SM90_BULK_COPY_G2S::copy(rows, reinterpret_cast<std::uint64_t*>(&barrier), &smem_rows, kRowBytes);
 }
 
-// Where the copy engine finds a sequence: packed ones are one batch.
-template <bool kRagged>
-__device__ __forceinline__ int batch_of(const BackwardParams& p, const cuda::TileWork& work) {
-  return kRagged && p.cu_seqlens_q != nullptr ? 0 : work.batch;
-}
-
 // The first key that this CTA owns, of a key tile.
 template <class Traits>
 __device__ __forceinline__ int first_key(const cuda::TileWork& work) {
@@ -172,7 +166,7 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
   for_each_work<Traits>(smem, [&](const BackwardWork& work) {
     if (work.visited) {
       const SeqlenInfo seq(p, work.tile.batch);
-      const int batch = batch_of<kRagged>(p, work.tile);
+      const int batch = kRagged ? batch_in_tensors(p, work.tile.batch) : work.tile.batch;
       auto load_k = [&] {
         if constexpr (Traits::kClusterSize > 1)
           load_pair_keys<Traits>(maps.k, smem, key_tiles, work.tile, seq, batch);

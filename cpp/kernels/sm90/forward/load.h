@@ -120,7 +120,7 @@ class KeyLoader {
  private:
   template <class Walk>
   __device__ void load_work(const QueryTile& queries, Walk& walk, WorkStream& stream) {
-    const int batch = p_.cu_seqlens_q != nullptr ? 0 : queries.batch, head_kv = queries.head / p_.heads_per_group();
+    const int batch = batch_in_tensors(p_, queries.batch), head_kv = queries.head / p_.heads_per_group();
     TileRef tile{0, false};
     // Queries that see nothing get one tile without a key: their output is written like any other. The tile lies behind
     // all rows, where the copy engine gives zeros, as 0 times what K and V hold may be NaN.
@@ -231,9 +231,7 @@ class ValueLoader {
       : p_(p), maps_(maps), smem_(smem), leader_(threadIdx.x % 32 == 0) {}
 
   __device__ void run() {
-    const bool packed = p_.cu_seqlens_q != nullptr;
-    // Whether the tensor goes on behind the end of a sequence.
-    const bool goes_on = packed || p_.seqused_k != nullptr;
+    const bool goes_on = p_.ragged_keys();  // the tensor, behind the end of a sequence
     int head_kv = 0, batch = 0;
     for (unsigned index = 0, work = 0;; ++index) {
       const unsigned slot = index % Traits::kSlots;
@@ -243,7 +241,7 @@ class ValueLoader {
       if (tile.has(KeyTile::kFirst)) {
         const QueryTile of = smem_.query_tiles[work % Traits::kSlots];
         head_kv = of.head / p_.heads_per_group();
-        batch = packed ? 0 : of.batch;
+        batch = batch_in_tensors(p_, of.batch);
         if constexpr (Traits::kQueriesWithValues)
           load_queries<Traits>(maps_, smem_, work, {of.sequence.offset_q + of.m0, of.head, batch}, leader_);
         ++work;

@@ -27,7 +27,7 @@ struct ForwardSchedule {
 class WorkStream {
  public:
   __device__ WorkStream(const ForwardParams& p, const ForwardSchedule& schedule, int tile_rows)
-      : schedule_(schedule), ragged_(p, tile_rows), is_ragged_(p.cu_seqlens_q != nullptr || p.seqused_q != nullptr) {
+      : schedule_(schedule), ragged_(p, tile_rows), is_ragged_(p.ragged_queries()) {
     if (schedule.tickets != nullptr && blockIdx.x == 0 && threadIdx.x % 32 == 0) {
       schedule.tickets->next = schedule.tickets->left = gridDim.x;
       owner().store(schedule.launch, ::cuda::memory_order_release);
