@@ -159,7 +159,7 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
     float4* accum = reinterpret_cast<float4*>(ws.dq_accum + tile * tile_size);
     for (int i = threadIdx.x; i < tile_size / 4; i += kThreads) accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
-  if (threadIdx.x < ws.parts) ws.turn[tile * ws.parts + threadIdx.x] = 0;
+  if (threadIdx.x < ws.parts) ws.dq_order[tile * ws.parts + threadIdx.x] = 0;
 
   const bool marked = __syncthreads_or(blind || untrusted || huge_scale) != 0;
   float* top = ws.top + tile * ws.tile_rows;

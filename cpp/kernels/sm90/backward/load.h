@@ -6,6 +6,7 @@
 #include "cuda/pass/backward_workspace.h"
 #include "cuda/schedule/backward_stream.h"
 #include "cuda/schedule/ragged_tiles.h"
+#include "sm90/backward/dq_order.h"
 #include "sm90/backward/traits.h"
 #include "sm90/tma.h"
 
@@ -200,64 +201,6 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
   });
 }
 
-// global = shared, or += where it adds, in fp32, by the copy engine. Returns when shared has been read.
-__device__ __forceinline__ void bulk_write(float* global, const float* shared, int bytes, bool adds) {
-  const std::uint32_t from = cute::cast_smem_ptr_to_uint(shared);
-  if (adds) {
-    asm volatile(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;" ::"l"(global),
-        "r"(from), "r"(bytes), "l"(CacheHint::EVICT_LAST)
-        : "memory");
-  } else {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(from), "r"(bytes)
-                 : "memory");
-  }
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
-// A piece of dq_accum is handed from block to block, by what one thread of each knows of it.
-__device__ __forceinline__ int load_acquire(const int* from) {
-  int x;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-  return x;
-}
-__device__ __forceinline__ void after_acquire() {
-  asm volatile("fence.proxy.async;" ::: "memory");  // from here on also for the copy engine
-}
-// When this thread's bulk_write()s are done, but for the last kNewer.
-template <int kNewer>
-__device__ __forceinline__ void store_release(int* to, int x) {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kNewer) : "memory");
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
-}
-
-// One thread, where dq_accum is not cleared: who comes first to a piece writes it, and the others add after that.
-class DqTurn {
- public:
-  explicit __device__ DqTurn(int* turn) : turn_(turn) {}
-
-  // Whether the piece has been written.
-  __device__ __forceinline__ bool written() const {
-    if (load_acquire(turn_) != kWritten) return false;
-    after_acquire();
-    return true;
-  }
-  // Whether this thread is to write it; else it has been written by now. Its dQ must be at hand: others wait.
-  __device__ __forceinline__ bool claim() const {
-    if (atomicCAS(turn_, kNothing, kWriting) == kNothing) return true;
-    while (!written()) {
-    }
-    return false;
-  }
-  // Once bulk_write() is done.
-  __device__ __forceinline__ void publish() const { store_release<0>(turn_, kWritten); }
-
- private:
-  static constexpr int kNothing = 0, kWriting = 1, kWritten = 2;
-  int* turn_;
-};
-
 // What one thread does with the dQ that warpgroups leave in shared memory: it brings each piece to dq_accum.
 template <class Traits>
 class DqAdder {
@@ -268,8 +211,8 @@ class DqAdder {
   // The pieces of the warpgroup with this warp's number. step: how many were before.
   __device__ void add(int tile, unsigned step) const {
     for (int i = 0; i < kPieces; ++i) {
-      const DqTurn first(ws_.turn + piece_of(tile, warp_, i));
-      bool adds = Traits::kClearsDq || first.written();  // asked before there is something to add
+      const FirstWriter first(ws_.dq_order + piece_of(tile, warp_, i));
+      bool adds = Traits::kClearsDq || first.has_written();  // asked before there is something to add
       smem_.dq_ring[warp_].wait_full(use_of(step, i));
       if (!adds) adds = !first.claim();
       write(tile, warp_, step, i, adds);
@@ -281,11 +224,11 @@ class DqAdder {
   // than a step. So the warps alternate, and each adds all pieces of every second step.
   __device__ void add_in_turn(int tile, unsigned step, int mine) {
     if (step % Traits::kWarpgroups != static_cast<unsigned>(warp_)) return;
-    int* const turn = ws_.turn + piece_of(tile, 0, 0);
+    int* const taken = ws_.dq_order + piece_of(tile, 0, 0);
     const auto use = use_of(step, 0);
-    bool come = load_acquire(turn) == mine;
-    if (!come || !smem_.dq_ring[kEarlier].full[use.stage].test_wait(use.phase)) pass_turn<0>();  // nothing else to do
-    while (!come) come = load_acquire(turn) == mine;
+    bool come = InTurn::has_come(taken, mine);
+    if (!come || !smem_.dq_ring[kEarlier].full[use.stage].test_wait(use.phase)) turn_.pass<0>();  // nothing else to do
+    while (!come) come = InTurn::has_come(taken, mine);
     after_acquire();
     for (int n = 0; n < Traits::kWarpgroups; ++n) {
       const int warpgroup = (kEarlier + n) % Traits::kWarpgroups;
@@ -293,13 +236,12 @@ class DqAdder {
         smem_.dq_ring[warpgroup].wait_full(use_of(step, i));
         write(tile, warpgroup, step, i, true);
       }
-      if (n == 0) pass_turn<kPieces>();  // of its last step; above head_dim 128 the other pieces come a step later
+      if (n == 0) turn_.pass<kPieces>();  // of its last step; above head_dim 128 the other pieces come a step later
     }
-    held_ = turn;
-    next_ = mine + 1;
+    turn_.hold(taken, mine);
   }
   // After the last step of a key tile.
-  __device__ void finish_turns() { pass_turn<0>(); }
+  __device__ void finish_turns() { turn_.pass<0>(); }
 
  private:
   static constexpr int kPieces = Traits::kDqPieces / Traits::kWarpgroups;  // of a step, for each warpgroup
@@ -316,18 +258,11 @@ class DqAdder {
                Traits::kDqElements * static_cast<int>(sizeof(float)), adds);
     smem_.dq_ring[warpgroup].release(use_of(step, i), 0);
   }
-  // Passes on the turn that is still held, if one is, when all but the last kNewer bulk_write()s are done.
-  template <int kNewer>
-  __device__ __forceinline__ void pass_turn() {
-    if (held_ != nullptr) store_release<kNewer>(held_, next_);
-    held_ = nullptr;
-  }
 
   const cuda::BackwardWorkspace& ws_;
   typename Traits::Smem& smem_;
   int warp_;
-  int* held_ = nullptr;
-  int next_ = 0;
+  InTurn turn_;
 };
 
 // One thread of a cluster's CTA: sends dS of its keys to the other CTA, whose warpgroups need it for dQ.

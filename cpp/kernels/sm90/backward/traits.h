@@ -70,7 +70,7 @@ struct NarrowBackwardTraits {
   // dQᵀ (head_dim, queries) is dealt to the warpgroups by 64 rows first, then by columns. A piece has its own place in
   // shared memory and in dq_accum, where it lies in the order of its accumulator's registers.
   static constexpr int kDqPieces = kWarpgroups;
-  static constexpr bool kClearsDq = false;  // the first key tile of a piece writes it, see DqTurn
+  static constexpr bool kClearsDq = false;  // the first key tile of a piece writes it, see FirstWriter
   static constexpr int kDqRowPieces = kHeadDimQ / kWarpgroupRows;  // along head_dim
   static constexpr int kDqColumns = kBlockM * kDqRowPieces / kDqPieces;
   static constexpr int kDqElements = kWarpgroupRows * kDqColumns;
