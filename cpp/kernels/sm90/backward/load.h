@@ -8,6 +8,7 @@
 #include "cuda/schedule/ragged_tiles.h"
 #include "sm90/backward/dq_order.h"
 #include "sm90/backward/traits.h"
+#include "sm90/tickets.h"
 #include "sm90/tma.h"
 
 namespace flashsdk::sm90 {
@@ -21,10 +22,9 @@ struct BackwardMaps {
 template <class Traits, class F>
 __device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
   for (unsigned n = 0;; ++n) {
-    const auto use = RingState<2>::after(n);
-    smem.work_ring.wait_full(use);
-    const BackwardWork work = smem.work[use.stage];
-    smem.work_ring.release_by_lane(use);
+    const auto slot = RingSlot<2>::after(n);
+    const BackwardWork work = smem.work_ring.read(smem.work, slot);
+    smem.work_ring.release_by_lane(slot);
     if (work.stop) return;
     f(work);
   }
@@ -34,10 +34,9 @@ __device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
 template <class Traits, class F>
 __device__ __forceinline__ void for_each_step(typename Traits::Smem& smem, unsigned& steps, F&& f) {
   for (bool last = false; !last; ++steps) {
-    const auto use = RingState<kPlannedSteps>::after(steps);
-    smem.plan_ring.wait_full(use);
-    const PlannedStep planned = smem.plan[use.stage];
-    smem.plan_ring.release(use, 0);
+    const auto slot = RingSlot<kPlannedSteps>::after(steps);
+    const PlannedStep planned = smem.plan_ring.read(smem.plan, slot);
+    smem.plan_ring.release(slot, 0);
     last = planned.step.last;
     f(planned);
   }
@@ -65,10 +64,10 @@ template <class Tile, class Traits, int kBuffers>
 __device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring<kBuffers>& ring, unsigned n,
                                           typename Traits::Element* smem, const cuda::TileWork& work,
                                           const SeqlenInfo& seq, int batch) {
-  const auto use = RingState<kBuffers>::after(n);
-  ring.wait_empty(use);
-  ring.announce(use, Tile::kBytes);
-  load_tile<Tile>(map, ring.full[use.stage], smem + use.stage * Tile::kElements,
+  const auto slot = RingSlot<kBuffers>::after(n);
+  ring.wait_empty(slot);
+  ring.expect(slot, Tile::kBytes);
+  load_tile<Tile>(map, ring.full[slot.stage], smem + slot.stage * Tile::kElements,
                   {seq.offset_k + first_key<Traits>(work), work.head, batch}, CacheHint::EVICT_FIRST);
 }
 
@@ -78,10 +77,10 @@ __device__ __forceinline__ void load_pair_keys(const CUtensorMap& map, typename 
                                                const cuda::TileWork& work, const SeqlenInfo& seq, int batch) {
   using SmemK = typename Traits::SmemK;
   using SmemPeerK = typename Traits::SmemPeerK;
-  const auto use = RingState<1>::after(n);
+  const auto slot = RingSlot<1>::after(n);
   const int row = seq.offset_k + work.block * Traits::kBlockN;
-  smem.k_ring.wait_empty(use);
-  smem.k_ring.announce(use, SmemK::kBytes + SmemPeerK::kBytes);
+  smem.k_ring.wait_empty(slot);
+  smem.k_ring.expect(slot, SmemK::kBytes + SmemPeerK::kBytes);
   load_tile<SmemK>(map, smem.k_ring.full[0], smem.k, {row + cluster_rank() * Traits::kCtaKeys, work.head, batch});
   load_tile<SmemPeerK>(map, smem.k_ring.full[0], smem.peer_k, {row + peer_rank() * Traits::kCtaKeys, work.head, batch},
                        CacheHint::EVICT_NORMAL, cluster_rank() * SmemPeerK::kColumns);
@@ -97,26 +96,22 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
   const bool leads = !kRagged || threadIdx.x % 32 == 0;
   unsigned works = 0, steps = 0;  // so far
   [[maybe_unused]] unsigned taken = 0;
-  auto tell = [&](const BackwardWork& work) {
-    const auto use = RingState<2>::after(works++);
-    smem.work_ring.wait_empty(use);
-    smem.work[use.stage] = work;
-    smem.work_ring.arrive_full(use);
-  };
+  auto tell = [&](const BackwardWork& work) { smem.work_ring.tell(smem.work, works++, work); };
   // The first is that of the block's index, or the cluster's, and the next is taken before work on one begins, so that
   // nobody waits for the counter. Not so where blocks wait for each other (turn_order.h): only a block that runs may
   // take work, and it soon begins what it has taken: all but the last kStepsLeft steps of the work before have been
   // read.
   const bool ahead = !p.deterministic;
   constexpr unsigned kStepsLeft = 2;
+  const ClearedTickets tickets{ws.next_work};
   const int workers = gridDim.x / Traits::kClusterSize;  // a cluster's CTAs take the same work
   auto take = [&]() -> int {
     if (!leads) return 0;
-    auto draw = [&] { return workers + atomicAdd(ws.next_work, 1); };
+    auto draw = [&] { return workers + tickets.draw(); };
     if constexpr (Traits::kClusterSize > 1) return smem.next_index.next(taken++, draw);
     if (ahead) return draw();
-    smem.plan_ring.wait_empty(RingState<kPlannedSteps>::after(steps + kPlannedSteps - 1 - kStepsLeft));
-    return atomicAdd(ws.next_work, 1);
+    smem.plan_ring.wait_empty(RingSlot<kPlannedSteps>::after(steps + kPlannedSteps - 1 - kStepsLeft));
+    return tickets.draw();
   };
   cuda::RaggedTiles<cuda::TilesOf::kKeys> ragged(p, Traits::kBlockN);
   const int count = static_cast<int>(schedule.size());
@@ -147,10 +142,11 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
       more = stream.next(next);
       const int turn = p.deterministic ? stream.turn(item) : 0;
       const auto tile = static_cast<int>(item.head * ws.tiles_per_head + first_tile + item.tile.index);
-      const auto use = RingState<kPlannedSteps>::after(steps++);
-      smem.plan_ring.wait_empty(use);
-      smem.plan[use.stage] = {{item.head, item.tile.index, item.tile.partial, !more}, tile, turn};
-      smem.plan_ring.arrive_full(use);
+      // tell(), but what it tells is made when there is room: this warp has few registers.
+      const auto slot = RingSlot<kPlannedSteps>::after(steps++);
+      smem.plan_ring.wait_empty(slot);
+      smem.plan.of(slot) = {{item.head, item.tile.index, item.tile.partial, !more}, tile, turn};
+      smem.plan_ring.arrive_full(slot);
     }
   }
   if (leads) tell({{}, false, true});
@@ -178,14 +174,14 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
       bool first = true;
       for_each_step<Traits>(smem, steps, [&](const PlannedStep& planned) {
         const TileOrigin at{seq.offset_q + planned.step.m_block * Traits::kBlockM, planned.step.head, batch};
-        const auto q = RingState<Traits::kQueryStages>::after(steps);
+        const auto q = RingSlot<Traits::kStagesQ>::after(steps);
         smem.q_ring.wait_empty(q);
         smem.step[q.stage] = planned.step;
         if constexpr (Traits::kClusterSize > 1) smem.tile[q.stage] = planned.tile;
         load_queries<SmemQ, Traits::kClusterSize>(maps.q, smem.q_ring.full[q.stage],
                                                   smem.q + q.stage * SmemQ::kElements, at,
                                                   &ws.lse_of<Traits::kBlockM>(planned.tile), smem.lse[q.stage]);
-        const auto dout = RingState<Traits::kStages>::after(steps);
+        const auto dout = RingSlot<Traits::kStagesDo>::after(steps);
         smem.dout_ring.wait_empty(dout);
         load_queries<SmemDo, Traits::kClusterSize>(
             maps.dout, smem.dout_ring.full[dout.stage], smem.dout + dout.stage * SmemDo::kElements, at,
@@ -213,7 +209,7 @@ class DqAdder {
     for (int i = 0; i < kPieces; ++i) {
       const FirstWriter first(ws_.dq_order + piece_of(tile, warp_, i));
       bool adds = Traits::kClearsDq || first.has_written();  // asked before there is something to add
-      smem_.dq_ring[warp_].wait_full(use_of(step, i));
+      smem_.dq_ring[warp_].wait_full(slot_of(step, i));
       if (!adds) adds = !first.claim();
       write(tile, warp_, step, i, adds);
       if (!adds) first.publish();
@@ -225,15 +221,16 @@ class DqAdder {
   __device__ void add_in_turn(int tile, unsigned step, int mine) {
     if (step % Traits::kWarpgroups != static_cast<unsigned>(warp_)) return;
     int* const taken = ws_.dq_order + piece_of(tile, 0, 0);
-    const auto use = use_of(step, 0);
+    const auto slot = slot_of(step, 0);
     bool come = InTurn::has_come(taken, mine);
-    if (!come || !smem_.dq_ring[kEarlier].full[use.stage].test_wait(use.phase)) turn_.pass<0>();  // nothing else to do
+    if (!come || !smem_.dq_ring[kEarlier].full[slot.stage].test_wait(slot.phase))
+      turn_.pass<0>();  // nothing else to do
     while (!come) come = InTurn::has_come(taken, mine);
     after_acquire();
     for (int n = 0; n < Traits::kWarpgroups; ++n) {
       const int warpgroup = (kEarlier + n) % Traits::kWarpgroups;
       for (int i = 0; i < kPieces; ++i) {
-        smem_.dq_ring[warpgroup].wait_full(use_of(step, i));
+        smem_.dq_ring[warpgroup].wait_full(slot_of(step, i));
         write(tile, warpgroup, step, i, true);
       }
       if (n == 0) turn_.pass<kPieces>();  // of its last step; above head_dim 128 the other pieces come a step later
@@ -250,13 +247,13 @@ class DqAdder {
   __device__ static std::int64_t piece_of(int tile, int warpgroup, int i) {
     return std::int64_t{tile} * Traits::kDqPieces + warpgroup * kPieces + i;
   }
-  __device__ static auto use_of(unsigned step, int i) {
-    return RingState<Traits::kDqPieces>::after(step * kPieces + i);
+  __device__ static auto slot_of(unsigned step, int i) {
+    return RingSlot<Traits::kDqPieces>::after(step * kPieces + i);
   }
   __device__ __forceinline__ void write(int tile, int warpgroup, unsigned step, int i, bool adds) const {
     bulk_write(ws_.dq_accum + piece_of(tile, warpgroup, i) * Traits::kDqElements, smem_.dq[warpgroup],
                Traits::kDqElements * static_cast<int>(sizeof(float)), adds);
-    smem_.dq_ring[warpgroup].release(use_of(step, i), 0);
+    smem_.dq_ring[warpgroup].release(slot_of(step, i), 0);
   }
 
   const cuda::BackwardWorkspace& ws_;
@@ -274,12 +271,12 @@ __device__ void send_ds(typename Traits::Smem& smem) {
   for_each_work<Traits>(smem, [&](const BackwardWork& work) {
     if (!work.visited) return;
     for_each_step<Traits>(smem, steps, [&](const PlannedStep&) {
-      const auto use = RingState<Traits::kScoreBuffers>::after(steps);
-      smem.own_ds_ring.wait_full(use);
+      const auto slot = RingSlot<Traits::kStagesDs>::after(steps);
+      smem.own_ds_ring.wait_full(slot);
       // Of the other's, which may be there already: see load_shared_tile().
-      smem.ds_ring.announce(use, Tile::kSlabBytes);
-      auto* slab = smem.ds + use.stage * Tile::kElements;
-      copy_to_peer(slab + kSlab, slab, Tile::kSlabBytes, smem.ds_ring.full[use.stage]);
+      smem.ds_ring.expect(slot, Tile::kSlabBytes);
+      auto* slab = smem.ds + slot.stage * Tile::kElements;
+      copy_to_peer(slab + kSlab, slab, Tile::kSlabBytes, smem.ds_ring.full[slot.stage]);
     });
   });
 }
