@@ -74,12 +74,8 @@ PlannedCall<Params> plan_as(const Args& args, const OwnKernel<Params>& own) {
 }
 
 // As the functions of C++ and Python are called.
-constexpr const char* function_of(const BackwardParams& p) {
-  return p.cu_seqlens_q != nullptr ? "mha_varlen_bwd" : "mha_bwd";
-}
-constexpr const char* function_of(const ForwardParams& p) {
-  return p.cu_seqlens_q != nullptr ? "mha_varlen_fwd" : "mha_fwd";
-}
+const char* function_of(const BackwardParams& p) { return p.packed() ? "mha_varlen_bwd" : "mha_bwd"; }
+const char* function_of(const ForwardParams& p) { return p.packed() ? "mha_varlen_fwd" : "mha_fwd"; }
 
 void check_workspace(const Workspace& given, std::size_t needed) {
   if (given.size < needed)

@@ -10,7 +10,7 @@ namespace {
 // Slopes, dropout's pattern and lists of blocks belong to a head; packed sequences and used queries may have any
 // length. A bias and sinks have strides, and go with their head.
 bool heads_can_be_rows(const ForwardParams& p) {
-  return p.num_heads > p.num_heads_kv && p.seqlen_q == 1 && p.cu_seqlens_q == nullptr && p.seqused_q == nullptr &&
+  return p.num_heads > p.num_heads_kv && p.seqlen_q == 1 && !p.ragged_queries() &&
          p.mask.kind != MaskKind::kBlockSparse && p.score.alibi_slopes == nullptr && p.score.dropout.threshold == 0;
 }
 

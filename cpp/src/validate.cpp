@@ -378,7 +378,7 @@ void validate_common(const AttentionArgs& args, bool packed, bool columns, Forwa
 // The lengths themselves, last: a kernel's loops need no more than the longest.
 void check_length_values(ForwardParams& p) {
   if (p.device.type != DeviceType::kCPU) return;
-  if (p.cu_seqlens_q != nullptr) {
+  if (p.packed()) {
     p.seqlen_q =
         check_lengths({"cu_seqlens_q", "total_q", "max_seqlen_q"}, p.cu_seqlens_q, p.batch, p.total_q, p.seqlen_q);
     p.seqlen_k =

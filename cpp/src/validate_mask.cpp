@@ -19,7 +19,7 @@ BandParam band_param(const Band& band) {
 // Whether every query of a batched problem sees every key.
 bool sees_all(const BandParam& band, const ForwardParams& p) {
   if (band.left == BandParam::kUnlimited && band.right == BandParam::kUnlimited) return true;
-  if (p.cu_seqlens_q != nullptr) return false;
+  if (p.packed()) return false;
   const std::int64_t shift = band.top_left ? 0 : std::int64_t{p.seqlen_k} - p.seqlen_q;
   return p.seqlen_q - 1 + shift - band.left <= 0 && shift + band.right >= p.seqlen_k - 1;
 }
@@ -162,7 +162,7 @@ void validate_layout(const BlockMask& mask, Contents contents, bool columns, For
   m.block_q = check_block("mask.block_q", mask.block_q);
   m.block_k = check_block("mask.block_k", mask.block_k);
   if (mask.band) m.band = band_param(*mask.band);
-  const bool packed = p.cu_seqlens_q != nullptr;
+  const bool packed = p.packed();
   check_length("mask.seqlen_q", mask.seqlen_q, packed ? "max_seqlen_q" : "seqlen_q", p.seqlen_q);
   check_length("mask.seqlen_k", mask.seqlen_k, packed ? "max_seqlen_k" : "seqlen_k", p.seqlen_k);
   const int rows = ceil_div(p.seqlen_q, m.block_q), cols = ceil_div(p.seqlen_k, m.block_k);

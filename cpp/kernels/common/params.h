@@ -154,8 +154,12 @@ struct ForwardParams {
 
   FLASHSDK_HD int heads_per_group() const { return num_heads / num_heads_kv; }
   FLASHSDK_HD bool fp8_kv() const { return dtype_kv == DType::kFloat8E4M3; }
+  // Whether sequences lie behind each other, in tensors of one batch.
+  FLASHSDK_HD bool packed() const { return cu_seqlens_q != nullptr; }
   // Whether sequences have lengths of their own, of which seqlen_q and seqlen_k are bounds.
-  FLASHSDK_HD bool ragged() const { return cu_seqlens_q != nullptr || seqused_q != nullptr || seqused_k != nullptr; }
+  FLASHSDK_HD bool ragged_queries() const { return packed() || seqused_q != nullptr; }
+  FLASHSDK_HD bool ragged_keys() const { return packed() || seqused_k != nullptr; }
+  FLASHSDK_HD bool ragged() const { return ragged_queries() || ragged_keys(); }
 };
 
 // The backward needs all the forward had, and the gradients.

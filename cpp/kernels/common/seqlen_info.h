@@ -35,6 +35,38 @@ class KeyRows {
   int page_size_ = 0;
 };
 
+// Where tensors have a sequence: packed ones are one batch.
+FLASHSDK_HD int batch_in_tensors(const ForwardParams& p, int sequence) { return p.packed() ? 0 : sequence; }
+
+// How many keys a sequence has, or queries: the one alone.
+template <bool kOfKeys>
+FLASHSDK_HD int length_of(const ForwardParams& p, int sequence) {
+  const std::int32_t* cu = kOfKeys ? p.cu_seqlens_k : p.cu_seqlens_q;
+  if (cu != nullptr) return cu[sequence + 1] - cu[sequence];
+  const std::int32_t* used = kOfKeys ? p.seqused_k : p.seqused_q;
+  return used != nullptr ? used[sequence] : kOfKeys ? p.seqlen_k : p.seqlen_q;
+}
+
+// The queries or the keys of all sequences, by their ends.
+struct SequenceRows {
+  const std::int32_t *cu_seqlens, *seqused;  // both null: all rows are used
+  int batch, total;                          // rows of the tensor: packed all, batched of each sequence
+
+  static FLASHSDK_HD SequenceRows of_queries(const ForwardParams& p) {
+    return {p.cu_seqlens_q, p.seqused_q, p.batch, p.total_q};
+  }
+  static FLASHSDK_HD SequenceRows of_keys(const ForwardParams& p) {
+    return {p.cu_seqlens_k, p.seqused_k, p.batch, p.total_k};
+  }
+
+  // Rows of the tensor that no sequence has, in each batch of it: from first_unused() on.
+  FLASHSDK_HD bool any_unused() const { return cu_seqlens != nullptr || seqused != nullptr; }
+  FLASHSDK_HD int batches() const { return cu_seqlens != nullptr ? 1 : batch; }
+  FLASHSDK_HD int first_unused(int of_batch) const {
+    return cu_seqlens != nullptr ? cu_seqlens[batch] : seqused != nullptr ? seqused[of_batch] : total;
+  }
+};
+
 struct SeqlenInfo {
   int offset_q = 0, offset_k = 0;  // first row in the packed tensors; 0 when batched
   int seqlen_q, seqlen_k;
@@ -45,7 +77,7 @@ struct SeqlenInfo {
   // ptxas orders the backward's step at head_dim 256 otherwise.
   FLASHSDK_HD SeqlenInfo(const ForwardParams& p, int batch, bool asks_used = true)
       : seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k) {
-    if (p.cu_seqlens_q != nullptr) {
+    if (p.packed()) {
       offset_q = p.cu_seqlens_q[batch];
       seqlen_q = p.cu_seqlens_q[batch + 1] - offset_q;
       offset_k = p.cu_seqlens_k[batch];

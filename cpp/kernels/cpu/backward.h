@@ -107,7 +107,7 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
           query = next;
           more = walk.next(next);
           if (more)
-            this->announce(head, next.index * tile_.m, min_of(tile_.m, seqlen_.seqlen_q - next.index * tile_.m));
+            this->prefetch_next(head, next.index * tile_.m, min_of(tile_.m, seqlen_.seqlen_q - next.index * tile_.m));
           order.reach(g * m_blocks + query.index);
           add_tile(policy, features, head, query, [&] { order.wait_for_turn(); });
         }

@@ -24,7 +24,7 @@ class BackwardBuffers {
  public:
   FLASHSDK_HD BackwardBuffers(const ForwardParams& p, Tile tile)
       : tile_(tile),
-        packed_(p.cu_seqlens_q != nullptr),
+        packed_(p.packed()),
         num_heads_(p.num_heads),
         m_blocks_(ceil_div(p.seqlen_q, tile.m)),
         n_blocks_(ceil_div(p.seqlen_k, tile.n)),

@@ -152,7 +152,7 @@ class BackwardTile {
   }
 
   // The rows of q and dout the next tile will pack.
-  void announce(int head, int i0, int lanes) {
+  void prefetch_next(int head, int i0, int lanes) {
     next_q_ =
         RowPrefetch(seqlen_.template head_q<const T>(p_.q, batch_, head) + i0 * p_.q.row, p_.q.row, lanes, p_.head_dim);
     next_dout_ = RowPrefetch(seqlen_.template head_q<const T>(p_.dout, batch_, head) + i0 * p_.dout.row, p_.dout.row,

@@ -140,7 +140,7 @@ class Forward : ForwardTile<T, kHeadDim, kFeatures> {
       this->pack(keys);
       if (more) {
         const int key = next.index * tile_.n;
-        this->announce(key, min_of(tile_.n, seqlen_.seqlen_k - key));
+        this->prefetch_next(key, min_of(tile_.n, seqlen_.seqlen_k - key));
       }
       for (int n = 0; n < panels; ++n) {
         Panel& panel = w_.panel[n];

@@ -148,7 +148,7 @@ class ForwardTile {
   }
 
   // K and V rows the next tile will pack.
-  void announce(int key, int count) {
+  void prefetch_next(int key, int count) {
     with_key_type([&]<class E>() {
       const KeyRows<const E> k = rows_of<E>(p_.k), v = rows_of<E>(p_.v);
       const int at_once = min_of(count, k.run(key));  // of pages the first

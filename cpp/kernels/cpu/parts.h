@@ -57,7 +57,7 @@ class PartBuffers {
         row_floats_(row_floats),
         batch_(p.batch),
         slots_(p.batch) {
-    const bool packed = p.cu_seqlens_q != nullptr;
+    const bool packed = p.packed();
     // Of sequences with lengths of their own, some may have fewer rows.
     most_parts_ = num_parts(p.ragged() ? rows_ : rows, length);
     if (most_parts_ == 1) slots_ = lines_ = 0;

@@ -49,8 +49,8 @@ __device__ void accumulate_dq(const ForwardParams& p, const SeqlenInfo& seq, con
   if (p.deterministic) {
     if (threadIdx.x == 0) {
       const int mine = stream.turn(item);
-      volatile int* turn = ws.turn + tile;
-      while (*turn != mine) {
+      volatile int* taken = ws.dq_order + tile;
+      while (*taken != mine) {
       }
       __threadfence();
     }
@@ -61,8 +61,8 @@ __device__ void accumulate_dq(const ForwardParams& p, const SeqlenInfo& seq, con
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-      auto* const turn = static_cast<volatile int*>(ws.turn + tile);
-      *turn = *turn + 1;
+      auto* const taken = static_cast<volatile int*>(ws.dq_order + tile);
+      *taken = *taken + 1;
     }
   }
 }

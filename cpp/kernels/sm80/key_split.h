@@ -170,11 +170,10 @@ inline int visible_keys(const ForwardParams& p, Tile tile) {
 // (H100). num_splits asks for parts that do not depend on who shares the batch.
 inline bool plans_parts(const ForwardParams& p, int sharing, Tile tile, int multiprocessors) {
   constexpr int kManyKeys = 1024, kManyTiles = 4;
-  const bool unequal = p.cu_seqlens_k != nullptr || p.seqused_k != nullptr;
   const std::int64_t rows = std::int64_t{p.seqlen_q} * sharing;
   const int most_rows = is_wide(p) ? kMostWideRows : p.fp8_kv() ? kFewRows : tile.m;
   const std::int64_t tiles = p.num_heads / sharing * p.batch * ((rows + tile.m - 1) / tile.m);
-  return unequal && p.num_splits == 0 && p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
+  return p.ragged_keys() && p.num_splits == 0 && p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
          p.batch > 1 && p.seqlen_q > 0 && rows <= most_rows && visible_keys(p, tile) >= kManyKeys && tiles > 0 &&
          tiles <= std::int64_t{kManyTiles} * multiprocessors;
 }

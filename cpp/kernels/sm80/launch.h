@@ -312,7 +312,7 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
   const cuda::BackwardWorkspace ws(p, Traits::kBlockM, Traits::kHeadDim, context.workspace);
 
   const dim3 query_tiles = cuda::query_tile_grid(p, Traits::kBlockM);
-  const bool has_queries = p.seqlen_q != 0 && p.batch != 0, packed = p.cu_seqlens_q != nullptr;
+  const bool has_queries = p.seqlen_q != 0 && p.batch != 0, packed = p.packed();
   constexpr int kPrepareThreads = 256;
   using Sums = cuda::RowSums<RowScores<Element>, Traits::kBlockM, Traits::kBlockN, Policy, kFeatures>;
   if (has_queries) {

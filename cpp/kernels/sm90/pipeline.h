@@ -9,12 +9,12 @@ namespace flashsdk::sm90 {
 
 // Which buffer of a ring it is, and in which round.
 template <int kStages>
-struct RingState {
+struct RingSlot {
   int stage = 0;
   std::uint32_t phase = 0;
 
   // After `count` buffers have been used.
-  static __device__ __forceinline__ RingState after(unsigned count) {
+  static __device__ __forceinline__ RingSlot after(unsigned count) {
     return {static_cast<int>(count % kStages), count / kStages & 1};
   }
 };
@@ -22,7 +22,7 @@ struct RingState {
 // How the buffers of a ring come back: one is empty again when every consumer has released it. In shared memory.
 template <int kStages>
 struct EmptyRing {
-  using State = RingState<kStages>;
+  using Slot = RingSlot<kStages>;
   using Empty = cutlass::arch::ClusterBarrier;
 
   // By one thread, before a fence and __syncthreads.
@@ -31,16 +31,16 @@ struct EmptyRing {
   }
 
   // Producer. All buffers are empty at first.
-  __device__ void wait_empty(const State& s) const { empty[s.stage].wait(s.phase ^ 1); }
+  __device__ void wait_empty(const Slot& s) const { empty[s.stage].wait(s.phase ^ 1); }
   // Consumer. Each warp releases once, when all its reads are done. thread: its number, if it is at hand.
-  __device__ __forceinline__ void release(const State& s, int thread = threadIdx.x) const {
+  __device__ __forceinline__ void release(const Slot& s, int thread = threadIdx.x) const {
     if (thread % 32 == 0) empty[s.stage].arrive();
   }
   // Where lanes have read words that are stored anew, and nothing has brought them together since, each releases for
   // itself (docs/dev/gpu.md, racecheck).
-  __device__ __forceinline__ void release_by_lane(const State& s) const { empty[s.stage].arrive(); }
+  __device__ __forceinline__ void release_by_lane(const Slot& s) const { empty[s.stage].arrive(); }
   // The same by one lane, where the copy engine stores: behind a fence of all.
-  __device__ __forceinline__ void release_after_reading(const State& s, int thread = threadIdx.x) const {
+  __device__ __forceinline__ void release_after_reading(const Slot& s, int thread = threadIdx.x) const {
     cutlass::arch::fence_view_async_shared();
     release(s, thread);
   }
@@ -48,24 +48,31 @@ struct EmptyRing {
   Empty empty[kStages];
 };
 
-// A ring whose barriers also tell when a buffer is full: its producer has arrived and all announced bytes are there.
+// How they are handed over: one is full when every producer has arrived and all bytes are there that they expect.
 template <int kStages>
-struct Ring : EmptyRing<kStages> {
-  using State = RingState<kStages>;
+struct FullRing {
+  using Slot = RingSlot<kStages>;
   using Full = cutlass::arch::ClusterTransactionBarrier;
 
-  __device__ void init(int producers, int consumers) {
+  __device__ void init(int producers) {
     for (auto& barrier : full) barrier.init(producers);
-    EmptyRing<kStages>::init(consumers);
   }
 
   // Producer.
-  __device__ void announce(const State& s, std::uint32_t bytes) const { full[s.stage].arrive_and_expect_tx(bytes); }
-  __device__ void arrive_full(const State& s) const { full[s.stage].arrive(); }
+  __device__ void expect(const Slot& s, std::uint32_t bytes) const { full[s.stage].arrive_and_expect_tx(bytes); }
+  __device__ void arrive_full(const Slot& s) const { full[s.stage].arrive(); }
   // Consumer.
-  __device__ void wait_full(const State& s) const { full[s.stage].wait(s.phase); }
+  __device__ void wait_full(const Slot& s) const { full[s.stage].wait(s.phase); }
 
   Full full[kStages];
+};
+
+template <int kStages>
+struct Ring : EmptyRing<kStages>, FullRing<kStages> {
+  __device__ void init(int producers, int consumers) {
+    FullRing<kStages>::init(producers);
+    EmptyRing<kStages>::init(consumers);
+  }
 };
 
 }  // namespace flashsdk::sm90

@@ -14,12 +14,12 @@ struct TensorExtent {
 };
 
 inline TensorExtent query_extent(const ForwardParams& p, int columns) {
-  const bool packed = p.cu_seqlens_q != nullptr;
+  const bool packed = p.packed();
   return {columns, packed ? p.total_q : p.seqlen_q, p.num_heads, packed ? 1 : p.batch};
 }
 inline TensorExtent key_extent(const ForwardParams& p, int columns) {
   if (p.pages.table != nullptr) return {columns, p.pages.size, p.num_heads_kv, p.pages.count};
-  const bool packed = p.cu_seqlens_k != nullptr;
+  const bool packed = p.packed();
   return {columns, packed ? p.total_k : p.seqlen_k, p.num_heads_kv, packed ? 1 : p.batch};
 }
 

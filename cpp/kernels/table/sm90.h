@@ -29,7 +29,7 @@ struct Sm90Forward {
     // Warpgroups start their products one after another. Those of other sizes run under each other's exponentials by
     // themselves, once a try has made these short.
     bool turns = false;
-    // Announcements are read before their keys are there. It pays where registers and the time between two turns allow.
+    // Messages are read before their keys are there. It pays where registers and the time between two turns allow.
     bool reads_ahead = false;
     // In bf16, the tiles of a band come outwards from the last one of which all queries see the first key, not from the
     // first. Of that one most queries see a part, whose maximum may be far below the row's: fp16 has no room for that.

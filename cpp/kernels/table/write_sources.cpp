@@ -15,7 +15,6 @@
 #include <fstream>
 #include <iterator>
 #include <map>
-#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -117,9 +116,6 @@ class Sources {
   explicit Sources(std::filesystem::path directory) : directory_(std::move(directory)) {}
 
   void add(const Source& s) {
-    if (!names_.insert(s.name).second)
-      fail("cpp/kernels/table", s.name + " twice",
-           "one row with this tile, head_dim and features, and equal head_dim together");
     const std::string array = std::string(s.backward ? "BackwardEntry " : "ForwardEntry ") + s.name + "[" +
                               std::to_string(s.entries.size()) + "]";
     File& file = files_[s.file];
@@ -150,7 +146,6 @@ class Sources {
   };
 
   std::filesystem::path directory_;
-  std::set<std::string> names_;
   std::map<std::string, File> files_;
   std::string declarations_, calls_;
 };
@@ -290,18 +285,21 @@ void add_sm90(Sources& sources, const Wanted& wanted, HeadDims head_dim, const s
 void write_gpu(const std::string& directory, const Strings& architectures, const Wanted& wanted) {
   Sources sources(directory);
   const bool sm90 = join(architectures, " ").find("90a") != std::string::npos;
-  HeadDims done = 0;
+  const auto first_with = [](HeadDims head_dim) {
+    return std::find_if(std::begin(kSm90Backward), std::end(kSm90Backward),
+                        [&](const Sm90Backward& row) { return row.head_dim == head_dim; });
+  };
   if (sm90)
     for (const Sm90Backward& row : kSm90Backward) {
-      if (!wanted.has(row.head_dim) || row.head_dim == done) continue;
-      done = row.head_dim;
-      add_sm90(sources, wanted, done, "forward", "kSm90Forward", kSm90Forward);
-      add_sm90(sources, wanted, done, "backward", "kSm90Backward", kSm90Backward);
+      if (!wanted.has(row.head_dim) || first_with(row.head_dim) != &row) continue;
+      add_sm90(sources, wanted, row.head_dim, "forward", "kSm90Forward", kSm90Forward);
+      add_sm90(sources, wanted, row.head_dim, "backward", "kSm90Backward", kSm90Backward);
     }
   for (const int head_dim : wanted.head_dims) {
     const Templates forward{"ForwardTraitsOf", "forward_entry"}, backward{"BackwardTraitsOf", "backward_entry"};
     const Templates split{"ForwardTraitsOf", "split_forward_entry"};
-    const Templates fp8{"Fp8ForwardTraitsOf", "fp8_forward_entry"}, fp8_split{"Fp8SplitTraitsOf", "split_forward_entry"};
+    const Templates fp8{"Fp8ForwardTraitsOf", "fp8_forward_entry"};
+    const Templates fp8_split{"Fp8SplitTraitsOf", "split_forward_entry"};
     add_sm80(sources, wanted, head_dim, "forward", forward, "kSm80Forward", kSm80Forward);
     add_sm80(sources, wanted, head_dim, "split_forward", split, "kSm80SplitForward", kSm80SplitForward);
     add_sm80(sources, wanted, head_dim, "backward", backward, "kSm80Backward", kSm80Backward);

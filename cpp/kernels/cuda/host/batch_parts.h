@@ -18,7 +18,7 @@ namespace flashsdk::cuda {
 // one would leave most workers idle.
 inline int sequences_at_once(const ForwardParams& p, Tile tile, Workers workers) {
   constexpr std::int64_t kFactor = 4, kTilesEach = 2;
-  const bool packed = p.cu_seqlens_q != nullptr;
+  const bool packed = p.packed();
   if (p.batch <= 1 || (!packed && p.seqlen_q == 0)) return p.batch;
   if (p.mask.user != nullptr) return p.batch;  // what an application's policy keeps for each sequence can't be moved
   const std::int64_t rows = packed ? p.total_q : std::int64_t{p.batch} * p.seqlen_q;

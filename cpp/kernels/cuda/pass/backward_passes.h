@@ -30,7 +30,7 @@ __device__ __forceinline__ int sequence_at(const std::int32_t* cu_seqlens, int b
 // sequence.
 inline dim3 query_tile_grid(const ForwardParams& p, int tile_rows) {
   constexpr int kMost = 65535;
-  const bool packed = p.cu_seqlens_q != nullptr;
+  const bool packed = p.packed();
   const int tiles = packed ? first_packed_tile(p.total_q, tile_rows, p.batch) : ceil_div(p.seqlen_q, tile_rows);
   const int heads = packed ? p.num_heads : p.num_heads * p.batch;
   return dim3(static_cast<unsigned>(max_of(1, tiles)),
@@ -159,7 +159,7 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
     float4* accum = reinterpret_cast<float4*>(ws.dq_accum + tile * tile_size);
     for (int i = threadIdx.x; i < tile_size / 4; i += kThreads) accum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
-  if (threadIdx.x < ws.parts) ws.turn[tile * ws.parts + threadIdx.x] = 0;
+  if (threadIdx.x < ws.parts) ws.dq_order[tile * ws.parts + threadIdx.x] = 0;
 
   const bool marked = __syncthreads_or(blind || untrusted || huge_scale) != 0;
   float* top = ws.top + tile * ws.tile_rows;

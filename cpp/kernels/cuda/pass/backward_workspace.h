@@ -33,23 +33,24 @@ struct BackwardWorkspace {
   float* minus_delta = nullptr;  // (num_heads, tiles_per_head, tile_rows): dlse − rowsum(dout∘out)
   float* top = nullptr;          // (num_heads, tiles_per_head, tile_rows): of marked tiles
   float* sink_terms = nullptr;   // (num_heads, tiles_per_head, tile_rows): of dsink, each query's; null without sinks
-  int* turn = nullptr;           // (num_heads, tiles_per_head, parts): deterministic: turns taken (turn_order.h), on
-                                 // sm90 all in a tile's first; else sm90 alone, see DqTurn
+  int* dq_order = nullptr;       // (num_heads, tiles_per_head, parts), zeros at first: of those who add to dq_accum, in
+                                 // deterministic calls the turns taken at a tile, in its first word (turn_order.h);
+                                 // in others sm90's (sm90/backward/dq_order.h)
   int* next_work = nullptr;      // key tiles that thread blocks have taken off the schedule, beside their first
 
   // base may be null to learn the size alone. A tile of dq_accum is added to in `parts`.
   BackwardWorkspace(const ForwardParams& p, int tile_rows_, int head_dim_, void* base, int parts_ = 1)
       : tile_rows(tile_rows_), head_dim(head_dim_), parts(parts_) {
-    tiles_per_head = p.cu_seqlens_q != nullptr ? first_packed_tile(p.total_q, tile_rows, p.batch)
-                                               : std::int64_t{p.batch} * ceil_div(p.seqlen_q, tile_rows);
+    tiles_per_head = p.packed() ? first_packed_tile(p.total_q, tile_rows, p.batch)
+                                : std::int64_t{p.batch} * ceil_div(p.seqlen_q, tile_rows);
     const std::int64_t tiles = tiles_per_head * p.num_heads;
     dq_accum = static_cast<float*>(base);
     const std::int64_t lse_words = tile_rows + static_cast<int>(sizeof(LseTile<4>) / sizeof(float)) - 4;
     lse = reinterpret_cast<char*>(dq_accum + tiles * tile_rows * head_dim);
     minus_delta = dq_accum + tiles * (tile_rows * head_dim + lse_words);
     top = minus_delta + tiles * tile_rows;
-    turn = reinterpret_cast<int*>(top + tiles * tile_rows);
-    next_work = turn + tiles * parts;
+    dq_order = reinterpret_cast<int*>(top + tiles * tile_rows);
+    next_work = dq_order + tiles * parts;
     std::int64_t words = tiles * (tile_rows * (head_dim + 2) + lse_words + parts) + 1;
     if (p.sink.ptr != nullptr) {
       sink_terms = dq_accum + words;
@@ -75,8 +76,7 @@ struct BackwardWorkspace {
   template <int kTileRows = 0>
   FLASHSDK_HD std::int64_t first_tile(const ForwardParams& p, const SeqlenInfo& seq, int batch) const {
     const int rows = kTileRows != 0 ? kTileRows : tile_rows;
-    return p.cu_seqlens_q != nullptr ? first_packed_tile(seq.offset_q, rows, batch)
-                                     : std::int64_t{batch} * ceil_div(p.seqlen_q, rows);
+    return p.packed() ? first_packed_tile(seq.offset_q, rows, batch) : std::int64_t{batch} * ceil_div(p.seqlen_q, rows);
   }
 };
 

@@ -1,7 +1,7 @@
 // Sequences of unequal lengths in the order in which persistent thread blocks take their tiles.
 #pragma once
 
-#include "common/params.h"
+#include "common/seqlen_info.h"
 
 namespace flashsdk::cuda {
 
@@ -52,16 +52,10 @@ class RaggedTiles {
   __device__ int longest() const { return kOfKeys ? p_.seqlen_k : p_.seqlen_q; }
   __device__ static int highest_bit(int x) { return 31 - __clz(x); }
 
-  __device__ int length_of(int batch) const {
-    const std::int32_t* cu = kOfKeys ? p_.cu_seqlens_k : p_.cu_seqlens_q;
-    if (cu != nullptr) return cu[batch + 1] - cu[batch];
-    const std::int32_t* used = kOfKeys ? p_.seqused_k : p_.seqused_q;
-    return used != nullptr ? used[batch] : longest();
-  }
   // Of all heads, if the sequence is as long as those looked for.
   __device__ int tiles_of(int batch) const {
     if (batch >= p_.batch) return 0;
-    const int blocks = ceil_div(length_of(batch), tile_rows_);
+    const int blocks = ceil_div(length_of<kOfKeys>(p_, batch), tile_rows_);
     return blocks > 0 && highest_bit(blocks) == length_ ? blocks * heads() : 0;
   }
 

@@ -92,7 +92,7 @@ __device__ void convert_dq_tile(const BackwardParams& p, const cuda::BackwardWor
   auto acc = accumulator<MmaDq, kColumns>();
   const std::int64_t place = ws.tile<Traits::kBlockM>(p, seq, batch, head, m_block) * Traits::kDqPieces + piece;
   const float* from = ws.dq_accum + place * Traits::kDqElements;
-  const bool written = Traits::kClearsDq || p.deterministic || ws.turn[place] != 0;
+  const bool written = Traits::kClearsDq || p.deterministic || FirstWriter::any(ws.dq_order[place]);
   CUTE_UNROLL
   for (int e = 0; e < cute::size(acc); e += 4) {
     const float4 four = reinterpret_cast<const float4*>(from)[e / 4 * kWarpgroup + thread];

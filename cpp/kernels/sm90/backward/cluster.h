@@ -14,11 +14,11 @@ __device__ __forceinline__ int peer_rank() { return cluster_rank() ^ 1; }
 
 // Each warp of both CTAs releases once: a buffer that both CTAs read, or write to.
 template <int kStages>
-__device__ __forceinline__ void release_in_cluster(const EmptyRing<kStages>& ring, const RingState<kStages>& use,
+__device__ __forceinline__ void release_in_cluster(const EmptyRing<kStages>& ring, const RingSlot<kStages>& slot,
                                                    int thread) {
   if (thread % 32 == 0) {
-    ring.empty[use.stage].arrive();
-    ring.empty[use.stage].arrive(static_cast<std::uint32_t>(peer_rank()));
+    ring.empty[slot.stage].arrive();
+    ring.empty[slot.stage].arrive(static_cast<std::uint32_t>(peer_rank()));
   }
 }
 
@@ -41,18 +41,18 @@ struct SharedIndex {
   // One thread of each CTA; n: numbers before.
   template <class Draw>
   __device__ __forceinline__ int next(unsigned n, Draw&& draw) {
-    const auto use = RingState<2>::after(n);
+    const auto slot = RingSlot<2>::after(n);
     if (cluster_rank() == 0) {
       const int index = draw();
-      ring.wait_empty(use);
-      cute::store_shared_remote(static_cast<std::uint32_t>(index), cute::cast_smem_ptr_to_uint(&value[use.stage]),
-                                cute::cast_smem_ptr_to_uint(&ring.full[use.stage]), 1);
+      ring.wait_empty(slot);
+      cute::store_shared_remote(static_cast<std::uint32_t>(index), cute::cast_smem_ptr_to_uint(&value[slot.stage]),
+                                cute::cast_smem_ptr_to_uint(&ring.full[slot.stage]), 1);
       return index;
     }
-    ring.announce(use, sizeof(int));
-    ring.wait_full(use);
-    const int index = const_cast<volatile int&>(value[use.stage]);
-    ring.empty[use.stage].arrive(0u);  // of the first CTA
+    ring.expect(slot, sizeof(int));
+    ring.wait_full(slot);
+    const int index = const_cast<volatile int&>(value[slot.stage]);
+    ring.empty[slot.stage].arrive(0u);  // of the first CTA
     return index;
   }
 

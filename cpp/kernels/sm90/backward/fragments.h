@@ -45,10 +45,10 @@ __device__ __forceinline__ int kept_thread() {
 
 // A warp's share of a ring: what its lanes wrote to shared memory, also for the tensor cores and TMA to read.
 template <int kStages>
-__device__ __forceinline__ void publish(const Ring<kStages>& ring, const RingState<kStages>& use, int thread) {
+__device__ __forceinline__ void publish(const Ring<kStages>& ring, const RingSlot<kStages>& slot, int thread) {
   cutlass::arch::fence_view_async_shared();
   __syncwarp();
-  if (thread % 32 == 0) ring.arrive_full(use);
+  if (thread % 32 == 0) ring.arrive_full(slot);
 }
 
 // A warpgroup's piece of dQ, in the order of the accumulator's registers, for the warp that adds it; publish() it then.
@@ -56,7 +56,7 @@ __device__ __forceinline__ void publish(const Ring<kStages>& ring, const RingSta
 template <int kStages, class Accumulator>
 __device__ __forceinline__ void store_dq(float* smem, const Ring<kStages>& ring, unsigned n, const Accumulator& acc,
                                          int thread) {
-  ring.wait_empty(RingState<kStages>::after(n + kStages - 1));
+  ring.wait_empty(RingSlot<kStages>::after(n + kStages - 1));
   float4* target = reinterpret_cast<float4*>(smem) + thread;
   CUTE_UNROLL
   for (int e = 0; e < cute::size(acc); e += 4)

@@ -32,8 +32,7 @@ std::size_t backward_workspace_size(const ForwardParams& p) {
 template <class Traits>
 std::int64_t key_tiles(const ForwardParams& p) {
   std::int64_t of_head = std::int64_t{ceil_div(p.seqlen_k, Traits::kBlockN)} * p.batch;
-  if (p.cu_seqlens_k != nullptr)
-    of_head = std::min<std::int64_t>(of_head, first_packed_tile(p.total_k, Traits::kBlockN, p.batch));
+  if (p.packed()) of_head = std::min<std::int64_t>(of_head, first_packed_tile(p.total_k, Traits::kBlockN, p.batch));
   return of_head * p.num_heads_kv;
 }
 
@@ -42,7 +41,7 @@ const char* refuse_backward(const BackwardParams& p) {
   if (const char* reason = refuse<Traits, kFeatures>(p)) return reason;
   if constexpr (Traits::kClusterSize > 1) {
     if (p.deterministic) return "clusters add to dq in no fixed order";
-    const int keys = p.cu_seqlens_k != nullptr ? min_of(p.seqlen_k, p.total_k / max_of(1, p.batch)) : p.seqlen_k;
+    const int keys = p.packed() ? min_of(p.seqlen_k, p.total_k / max_of(1, p.batch)) : p.seqlen_k;
     if (keys <= Traits::kCtaKeys) return "sequences have no more keys than one CTA of a cluster takes";
   }
   if (const char* reason = tensor_map_refusal(p.dout, query_extent(p, p.head_dim_v))) return reason;
@@ -82,7 +81,7 @@ void launch_backward_kernels(const BackwardParams& p, const LaunchContext& conte
   using Product = RowScores<Element, Traits::kHeadDim, kPrepareThreads / kWarpgroup>;
   using Sums = cuda::RowSums<Product, Traits::kBlockM, Traits::kBlockN, Policy, kFeatures>;
   // In these passes only packed sequences are found by their places.
-  const bool packed = kRagged && p.cu_seqlens_q != nullptr;
+  const bool packed = kRagged && p.packed();
   cuda::launch("launching the backward's first pass",
                packed ? cuda::backward_prepare_kernel<Element, kPrepareThreads, true, Traits::kClearsDq, true, Sums>
                       : cuda::backward_prepare_kernel<Element, kPrepareThreads, true, Traits::kClearsDq, false, Sums>,

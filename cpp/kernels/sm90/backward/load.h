@@ -6,7 +6,9 @@
 #include "cuda/pass/backward_workspace.h"
 #include "cuda/schedule/backward_stream.h"
 #include "cuda/schedule/ragged_tiles.h"
+#include "sm90/backward/dq_order.h"
 #include "sm90/backward/traits.h"
+#include "sm90/tickets.h"
 #include "sm90/tma.h"
 
 namespace flashsdk::sm90 {
@@ -20,10 +22,9 @@ struct BackwardMaps {
 template <class Traits, class F>
 __device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
   for (unsigned n = 0;; ++n) {
-    const auto use = RingState<2>::after(n);
-    smem.work_ring.wait_full(use);
-    const BackwardWork work = smem.work[use.stage];
-    smem.work_ring.release_by_lane(use);
+    const auto slot = RingSlot<2>::after(n);
+    const BackwardWork work = smem.work_ring.read(smem.work, slot);
+    smem.work_ring.release_by_lane(slot);
     if (work.stop) return;
     f(work);
   }
@@ -33,10 +34,9 @@ __device__ void for_each_work(typename Traits::Smem& smem, F&& f) {
 template <class Traits, class F>
 __device__ __forceinline__ void for_each_step(typename Traits::Smem& smem, unsigned& steps, F&& f) {
   for (bool last = false; !last; ++steps) {
-    const auto use = RingState<kPlannedSteps>::after(steps);
-    smem.plan_ring.wait_full(use);
-    const PlannedStep planned = smem.plan[use.stage];
-    smem.plan_ring.release(use, 0);
+    const auto slot = RingSlot<kPlannedSteps>::after(steps);
+    const PlannedStep planned = smem.plan_ring.read(smem.plan, slot);
+    smem.plan_ring.release(slot, 0);
     last = planned.step.last;
     f(planned);
   }
@@ -53,12 +53,6 @@ __device__ __forceinline__ void load_queries(const CUtensorMap& map, cutlass::ar
   cute::SM90_BULK_COPY_G2S::copy(rows, reinterpret_cast<std::uint64_t*>(&barrier), &smem_rows, kRowBytes);
 }
 
-// Where the copy engine finds a sequence: packed ones are one batch.
-template <bool kRagged>
-__device__ __forceinline__ int batch_of(const BackwardParams& p, const cuda::TileWork& work) {
-  return kRagged && p.cu_seqlens_q != nullptr ? 0 : work.batch;
-}
-
 // The first key that this CTA owns, of a key tile.
 template <class Traits>
 __device__ __forceinline__ int first_key(const cuda::TileWork& work) {
@@ -70,10 +64,10 @@ template <class Tile, class Traits, int kBuffers>
 __device__ __forceinline__ void load_keys(const CUtensorMap& map, Ring<kBuffers>& ring, unsigned n,
                                           typename Traits::Element* smem, const cuda::TileWork& work,
                                           const SeqlenInfo& seq, int batch) {
-  const auto use = RingState<kBuffers>::after(n);
-  ring.wait_empty(use);
-  ring.announce(use, Tile::kBytes);
-  load_tile<Tile>(map, ring.full[use.stage], smem + use.stage * Tile::kElements,
+  const auto slot = RingSlot<kBuffers>::after(n);
+  ring.wait_empty(slot);
+  ring.expect(slot, Tile::kBytes);
+  load_tile<Tile>(map, ring.full[slot.stage], smem + slot.stage * Tile::kElements,
                   {seq.offset_k + first_key<Traits>(work), work.head, batch}, CacheHint::EVICT_FIRST);
 }
 
@@ -83,10 +77,10 @@ __device__ __forceinline__ void load_pair_keys(const CUtensorMap& map, typename 
                                                const cuda::TileWork& work, const SeqlenInfo& seq, int batch) {
   using SmemK = typename Traits::SmemK;
   using SmemPeerK = typename Traits::SmemPeerK;
-  const auto use = RingState<1>::after(n);
+  const auto slot = RingSlot<1>::after(n);
   const int row = seq.offset_k + work.block * Traits::kBlockN;
-  smem.k_ring.wait_empty(use);
-  smem.k_ring.announce(use, SmemK::kBytes + SmemPeerK::kBytes);
+  smem.k_ring.wait_empty(slot);
+  smem.k_ring.expect(slot, SmemK::kBytes + SmemPeerK::kBytes);
   load_tile<SmemK>(map, smem.k_ring.full[0], smem.k, {row + cluster_rank() * Traits::kCtaKeys, work.head, batch});
   load_tile<SmemPeerK>(map, smem.k_ring.full[0], smem.peer_k, {row + peer_rank() * Traits::kCtaKeys, work.head, batch},
                        CacheHint::EVICT_NORMAL, cluster_rank() * SmemPeerK::kColumns);
@@ -102,26 +96,22 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
   const bool leads = !kRagged || threadIdx.x % 32 == 0;
   unsigned works = 0, steps = 0;  // so far
   [[maybe_unused]] unsigned taken = 0;
-  auto tell = [&](const BackwardWork& work) {
-    const auto use = RingState<2>::after(works++);
-    smem.work_ring.wait_empty(use);
-    smem.work[use.stage] = work;
-    smem.work_ring.arrive_full(use);
-  };
+  auto tell = [&](const BackwardWork& work) { smem.work_ring.tell(smem.work, works++, work); };
   // The first is that of the block's index, or the cluster's, and the next is taken before work on one begins, so that
   // nobody waits for the counter. Not so where blocks wait for each other (turn_order.h): only a block that runs may
   // take work, and it soon begins what it has taken: all but the last kStepsLeft steps of the work before have been
   // read.
   const bool ahead = !p.deterministic;
   constexpr unsigned kStepsLeft = 2;
+  const ClearedTickets tickets{ws.next_work};
   const int workers = gridDim.x / Traits::kClusterSize;  // a cluster's CTAs take the same work
   auto take = [&]() -> int {
     if (!leads) return 0;
-    auto draw = [&] { return workers + atomicAdd(ws.next_work, 1); };
+    auto draw = [&] { return workers + tickets.draw(); };
     if constexpr (Traits::kClusterSize > 1) return smem.next_index.next(taken++, draw);
     if (ahead) return draw();
-    smem.plan_ring.wait_empty(RingState<kPlannedSteps>::after(steps + kPlannedSteps - 1 - kStepsLeft));
-    return atomicAdd(ws.next_work, 1);
+    smem.plan_ring.wait_empty(RingSlot<kPlannedSteps>::after(steps + kPlannedSteps - 1 - kStepsLeft));
+    return tickets.draw();
   };
   cuda::RaggedTiles<cuda::TilesOf::kKeys> ragged(p, Traits::kBlockN);
   const int count = static_cast<int>(schedule.size());
@@ -152,10 +142,11 @@ __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspac
       more = stream.next(next);
       const int turn = p.deterministic ? stream.turn(item) : 0;
       const auto tile = static_cast<int>(item.head * ws.tiles_per_head + first_tile + item.tile.index);
-      const auto use = RingState<kPlannedSteps>::after(steps++);
-      smem.plan_ring.wait_empty(use);
-      smem.plan[use.stage] = {{item.head, item.tile.index, item.tile.partial, !more}, tile, turn};
-      smem.plan_ring.arrive_full(use);
+      // tell(), but what it tells is made when there is room: this warp has few registers.
+      const auto slot = RingSlot<kPlannedSteps>::after(steps++);
+      smem.plan_ring.wait_empty(slot);
+      smem.plan.of(slot) = {{item.head, item.tile.index, item.tile.partial, !more}, tile, turn};
+      smem.plan_ring.arrive_full(slot);
     }
   }
   if (leads) tell({{}, false, true});
@@ -172,7 +163,7 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
   for_each_work<Traits>(smem, [&](const BackwardWork& work) {
     if (work.visited) {
       const SeqlenInfo seq(p, work.tile.batch);
-      const int batch = batch_of<kRagged>(p, work.tile);
+      const int batch = kRagged ? batch_in_tensors(p, work.tile.batch) : work.tile.batch;
       auto load_k = [&] {
         if constexpr (Traits::kClusterSize > 1)
           load_pair_keys<Traits>(maps.k, smem, key_tiles, work.tile, seq, batch);
@@ -183,14 +174,14 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
       bool first = true;
       for_each_step<Traits>(smem, steps, [&](const PlannedStep& planned) {
         const TileOrigin at{seq.offset_q + planned.step.m_block * Traits::kBlockM, planned.step.head, batch};
-        const auto q = RingState<Traits::kQueryStages>::after(steps);
+        const auto q = RingSlot<Traits::kStagesQ>::after(steps);
         smem.q_ring.wait_empty(q);
         smem.step[q.stage] = planned.step;
         if constexpr (Traits::kClusterSize > 1) smem.tile[q.stage] = planned.tile;
         load_queries<SmemQ, Traits::kClusterSize>(maps.q, smem.q_ring.full[q.stage],
                                                   smem.q + q.stage * SmemQ::kElements, at,
                                                   &ws.lse_of<Traits::kBlockM>(planned.tile), smem.lse[q.stage]);
-        const auto dout = RingState<Traits::kStages>::after(steps);
+        const auto dout = RingSlot<Traits::kStagesDo>::after(steps);
         smem.dout_ring.wait_empty(dout);
         load_queries<SmemDo, Traits::kClusterSize>(
             maps.dout, smem.dout_ring.full[dout.stage], smem.dout + dout.stage * SmemDo::kElements, at,
@@ -206,64 +197,6 @@ __device__ void load_operands(const BackwardParams& p, const BackwardMaps& maps,
   });
 }
 
-// global = shared, or += where it adds, in fp32, by the copy engine. Returns when shared has been read.
-__device__ __forceinline__ void bulk_write(float* global, const float* shared, int bytes, bool adds) {
-  const std::uint32_t from = cute::cast_smem_ptr_to_uint(shared);
-  if (adds) {
-    asm volatile(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;" ::"l"(global),
-        "r"(from), "r"(bytes), "l"(CacheHint::EVICT_LAST)
-        : "memory");
-  } else {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(from), "r"(bytes)
-                 : "memory");
-  }
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
-// A piece of dq_accum is handed from block to block, by what one thread of each knows of it.
-__device__ __forceinline__ int load_acquire(const int* from) {
-  int x;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
-  return x;
-}
-__device__ __forceinline__ void after_acquire() {
-  asm volatile("fence.proxy.async;" ::: "memory");  // from here on also for the copy engine
-}
-// When this thread's bulk_write()s are done, but for the last kNewer.
-template <int kNewer>
-__device__ __forceinline__ void store_release(int* to, int x) {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kNewer) : "memory");
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
-}
-
-// One thread, where dq_accum is not cleared: who comes first to a piece writes it, and the others add after that.
-class DqTurn {
- public:
-  explicit __device__ DqTurn(int* turn) : turn_(turn) {}
-
-  // Whether the piece has been written.
-  __device__ __forceinline__ bool written() const {
-    if (load_acquire(turn_) != kWritten) return false;
-    after_acquire();
-    return true;
-  }
-  // Whether this thread is to write it; else it has been written by now. Its dQ must be at hand: others wait.
-  __device__ __forceinline__ bool claim() const {
-    if (atomicCAS(turn_, kNothing, kWriting) == kNothing) return true;
-    while (!written()) {
-    }
-    return false;
-  }
-  // Once bulk_write() is done.
-  __device__ __forceinline__ void publish() const { store_release<0>(turn_, kWritten); }
-
- private:
-  static constexpr int kNothing = 0, kWriting = 1, kWritten = 2;
-  int* turn_;
-};
-
 // What one thread does with the dQ that warpgroups leave in shared memory: it brings each piece to dq_accum.
 template <class Traits>
 class DqAdder {
@@ -274,9 +207,9 @@ class DqAdder {
   // The pieces of the warpgroup with this warp's number. step: how many were before.
   __device__ void add(int tile, unsigned step) const {
     for (int i = 0; i < kPieces; ++i) {
-      const DqTurn first(ws_.turn + piece_of(tile, warp_, i));
-      bool adds = Traits::kClearsDq || first.written();  // asked before there is something to add
-      smem_.dq_ring[warp_].wait_full(use_of(step, i));
+      const FirstWriter first(ws_.dq_order + piece_of(tile, warp_, i));
+      bool adds = Traits::kClearsDq || first.has_written();  // asked before there is something to add
+      smem_.dq_ring[warp_].wait_full(slot_of(step, i));
       if (!adds) adds = !first.claim();
       write(tile, warp_, step, i, adds);
       if (!adds) first.publish();
@@ -287,25 +220,25 @@ class DqAdder {
   // than a step. So the warps alternate, and each adds all pieces of every second step.
   __device__ void add_in_turn(int tile, unsigned step, int mine) {
     if (step % Traits::kWarpgroups != static_cast<unsigned>(warp_)) return;
-    int* const turn = ws_.turn + piece_of(tile, 0, 0);
-    const auto use = use_of(step, 0);
-    bool come = load_acquire(turn) == mine;
-    if (!come || !smem_.dq_ring[kEarlier].full[use.stage].test_wait(use.phase)) pass_turn<0>();  // nothing else to do
-    while (!come) come = load_acquire(turn) == mine;
+    int* const taken = ws_.dq_order + piece_of(tile, 0, 0);
+    const auto slot = slot_of(step, 0);
+    bool come = InTurn::has_come(taken, mine);
+    if (!come || !smem_.dq_ring[kEarlier].full[slot.stage].test_wait(slot.phase))
+      turn_.pass<0>();  // nothing else to do
+    while (!come) come = InTurn::has_come(taken, mine);
     after_acquire();
     for (int n = 0; n < Traits::kWarpgroups; ++n) {
       const int warpgroup = (kEarlier + n) % Traits::kWarpgroups;
       for (int i = 0; i < kPieces; ++i) {
-        smem_.dq_ring[warpgroup].wait_full(use_of(step, i));
+        smem_.dq_ring[warpgroup].wait_full(slot_of(step, i));
         write(tile, warpgroup, step, i, true);
       }
-      if (n == 0) pass_turn<kPieces>();  // of its last step; above head_dim 128 the other pieces come a step later
+      if (n == 0) turn_.pass<kPieces>();  // of its last step; above head_dim 128 the other pieces come a step later
     }
-    held_ = turn;
-    next_ = mine + 1;
+    turn_.hold(taken, mine);
   }
   // After the last step of a key tile.
-  __device__ void finish_turns() { pass_turn<0>(); }
+  __device__ void finish_turns() { turn_.pass<0>(); }
 
  private:
   static constexpr int kPieces = Traits::kDqPieces / Traits::kWarpgroups;  // of a step, for each warpgroup
@@ -314,26 +247,19 @@ class DqAdder {
   __device__ static std::int64_t piece_of(int tile, int warpgroup, int i) {
     return std::int64_t{tile} * Traits::kDqPieces + warpgroup * kPieces + i;
   }
-  __device__ static auto use_of(unsigned step, int i) {
-    return RingState<Traits::kDqPieces>::after(step * kPieces + i);
+  __device__ static auto slot_of(unsigned step, int i) {
+    return RingSlot<Traits::kDqPieces>::after(step * kPieces + i);
   }
   __device__ __forceinline__ void write(int tile, int warpgroup, unsigned step, int i, bool adds) const {
     bulk_write(ws_.dq_accum + piece_of(tile, warpgroup, i) * Traits::kDqElements, smem_.dq[warpgroup],
                Traits::kDqElements * static_cast<int>(sizeof(float)), adds);
-    smem_.dq_ring[warpgroup].release(use_of(step, i), 0);
-  }
-  // Passes on the turn that is still held, if one is, when all but the last kNewer bulk_write()s are done.
-  template <int kNewer>
-  __device__ __forceinline__ void pass_turn() {
-    if (held_ != nullptr) store_release<kNewer>(held_, next_);
-    held_ = nullptr;
+    smem_.dq_ring[warpgroup].release(slot_of(step, i), 0);
   }
 
   const cuda::BackwardWorkspace& ws_;
   typename Traits::Smem& smem_;
   int warp_;
-  int* held_ = nullptr;
-  int next_ = 0;
+  InTurn turn_;
 };
 
 // One thread of a cluster's CTA: sends dS of its keys to the other CTA, whose warpgroups need it for dQ.
@@ -345,12 +271,12 @@ __device__ void send_ds(typename Traits::Smem& smem) {
   for_each_work<Traits>(smem, [&](const BackwardWork& work) {
     if (!work.visited) return;
     for_each_step<Traits>(smem, steps, [&](const PlannedStep&) {
-      const auto use = RingState<Traits::kScoreBuffers>::after(steps);
-      smem.own_ds_ring.wait_full(use);
+      const auto slot = RingSlot<Traits::kStagesDs>::after(steps);
+      smem.own_ds_ring.wait_full(slot);
       // Of the other's, which may be there already: see load_shared_tile().
-      smem.ds_ring.announce(use, Tile::kSlabBytes);
-      auto* slab = smem.ds + use.stage * Tile::kElements;
-      copy_to_peer(slab + kSlab, slab, Tile::kSlabBytes, smem.ds_ring.full[use.stage]);
+      smem.ds_ring.expect(slot, Tile::kSlabBytes);
+      auto* slab = smem.ds + slot.stage * Tile::kElements;
+      copy_to_peer(slab + kSlab, slab, Tile::kSlabBytes, smem.ds_ring.full[slot.stage]);
     });
   });
 }

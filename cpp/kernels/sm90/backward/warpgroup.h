@@ -22,8 +22,8 @@ class BackwardWarpgroup {
   using MmaDk = typename Traits::MmaDk;
   using MmaDv = typename Traits::MmaDv;
   using MmaDq = typename Traits::MmaDq;
-  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStages = Traits::kStages;
-  using ScoreUse = RingState<Traits::kScoreBuffers>;
+  static constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kStagesDo = Traits::kStagesDo;
+  using DsSlot = RingSlot<Traits::kStagesDs>;
   // Dropout is drawn under the products; beside softcap, where it is applied. A bias is added before dP.
   static constexpr bool kCaps = cuda::has_softcap(kFeatures), kBias = cuda::has_bias_alone(kFeatures);
   static constexpr bool kDraws = Traits::kDraws;
@@ -57,7 +57,7 @@ class BackwardWarpgroup {
     // buffer, in kernels whose registers it would take.
     const bool dq_after_gradients = Traits::kKeysAhead && !p_.deterministic;
     if (work.visited) {
-      smem_.k_ring.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
+      smem_.k_ring.wait_full(RingSlot<Traits::kStagesK>::after(key_tiles_));
       if (!kLateV) wait_v();
       const int keys = seq.seqlen_k - work.tile.block * kBlockN;
       if (kRagged && keys < kBlockN) clear_key_tail<Traits>(smem_, key_buffer(), keys, warpgroup_);
@@ -69,7 +69,7 @@ class BackwardWarpgroup {
       start_dq(acc_dq);
       cute::warpgroup_wait<0>();
       finished(acc_dq);
-      smem_.k_ring.release(RingState<Traits::kKeyBuffers>::after(key_tiles_++), thread_);
+      smem_.k_ring.release(RingSlot<Traits::kStagesK>::after(key_tiles_++), thread_);
       if (!dq_after_gradients) hand_over_dq(acc_dq);
     } else {
       cute::clear(acc_dk);
@@ -85,9 +85,9 @@ class BackwardWarpgroup {
   // One tile of queries; dQ of the tile before. Returns whether it was the last.
   template <bool kFirst, class AccDk, class AccDv>
   __device__ __forceinline__ bool step(const Scores& scores, const SeqlenInfo& seq, AccDk& acc_dk, AccDv& acc_dv) {
-    const auto use = RingState<kStages>::after(steps_);
-    const int stage = use.stage;
-    smem_.q_ring.wait_full(use);
+    const auto slot = RingSlot<kStagesDo>::after(steps_);
+    const int stage = slot.stage;
+    smem_.q_ring.wait_full(slot);
     const cuda::TopOfTile top(smem_.lse[stage].top);
     BackwardStep step;
     if constexpr (kReadsAhead) step = smem_.step[stage];
@@ -95,7 +95,7 @@ class BackwardWarpgroup {
     // for what is read here, and rows behind the end are zeros anyway.
     if constexpr (kRagged) {
       if (has_blind_queries<kRagged, kBlockM>(smem_.lse[stage])) {
-        smem_.dout_ring.wait_full(use);
+        smem_.dout_ring.wait_full(slot);
         clear_blind_queries<Traits, kRagged>(smem_, stage, stage, warpgroup_);
       }
     }
@@ -116,12 +116,12 @@ class BackwardWarpgroup {
     if constexpr (kReadsAhead && !kFirst) publish_dq();
     if constexpr (!kReadsAhead) step = smem_.step[stage];
 
-    const ScoreUse score_use = RingState<Traits::kScoreBuffers>::after(steps_);
-    const auto bias = load_bias(scores, seq, step, score_use);
+    const DsSlot ds_slot = RingSlot<Traits::kStagesDs>::after(steps_);
+    const auto bias = load_bias(scores, seq, step, ds_slot);
     const TileRef tile{step.m_block, step.partial};
     const auto at = coordinates();
     const auto lse_log2 = rows(smem_.lse[stage].lse_log2, at);
-    smem_.dout_ring.wait_full(use);
+    smem_.dout_ring.wait_full(slot);
     // The scores of these rows, which are being computed, do not count.
     if (!kRagged && top.marked()) clear_blind_queries<Traits, kRagged>(smem_, stage, stage, warpgroup_);
     if constexpr (kFirst && kLateV) wait_v();
@@ -162,22 +162,22 @@ class BackwardWarpgroup {
     }
     auto ds = convert<Element>(acc_dp);
 
-    store_ds(ds, score_use);
+    store_ds(ds, ds_slot);
     start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout_t), acc_dv, !kFirst);
-    publish(smem_.ds_ring, score_use, thread_);
+    publish(smem_.ds_ring, ds_slot, thread_);
     auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
     if constexpr (!kFirst) start_dq(acc_dq);
     start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q_t), acc_dk, !kFirst);
     cute::warpgroup_wait<1>();
     finished(acc_dv);
-    smem_.dout_ring.release(use, thread_);
+    smem_.dout_ring.release(slot, thread_);
     if constexpr (!kFirst) {
       finished(acc_dq);
       store_dq(acc_dq);
     }
     cute::warpgroup_wait<0>();
     finished(acc_dk);
-    smem_.q_ring.release(use, thread_);
+    smem_.q_ring.release(slot, thread_);
     if constexpr (!kReadsAhead && !kFirst) publish_dq();
     ++steps_;
     return step.last;
@@ -199,20 +199,20 @@ class BackwardWarpgroup {
   }
 
   // The place of the dS of this warpgroup's keys.
-  __device__ __forceinline__ Element* ds_slab(const ScoreUse& use) const {
+  __device__ __forceinline__ Element* ds_slab(const DsSlot& slot) const {
     using Tile = typename Traits::SmemScores;
     static_assert(Tile::kSlabs == Traits::kWarpgroups);
-    return smem_.ds + use.stage * Tile::kElements + warpgroup_ * (Tile::kElements / Tile::kSlabs);
+    return smem_.ds + slot.stage * Tile::kElements + warpgroup_ * (Tile::kElements / Tile::kSlabs);
   }
 
   // Starts the copy of the bias to where dS will be, under the scores.
   __device__ __forceinline__ auto load_bias(const Scores& scores, const SeqlenInfo& seq, const BackwardStep& step,
-                                            const ScoreUse& use) const {
+                                            const DsSlot& slot) const {
     if constexpr (kBias) {
       const BackwardBias<Element, kBlockM> bias(p_.score, seq, scores.batch(), step.head,
-                                                scores.first_key() + warpgroup_ * kWarpgroupRows, ds_slab(use),
+                                                scores.first_key() + warpgroup_ * kWarpgroupRows, ds_slab(slot),
                                                 thread_);
-      smem_.ds_ring.wait_empty(use);
+      smem_.ds_ring.wait_empty(slot);
       bias.load(step.m_block * kBlockM);
       cute::cp_async_fence();
       return bias;
@@ -223,23 +223,23 @@ class BackwardWarpgroup {
 
   // dS of this warpgroup's keys, for all warpgroups.
   template <class Fragment>
-  __device__ __forceinline__ void store_ds(const Fragment& ds, const ScoreUse& use) {
-    smem_.ds_ring.wait_empty(use);  // also where load_bias() has: without it ptxas orders the step to be 16 % slower
-    store_transposed(ds, ds_slab(use), thread_);
+  __device__ __forceinline__ void store_ds(const Fragment& ds, const DsSlot& slot) {
+    smem_.ds_ring.wait_empty(slot);  // also where load_bias() has: without it ptxas orders the step to be 16 % slower
+    store_transposed(ds, ds_slab(slot), thread_);
   }
 
   // dQᵀ = Kᵀ·dSᵀ of the step before.
   template <class Accumulator>
   __device__ __forceinline__ void start_dq(Accumulator& acc_dq) {
-    const ScoreUse use = RingState<Traits::kScoreBuffers>::after(steps_ - 1);
+    const DsSlot slot = RingSlot<Traits::kStagesDs>::after(steps_ - 1);
     auto k_t =
         cute::local_tile(smem_tensor<typename Traits::SmemK::Transposed>(smem_.k)(cute::_, cute::_, key_buffer()),
                          Shape<Int<kWarpgroupRows>, Int<kBlockN>>{},
                          cute::make_coord(cuda::opaque(warpgroup_) % Traits::kDqRowPieces, 0));
     auto ds = cute::local_tile(
-        smem_tensor<RowMajor<typename Traits::SmemScores>>(smem_.ds)(cute::_, cute::_, use.stage),
+        smem_tensor<RowMajor<typename Traits::SmemScores>>(smem_.ds)(cute::_, cute::_, slot.stage),
         Shape<Int<Traits::kDqColumns>, Int<kBlockN>>{}, cute::make_coord(warpgroup_ / Traits::kDqRowPieces, 0));
-    smem_.ds_ring.wait_full(use);
+    smem_.ds_ring.wait_full(slot);
     start_gemm<MmaDq>(operand_a<MmaDq>(k_t), operand_b<MmaDq>(ds), acc_dq, false);
   }
 
@@ -247,14 +247,14 @@ class BackwardWarpgroup {
   // the stores of the first.
   template <class Accumulator>
   __device__ __forceinline__ void store_dq(Accumulator& acc_dq) {
-    smem_.ds_ring.release(RingState<Traits::kScoreBuffers>::after(steps_ - 1), thread_);
+    smem_.ds_ring.release(RingSlot<Traits::kStagesDs>::after(steps_ - 1), thread_);
     sm90::store_dq(smem_.dq[warpgroup_], smem_.dq_ring[warpgroup_], dq_tiles_, acc_dq, thread_);
     dq_is_stored_ = true;
   }
   __device__ __forceinline__ void publish_dq() {
     if (!dq_is_stored_) return;
     dq_is_stored_ = false;
-    publish(smem_.dq_ring[warpgroup_], RingState<Traits::kDqPieces>::after(dq_tiles_++), thread_);
+    publish(smem_.dq_ring[warpgroup_], RingSlot<Traits::kDqPieces>::after(dq_tiles_++), thread_);
   }
 
   // store_dq() and publish_dq().
@@ -264,9 +264,9 @@ class BackwardWarpgroup {
     publish_dq();
   }
 
-  __device__ __forceinline__ void wait_v() { smem_.v_ring.wait_full(RingState<1>::after(key_tiles_)); }
-  __device__ __forceinline__ void release_v() { smem_.v_ring.release(RingState<1>::after(key_tiles_), thread_); }
-  __device__ int key_buffer() const { return key_tiles_ % Traits::kKeyBuffers; }
+  __device__ __forceinline__ void wait_v() { smem_.v_ring.wait_full(RingSlot<1>::after(key_tiles_)); }
+  __device__ __forceinline__ void release_v() { smem_.v_ring.release(RingSlot<1>::after(key_tiles_), thread_); }
+  __device__ int key_buffer() const { return key_tiles_ % Traits::kStagesK; }
 
   template <class Coordinates>
   __device__ __forceinline__ static auto rows(const float* of_queries, const Coordinates& at) {

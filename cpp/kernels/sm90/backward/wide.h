@@ -29,7 +29,7 @@ class WideBackwardWarpgroup {
   using SmemK = typename Traits::SmemK;
   using SmemV = typename Traits::SmemV;
   using SmemScores = typename Traits::SmemScores;
-  static constexpr int kBlockM = Traits::kBlockM, kKeys = Traits::kCtaKeys, kStages = Traits::kStages;
+  static constexpr int kBlockM = Traits::kBlockM, kKeys = Traits::kCtaKeys, kStagesDo = Traits::kStagesDo;
   static constexpr bool kPair = Traits::kClusterSize > 1;
   static constexpr int kPieces = Traits::kDqPieces / Traits::kWarpgroups / Traits::kClusterSize;  // of a warpgroup's dQ
   static constexpr int kDqGroups = kPair ? 2 : kPieces;                                           // of products
@@ -51,22 +51,22 @@ class WideBackwardWarpgroup {
 
  private:
   // Of a step: its Q, and its dO.
-  struct Use {
-    RingState<Traits::kQueryStages> q;
-    RingState<kStages> dout;
-    static __device__ __forceinline__ Use after(unsigned steps) {
-      return {RingState<Traits::kQueryStages>::after(steps), RingState<kStages>::after(steps)};
+  struct QuerySlots {
+    RingSlot<Traits::kStagesQ> q;
+    RingSlot<kStagesDo> dout;
+    static __device__ __forceinline__ QuerySlots after(unsigned steps) {
+      return {RingSlot<Traits::kStagesQ>::after(steps), RingSlot<kStagesDo>::after(steps)};
     }
   };
-  using ScoreUse = RingState<Traits::kScoreBuffers>;
+  using DsSlot = RingSlot<Traits::kStagesDs>;
 
   // A buffer of Q, dO or dS: in a cluster both CTAs fill those of both.
   template <int kBuffers>
-  __device__ __forceinline__ void release(const EmptyRing<kBuffers>& ring, const RingState<kBuffers>& use) const {
+  __device__ __forceinline__ void release(const EmptyRing<kBuffers>& ring, const RingSlot<kBuffers>& slot) const {
     if constexpr (kPair)
-      release_in_cluster(ring, use, thread_);
+      release_in_cluster(ring, slot, thread_);
     else
-      ring.release(use, thread_);
+      ring.release(slot, thread_);
   }
   // The work of this CTA alone, as a tile of its keys.
   __device__ __forceinline__ cuda::TileWork own_work(const BackwardWork& work) const {
@@ -74,8 +74,8 @@ class WideBackwardWarpgroup {
   }
 
   __device__ void wait_keys(const BackwardWork& work, const SeqlenInfo& seq) {
-    smem_.k_ring.wait_full(RingState<Traits::kKeyBuffers>::after(key_tiles_));
-    smem_.v_ring.wait_full(RingState<1>::after(key_tiles_));
+    smem_.k_ring.wait_full(RingSlot<Traits::kStagesK>::after(key_tiles_));
+    smem_.v_ring.wait_full(RingSlot<1>::after(key_tiles_));
     const int keys = seq.seqlen_k - work.tile.block * Traits::kBlockN;
     if (!kRagged || keys >= Traits::kBlockN) return;
     if constexpr (kPair) {
@@ -86,27 +86,27 @@ class WideBackwardWarpgroup {
     clear_key_tail<Traits>(smem_, 0, seq.seqlen_k - first_key<Traits>(work.tile), warpgroup_);
   }
   __device__ void release_keys() {
-    smem_.k_ring.release(RingState<Traits::kKeyBuffers>::after(key_tiles_), thread_);
-    smem_.v_ring.release(RingState<1>::after(key_tiles_++), thread_);
+    smem_.k_ring.release(RingSlot<Traits::kStagesK>::after(key_tiles_), thread_);
+    smem_.v_ring.release(RingSlot<1>::after(key_tiles_++), thread_);
   }
   // Q of a step; blind queries are cleared by both warpgroups.
-  __device__ __forceinline__ BackwardStep wait_queries(const Use& use) {
-    smem_.q_ring.wait_full(use.q);
-    const BackwardStep step = smem_.step[use.q.stage];
-    if (has_blind_queries<kRagged, kBlockM>(smem_.lse[use.q.stage])) {
-      smem_.dout_ring.wait_full(use.dout);
-      clear_blind_queries<Traits, kRagged>(smem_, use.q.stage, use.dout.stage, warpgroup_);
+  __device__ __forceinline__ BackwardStep wait_queries(const QuerySlots& slots) {
+    smem_.q_ring.wait_full(slots.q);
+    const BackwardStep step = smem_.step[slots.q.stage];
+    if (has_blind_queries<kRagged, kBlockM>(smem_.lse[slots.q.stage])) {
+      smem_.dout_ring.wait_full(slots.dout);
+      clear_blind_queries<Traits, kRagged>(smem_, slots.q.stage, slots.dout.stage, warpgroup_);
     }
     return step;
   }
-  __device__ __forceinline__ int tile_of(const Use& use) const {
+  __device__ __forceinline__ int tile_of(const QuerySlots& slots) const {
     if constexpr (kPair)
-      return smem_.tile[use.q.stage];
+      return smem_.tile[slots.q.stage];
     else
       return 0;  // known to the warps that add
   }
-  __device__ __forceinline__ cuda::TopOfTile top_of(const Use& use) {
-    return cuda::TopOfTile(smem_.lse[use.q.stage].top);
+  __device__ __forceinline__ cuda::TopOfTile top_of(const QuerySlots& slots) {
+    return cuda::TopOfTile(smem_.lse[slots.q.stage].top);
   }
 
   // The first warpgroup: P, dV, and its pieces of dQ of the step before, when the second has surely come to its dS.
@@ -128,28 +128,28 @@ class WideBackwardWarpgroup {
 
   template <bool kFirst, class Accumulator>
   __device__ __forceinline__ bool step_dv(const Scores& scores, Accumulator& acc_dv) {
-    const Use use = Use::after(steps_);
-    const BackwardStep step = wait_queries(use);
-    const int tile = tile_of(use);
+    const QuerySlots slots = QuerySlots::after(steps_);
+    const BackwardStep step = wait_queries(slots);
+    const int tile = tile_of(slots);
     auto acc_s = accumulator<MmaScores, kBlockM>();
     auto k = smem_tensor<typename SmemK::RowMajor>(smem_.k)(cute::_, cute::_, 0);
-    auto q = smem_tensor<typename SmemQ::RowMajor>(smem_.q)(cute::_, cute::_, use.q.stage);
+    auto q = smem_tensor<typename SmemQ::RowMajor>(smem_.q)(cute::_, cute::_, slots.q.stage);
     start_gemm<MmaScores>(operand_a<MmaScores>(k), operand_b<MmaScores>(q), acc_s, false);
     const auto alibi = scores.alibi(step.head);
     cute::warpgroup_wait<0>();
     finished(acc_s);
 
-    auto probabilities = compute_probabilities(scores, step, use, acc_s, alibi);
-    auto dout = smem_tensor<typename SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, use.dout.stage);
-    smem_.dout_ring.wait_full(use.dout);
+    auto probabilities = compute_probabilities(scores, step, slots, acc_s, alibi);
+    auto dout = smem_tensor<typename SmemDo::Transposed>(smem_.dout)(cute::_, cute::_, slots.dout.stage);
+    smem_.dout_ring.wait_full(slots.dout);
     start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout), acc_dv, true);
     DqPieces acc_dq;
     if constexpr (!kFirst) start_dq(acc_dq, steps_ - 1);
     cute::warpgroup_wait<kFirst ? 0 : kDqGroups>();
     finished(acc_dv);
     cutlass::arch::fence_view_async_shared();
-    release(smem_.q_ring, use.q);  // and lse
-    release(smem_.dout_ring, use.dout);
+    release(smem_.q_ring, slots.q);  // and lse
+    release(smem_.dout_ring, slots.dout);
     if constexpr (!kFirst) finish_dq(acc_dq, steps_ - 1);
     if constexpr (kPair) tile_ = tile;
     ++steps_;
@@ -158,17 +158,18 @@ class WideBackwardWarpgroup {
 
   // P in 16 bits, also handed to the second warpgroup.
   template <class Accumulator>
-  __device__ __forceinline__ auto compute_probabilities(const Scores& scores, const BackwardStep& step, const Use& use,
-                                                        Accumulator& acc_s, const typename Scores::Alibi& alibi) {
+  __device__ __forceinline__ auto compute_probabilities(const Scores& scores, const BackwardStep& step,
+                                                        const QuerySlots& slots, Accumulator& acc_s,
+                                                        const typename Scores::Alibi& alibi) {
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
     const TileRef tile{step.m_block, step.partial};
-    const auto lse_log2 = cuda::rows_of_queries(smem_.lse[use.q.stage].lse_log2, at);
-    const ScoreUse buffer = RingState<Traits::kScoreBuffers>::after(steps_);
+    const auto lse_log2 = cuda::rows_of_queries(smem_.lse[slots.q.stage].lse_log2, at);
+    const DsSlot buffer = RingSlot<Traits::kStagesDs>::after(steps_);
     smem_.p_ring.wait_empty(buffer);
     if constexpr (kFeatured) {
       auto factor = accumulator<MmaScores, kBlockM>();
       const auto kept = scores.featured_probabilities(as_matrix(acc_s), as_matrix(factor), at, step.head, tile,
-                                                      lse_log2, top_of(use));
+                                                      lse_log2, top_of(slots));
       CUTE_UNROLL
       for (int i = 0; i < cute::size(factor); ++i) factor(i) *= acc_s(i);
       auto weights = convert<Element>(factor), probabilities = convert<Element>(acc_s);
@@ -180,18 +181,18 @@ class WideBackwardWarpgroup {
       hand_over(weights, buffer);
       return probabilities;
     } else {
-      scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top_of(use), alibi);
+      scores.probabilities(as_matrix(acc_s), at, step.head, tile, lse_log2, top_of(slots), alibi);
       auto probabilities = convert<Element>(acc_s);
       hand_over(probabilities, buffer);
       return probabilities;
     }
   }
   template <class Fragment>
-  __device__ __forceinline__ void hand_over(const Fragment& probabilities, const ScoreUse& use) {
-    auto* target = reinterpret_cast<uint4*>(smem_.p[use.stage]) + thread_;
+  __device__ __forceinline__ void hand_over(const Fragment& probabilities, const DsSlot& slot) {
+    auto* target = reinterpret_cast<uint4*>(smem_.p[slot.stage]) + thread_;
     CUTE_UNROLL
     for (int i = 0; i < kVectors; ++i) target[i * kWarpgroup] = reinterpret_cast<const uint4*>(probabilities.data())[i];
-    barrier_arrive(named_barrier::kBackwardScores + use.stage, 2 * kWarpgroup);
+    barrier_arrive(named_barrier::kBackwardScores + slot.stage, 2 * kWarpgroup);
   }
   static constexpr int kVectors = kBlockM * kKeys / kWarpgroup / 8;  // of 16 bytes, of P in one thread
 
@@ -215,14 +216,14 @@ class WideBackwardWarpgroup {
 
   template <bool kHasDq, class Accumulator>  // of this step, or in a cluster of the one before
   __device__ __forceinline__ bool step_dk(const Scores& scores, Accumulator& acc_dk) {
-    const Use use = Use::after(steps_);
-    const ScoreUse buffer = RingState<Traits::kScoreBuffers>::after(steps_);
-    const BackwardStep step = wait_queries(use);
-    const int tile = tile_of(use);
-    smem_.dout_ring.wait_full(use.dout);
+    const QuerySlots slots = QuerySlots::after(steps_);
+    const DsSlot buffer = RingSlot<Traits::kStagesDs>::after(steps_);
+    const BackwardStep step = wait_queries(slots);
+    const int tile = tile_of(slots);
+    smem_.dout_ring.wait_full(slots.dout);
     auto acc_dp = accumulator<MmaScores, kBlockM>();
     auto v = smem_tensor<typename SmemV::RowMajor>(smem_.v)(cute::_, cute::_, 0);
-    auto dout = smem_tensor<typename SmemDo::RowMajor>(smem_.dout)(cute::_, cute::_, use.dout.stage);
+    auto dout = smem_tensor<typename SmemDo::RowMajor>(smem_.dout)(cute::_, cute::_, slots.dout.stage);
     start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
     barrier_sync(named_barrier::kBackwardScores + buffer.stage, 2 * kWarpgroup);
     auto p = cute::make_tensor<Element>(acc_dp.layout());
@@ -233,7 +234,7 @@ class WideBackwardWarpgroup {
     finished(acc_dp);
     smem_.p_ring.release(buffer, thread_);
     const auto at = matrix_coordinates<MmaScores, kBlockM>();
-    const auto minus_delta = cuda::rows_of_queries(smem_.minus_delta[use.dout.stage], at);
+    const auto minus_delta = cuda::rows_of_queries(smem_.minus_delta[slots.dout.stage], at);
     if constexpr (kFeatured)
       scores.featured_gradients(as_matrix(p), as_matrix(acc_dp), minus_delta);
     else
@@ -246,15 +247,15 @@ class WideBackwardWarpgroup {
     else
       publish(smem_.ds_ring, buffer, thread_);
 
-    auto q = smem_tensor<typename SmemQ::Transposed>(smem_.q)(cute::_, cute::_, use.q.stage);
+    auto q = smem_tensor<typename SmemQ::Transposed>(smem_.q)(cute::_, cute::_, slots.q.stage);
     start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q), acc_dk, true);
-    release(smem_.dout_ring, use.dout);  // and delta
+    release(smem_.dout_ring, slots.dout);  // and delta
     const unsigned dq_step = kPair ? steps_ - 1 : steps_;
     DqPieces acc_dq;
     if constexpr (kHasDq) start_dq(acc_dq, dq_step);
     cute::warpgroup_wait<kHasDq ? kDqGroups : 0>();
     finished(acc_dk);
-    release(smem_.q_ring, use.q);
+    release(smem_.q_ring, slots.q);
     if constexpr (kHasDq) finish_dq(acc_dq, dq_step);
     if constexpr (kPair) tile_ = tile;
     ++steps_;
@@ -266,10 +267,10 @@ class WideBackwardWarpgroup {
     decltype(accumulator<MmaDq, Traits::kDqColumns>()) acc[kPieces];
   };
   __device__ __forceinline__ void start_dq(DqPieces& pieces, unsigned step) {
-    const ScoreUse use = ScoreUse::after(step);
-    smem_.ds_ring.wait_full(use);
+    const DsSlot slot = DsSlot::after(step);
+    smem_.ds_ring.wait_full(slot);
     auto all_k = smem_tensor<typename SmemK::Transposed>(smem_.k)(cute::_, cute::_, 0);
-    auto all_ds = smem_tensor<typename SmemScores::RowMajor>(smem_.ds)(cute::_, cute::_, use.stage);
+    auto all_ds = smem_tensor<typename SmemScores::RowMajor>(smem_.ds)(cute::_, cute::_, slot.stage);
     if constexpr (kPair) {
       auto peer_k = smem_tensor<typename Traits::SmemPeerK::Transposed>(smem_.peer_k)(cute::_, cute::_, 0);
       start_product(pieces.acc[0], all_k, cluster_rank() * Traits::kWarpgroups + warpgroup_, all_ds, 0, false);
@@ -298,14 +299,14 @@ class WideBackwardWarpgroup {
     auto& acc = pieces.acc[kPiece];
     cute::warpgroup_wait<kPieces - 1 - kPiece>();
     finished(acc);
-    if constexpr (kPiece + 1 == kPieces) release(smem_.ds_ring, ScoreUse::after(step));
+    if constexpr (kPiece + 1 == kPieces) release(smem_.ds_ring, DsSlot::after(step));
     if constexpr (kPair) {
       const int piece = tile_ * Traits::kDqPieces + cluster_rank() * Traits::kWarpgroups + warpgroup_;
       cuda::add_to_dq_accum<kWarpgroup, cute::size(decltype(pieces.acc[0].layout()){})>(
           dq_accum_ + std::int64_t{piece} * Traits::kDqElements, acc.data(), thread_);
     } else {
       store_dq(smem_.dq[warpgroup_], smem_.dq_ring[warpgroup_], dq_pieces_, acc, thread_);
-      publish(smem_.dq_ring[warpgroup_], RingState<Traits::kDqPieces>::after(dq_pieces_++), thread_);
+      publish(smem_.dq_ring[warpgroup_], RingSlot<Traits::kDqPieces>::after(dq_pieces_++), thread_);
     }
     if constexpr (kPiece + 1 < kPieces) finish_dq<kPiece + 1>(pieces, step);
   }

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     smem.q_ring.init(1, kWarps);
     smem.k_ring.init(1, kWarps);
     smem.v_ring.init(32, kWarps);
-    for (auto& barrier : smem.announced) barrier.init(1);
+    smem.step_ring.init();
     smem.tail.init(1);
     cutlass::arch::fence_barrier_init();
   }

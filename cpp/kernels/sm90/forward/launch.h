@@ -64,7 +64,7 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
 
   const ForwardSchedule schedule{
       cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), uniform_tiles<Traits>(p)),
-      draws_tiles<Traits>(p) ? static_cast<TicketCounter*>(context.workspace) : nullptr, launch_name()};
+      {draws_tiles<Traits>(p) ? static_cast<TicketCounter*>(context.workspace) : nullptr, launch_name()}};
   const int blocks =
       min_of(cuda::device_limits(p.device.index).multiprocessors, static_cast<int>(schedule.tiles.size()));
   const int key_rows = rows_of_box(p.pages, Traits::kBlockN);

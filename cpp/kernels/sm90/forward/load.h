@@ -29,12 +29,12 @@ constexpr int rows_of_box(const PageParam& pages, int tile_keys) {
 template <class Traits>
 __device__ void load_queries(const ForwardMaps& maps, typename Traits::Smem& smem, unsigned work, TileOrigin at,
                              bool leader) {
-  const auto state = RingState<Traits::kQueryStages>::after(work);
-  smem.q_ring.wait_empty(state);
+  const auto slot = RingSlot<Traits::kStagesQ>::after(work);
+  smem.q_ring.wait_empty(slot);
   if (!leader) return;
-  smem.q_ring.announce(state, Traits::SmemQ::kBytes);
-  load_tile<typename Traits::SmemQ>(maps.q, smem.q_ring.full[state.stage],
-                                    smem.q + state.stage * Traits::SmemQ::kElements, at, CacheHint::EVICT_FIRST);
+  smem.q_ring.expect(slot, Traits::SmemQ::kBytes);
+  load_tile<typename Traits::SmemQ>(maps.q, smem.q_ring.full[slot.stage],
+                                    smem.q + slot.stage * Traits::SmemQ::kElements, at, CacheHint::EVICT_FIRST);
 }
 
 // Rows behind these no tensor has: the copy engine gives zeros.
@@ -52,7 +52,7 @@ struct KeyBox {
 };
 // Asked before there is room for the keys, as a table lies in memory.
 template <int kTileKeys>
-__device__ KeyBox box_of_lane(const PageParam& pages, int box_rows, const KeyTile& tile, int head, int batch) {
+__device__ KeyBox box_of_lane(const PageParam& pages, int box_rows, const ForwardStep& tile, int head, int batch) {
   KeyBox box{static_cast<int>(threadIdx.x) % 32 * box_rows, {tile.row, head, batch}};
   if (pages.table != nullptr && box.first < kTileKeys) {
     const int key = tile.n0 + box.first;
@@ -64,7 +64,7 @@ __device__ KeyBox box_of_lane(const PageParam& pages, int box_rows, const KeyTil
 }
 
 // Two warps load, each of them 32 lanes that run alike, of which one starts the copies. The first walks the tiles that
-// the mask policy visits, announces them and loads K; the second follows its announcements and loads V. One warp alone
+// the mask policy visits, tells them to the others and loads K; the second follows what it tells and loads V. One warp alone
 // would need longer for a tile than the tensor cores do. Which of them loads Q is a property of the tile.
 //
 // Under a band, tiles that are tried come outwards from one of which all queries see the first key: tried by a few
@@ -92,7 +92,7 @@ class KeyLoader {
     for (cuda::TileWork work; stream.next(work); ++works_) {
       const SeqlenInfo seq(p_, work.batch);
       const Policy policy(p_.mask, seq, work.batch, work.head);
-      QueryTile of{
+      ForwardWork of{
           Traits::first_query(work.block, seq.seqlen_q), work.head, work.batch, 0, cuda::diagonals_of(policy), seq};
       if constexpr (cuda::has_alibi(kFeatures))
         of.alibi_slope = cuda::AlibiAlone<kFeatures>::slope(p_.score, work.batch, work.head);
@@ -111,29 +111,29 @@ class KeyLoader {
       cuda::visit_row_walk<Traits::kFromEnd>(policy, flashsdk::Tile{Traits::kBlockM, Traits::kBlockN}, work.block,
                                              of.m0, load);
     }
-    const auto state = RingState<Traits::kKeyStages>::after(tiles_);
-    if (leader_) announce({0, KeyTile::kEnd, 0, 0});
-    smem_.k_ring.wait_empty(state);
-    if (leader_) smem_.k_ring.arrive_full(state);  // for those who wait for it to read the announcement
+    const auto slot = RingSlot<Traits::kStagesK>::after(tiles_);
+    if (leader_) smem_.step_ring.tell(smem_.step, tiles_, {0, ForwardStep::kEnd, 0, 0});
+    smem_.k_ring.wait_empty(slot);
+    if (leader_) smem_.k_ring.arrive_full(slot);  // for those who wait for it to read the message
   }
 
  private:
   template <class Walk>
-  __device__ void load_work(const QueryTile& queries, Walk& walk, WorkStream& stream) {
-    const int batch = p_.cu_seqlens_q != nullptr ? 0 : queries.batch, head_kv = queries.head / p_.heads_per_group();
+  __device__ void load_work(const ForwardWork& queries, Walk& walk, WorkStream& stream) {
+    const int batch = batch_in_tensors(p_, queries.batch), head_kv = queries.head / p_.heads_per_group();
     TileRef tile{0, false};
     // Queries that see nothing get one tile without a key: their output is written like any other. The tile lies behind
     // all rows, where the copy engine gives zeros, as 0 times what K and V hold may be NaN.
     const int key_end = walk.next(tile) ? queries.sequence.seqlen_k : 0;
     const int row0 = key_end > 0 ? queries.sequence.offset_k : kBehindAll;
     // Told to all, this warp too, which has few registers.
-    QueryTile& of = smem_.query_tiles[works_ % Traits::kSlots];
+    ForwardWork& of = smem_.work.of(works_);
     if (leader_) {
       of = queries;
       of.key_end = key_end;
     }
     __syncwarp();
-    const int outside = Traits::kSkips ? of_each(is_outside(of)) * KeyTile::kHidden : 0;
+    const int outside = Traits::kSkips ? of_each(is_outside(of)) * ForwardStep::kHidden : 0;
     for (bool first = true, more = true; more; first = false) {
       TileRef next{0, false};
       more = key_end > 0 && walk.next(next);
@@ -142,16 +142,16 @@ class KeyLoader {
       int flags = outside;
       // Cut is the last tile, which may come first, else all is seen.
       cuda::branch_if(first || !more || tile.partial || (kOutward && is_special(of, n0, rows)), [&] {
-        flags = (first ? KeyTile::kFirst : 0) | (more ? 0 : KeyTile::kLast) | (tile.partial ? KeyTile::kPartial : 0) |
-                what_is_seen(of, n0, tile.partial, first);
+        flags = (first ? ForwardStep::kFirst : 0) | (more ? 0 : ForwardStep::kLast) |
+                (tile.partial ? ForwardStep::kPartial : 0) | what_is_seen(of, n0, tile.partial, first);
       });
-      const auto state = RingState<Traits::kKeyStages>::after(tiles_);
-      const KeyTile announced{n0, flags, row0 + n0, rows};
-      if (leader_) announce(announced);
-      const KeyBox box = box_of_lane<Traits::kBlockN>(p_.pages, maps_.key_rows, announced, head_kv, batch);
-      smem_.k_ring.wait_empty(state);
-      if (leader_) smem_.k_ring.announce(state, SmemK::kBytes);
-      box.load<SmemK>(maps_.k, smem_.k_ring.full[state.stage], smem_.k + state.stage * SmemK::kElements);
+      const auto slot = RingSlot<Traits::kStagesK>::after(tiles_);
+      const ForwardStep step{n0, flags, row0 + n0, rows};
+      if (leader_) smem_.step_ring.tell(smem_.step, tiles_, step);
+      const KeyBox box = box_of_lane<Traits::kBlockN>(p_.pages, maps_.key_rows, step, head_kv, batch);
+      smem_.k_ring.wait_empty(slot);
+      if (leader_) smem_.k_ring.expect(slot, SmemK::kBytes);
+      box.load<SmemK>(maps_.k, smem_.k_ring.full[slot.stage], smem_.k + slot.stage * SmemK::kElements);
       if constexpr (!Traits::kQueriesWithValues) {
         if (first) load_queries<Traits>(maps_, smem_, works_, {of.sequence.offset_q + of.m0, of.head, batch}, leader_);
       }
@@ -161,7 +161,7 @@ class KeyLoader {
   }
 
   // The flags that are of a warpgroup. For each of these a lane looks at its queries.
-  __device__ static int what_is_seen(const QueryTile& of, int n0, bool partial, bool first) {
+  __device__ static int what_is_seen(const ForwardWork& of, int n0, bool partial, bool first) {
     const int n1 = n0 + Traits::kBlockN;
     const bool cut = of.key_end < n1;
     const int first_row = first_of(of), last_row = first_row + kWarpgroupRows - 1;
@@ -177,41 +177,35 @@ class KeyLoader {
       masked |= n0 < last_row + d.begin || n1 > first_row + d.end;
       shows_first &= n0 >= last_row + d.begin && n0 < max_of(first_row, 0) + d.end;
     }
-    return of_each(masked && !outside) * KeyTile::kMasked | of_each(shows_first) * KeyTile::kShowsFirst |
-           of_each(Traits::kSkips && hidden && !first) * KeyTile::kHidden;
+    return of_each(masked && !outside) * ForwardStep::kMasked | of_each(shows_first) * ForwardStep::kShowsFirst |
+           of_each(Traits::kSkips && hidden && !first) * ForwardStep::kHidden;
   }
   // Whether scores may fall with the distance from the diagonal.
   __device__ bool scores_fall() const { return !kBiasAlone || p_.score.bias.dtype != DType::kBool; }
   // Of lengths that end together, as ALiBi is: the key there of the middle query; under a mask of the first, as all
   // warpgroups then see something of its tile where the band is of that diagonal, too. Else the walk has a tile nearby.
-  __device__ int diagonal_of(const QueryTile& of) const {
+  __device__ int diagonal_of(const ForwardWork& of) const {
     const int query = p_.mask.kind == MaskKind::kDense ? of.m0 + Traits::kBlockM / 2 : max_of(of.m0, 0);
     return query + of.sequence.seqlen_k - of.sequence.seqlen_q;
   }
   // Where a walk along a band begins.
-  __device__ static int origin_in_band(const TileWalk& walk, const QueryTile& of) {
+  __device__ static int origin_in_band(const TileWalk& walk, const ForwardWork& of) {
     return Traits::kFromLastBegunByAll ? last_tile_begun_by_all(walk, of.diagonals, of.m0, Traits::kBlockN)
                                        : walk.full_begin();
   }
   // Where tiles come in another order: cut, or with keys on both sides of the diagonal.
-  __device__ static bool is_special(const QueryTile& of, int n0, int rows) {
+  __device__ static bool is_special(const ForwardWork& of, int n0, int rows) {
     return rows < Traits::kBlockN || (kTellsDiagonal && has_diagonal(of, of.m0, of.m0 + Traits::kBlockM - 1, n0));
   }
-  __device__ static bool has_diagonal(const QueryTile& of, int first_row, int last_row, int n0) {
+  __device__ static bool has_diagonal(const ForwardWork& of, int first_row, int last_row, int n0) {
     const int shift = of.sequence.seqlen_k - of.sequence.seqlen_q;
     return n0 < last_row + shift && n0 + Traits::kBlockN - 1 > first_row + shift;
   }
-  static __device__ int first_of(const QueryTile& of) { return of.m0 + threadIdx.x % 4 * kWarpgroupRows; }
-  static __device__ bool is_outside(const QueryTile& of) {
+  static __device__ int first_of(const ForwardWork& of) { return of.m0 + threadIdx.x % 4 * kWarpgroupRows; }
+  static __device__ bool is_outside(const ForwardWork& of) {
     return first_of(of) >= of.sequence.seqlen_q || first_of(of) + kWarpgroupRows <= 0;
   }
   static __device__ int of_each(bool warpgroups) { return __ballot_sync(0xffffffffu, warpgroups) & 0xf; }
-
-  __device__ void announce(KeyTile tile) {
-    const unsigned slot = tiles_ % Traits::kSlots;
-    smem_.key_tiles[slot] = tile;
-    smem_.announced[slot].arrive();
-  }
 
   const ForwardParams& p_;
   const ForwardMaps& maps_;
@@ -220,7 +214,7 @@ class KeyLoader {
   unsigned tiles_ = 0, works_ = 0;  // of keys, of queries: so far
 };
 
-// All its lanes arrive at the ring: each has read the announcement, whose place is then used again.
+// All its lanes arrive at the ring: each has read the message, whose slot is then used again.
 template <class Traits>
 class ValueLoader {
   using Smem = typename Traits::Smem;
@@ -231,35 +225,31 @@ class ValueLoader {
       : p_(p), maps_(maps), smem_(smem), leader_(threadIdx.x % 32 == 0) {}
 
   __device__ void run() {
-    const bool packed = p_.cu_seqlens_q != nullptr;
-    // Whether the tensor goes on behind the end of a sequence.
-    const bool goes_on = packed || p_.seqused_k != nullptr;
+    const bool goes_on = p_.ragged_keys();  // the tensor, behind the end of a sequence
     int head_kv = 0, batch = 0;
     for (unsigned index = 0, work = 0;; ++index) {
-      const unsigned slot = index % Traits::kSlots;
-      smem_.announced[slot].wait(index / Traits::kSlots & 1);
-      const KeyTile tile = smem_.key_tiles[slot];
-      if (tile.has(KeyTile::kEnd)) return;
-      if (tile.has(KeyTile::kFirst)) {
-        const QueryTile of = smem_.query_tiles[work % Traits::kSlots];
+      const ForwardStep tile = smem_.step_ring.read(smem_.step, RingSlot<Traits::kSlots>::after(index));
+      if (tile.has(ForwardStep::kEnd)) return;
+      if (tile.has(ForwardStep::kFirst)) {
+        const ForwardWork of = smem_.work.of(work);
         head_kv = of.head / p_.heads_per_group();
-        batch = packed ? 0 : of.batch;
+        batch = batch_in_tensors(p_, of.batch);
         if constexpr (Traits::kQueriesWithValues)
           load_queries<Traits>(maps_, smem_, work, {of.sequence.offset_q + of.m0, of.head, batch}, leader_);
         ++work;
       }
-      const auto state = RingState<Traits::kValueStages>::after(index);
-      auto* buffer = smem_.v + state.stage * SmemV::kElements;
+      const auto slot = RingSlot<Traits::kStagesV>::after(index);
+      auto* buffer = smem_.v + slot.stage * SmemV::kElements;
       const KeyBox box = box_of_lane<Traits::kBlockN>(p_.pages, maps_.key_rows, tile, head_kv, batch);
-      smem_.v_ring.wait_empty(state);
+      smem_.v_ring.wait_empty(slot);
       if (goes_on && tile.rows < Traits::kBlockN) {
         load_cut(buffer, box, max_of(0, tile.rows));
-        smem_.v_ring.arrive_full(state);
+        smem_.v_ring.arrive_full(slot);
         continue;
       }
-      if (leader_) smem_.v_ring.announce(state, SmemV::kBytes);
-      box.load<SmemV>(maps_.v, smem_.v_ring.full[state.stage], buffer);
-      if (!leader_) smem_.v_ring.arrive_full(state);
+      if (leader_) smem_.v_ring.expect(slot, SmemV::kBytes);
+      box.load<SmemV>(maps_.v, smem_.v_ring.full[slot.stage], buffer);
+      if (!leader_) smem_.v_ring.arrive_full(slot);
     }
   }
 

@@ -54,13 +54,13 @@ class ForwardScores {
         closed_(softmax_) {}
 
   // What the mask leaves of a tile that it cuts: found while its scores are computed.
-  __device__ Visible visible(const KeyTile& tile, const QueryTile& of) const {
+  __device__ Visible visible(const ForwardStep& tile, const ForwardWork& of) const {
     Visible visible;
     cuda::branch_if(masked(tile), [&] {
       if constexpr (!kHasDiagonals<Policy>) {
         const SeqlenInfo seq = of.sequence;
         cuda::ask_visible(visible, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(),
-                          Policy(p_.mask, seq, of.batch, of.head), tile.has(KeyTile::kPartial), m0(of), tile.n0,
+                          Policy(p_.mask, seq, of.batch, of.head), tile.has(ForwardStep::kPartial), m0(of), tile.n0,
                           of.key_end);
         return;
       }
@@ -69,12 +69,12 @@ class ForwardScores {
         return KeyRange{query + of.diagonals.begin, query + of.diagonals.end};
       };
       cuda::find_visible(visible, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), keys_of,
-                         tile.has(KeyTile::kPartial), m0(of), tile.n0, of.key_end);
+                         tile.has(ForwardStep::kPartial), m0(of), tile.n0, of.key_end);
     });
     return visible;
   }
 
-  __device__ Alibi alibi(const QueryTile& of) const {
+  __device__ Alibi alibi(const ForwardWork& of) const {
     if constexpr (cuda::has_alibi(kFeatures)) {
       return Alibi(of.alibi_slope, of.sequence);
     } else {
@@ -84,7 +84,7 @@ class ForwardScores {
 
   // Starts the copy of a tile's bias, which wait_for_bias() ends: also of one that is passed over, as what follows goes
   // to the same place. The warp has added the one before.
-  __device__ void load_bias(const KeyTile& tile, const QueryTile& of) const {
+  __device__ void load_bias(const ForwardStep& tile, const ForwardWork& of) const {
     if constexpr (kBiasAlone) {
       __syncwarp();
       const SeqlenInfo seq = of.sequence;
@@ -108,12 +108,12 @@ class ForwardScores {
   // have to be computed once more, for apply(). kCommon: the tile is neither masked nor the first of its queries. A
   // first one closes those before, also where it returns false.
   template <bool kCommon, class Accumulator>
-  __device__ bool try_apply(Accumulator& acc, const KeyTile& tile, const QueryTile& of, const Visible& visible,
+  __device__ bool try_apply(Accumulator& acc, const ForwardStep& tile, const ForwardWork& of, const Visible& visible,
                             const Alibi& alibi) {
     auto scores = as_matrix(acc);
     if constexpr (!kCommon) {
       if (!can_try(tile)) {
-        if (tile.has(KeyTile::kFirst)) close();
+        if (tile.has(ForwardStep::kFirst)) close();
         return false;
       }
     }
@@ -131,9 +131,9 @@ class ForwardScores {
     }
     if constexpr (cuda::has_alibi(kFeatures)) alibi.add(scores, coordinates_of(tile, of));
     if constexpr (!kCommon) {
-      cuda::branch_if(tile.has(KeyTile::kFirst) || masked(tile), [&] {  // one jump over both
+      cuda::branch_if(tile.has(ForwardStep::kFirst) || masked(tile), [&] {  // one jump over both
         mask(scores, tile, visible);
-        cuda::branch_if(tile.has(KeyTile::kFirst), [&] {
+        cuda::branch_if(tile.has(ForwardStep::kFirst), [&] {
           close();
           if constexpr (cuda::has_alibi(kFeatures))
             softmax_.restart_by_all(scores);
@@ -147,7 +147,7 @@ class ForwardScores {
   // factors: what the output so far is to be multiplied by, if it is of these queries. With kTries a first tile's
   // queries before have been closed by try_apply(); the very first tile has none.
   template <bool kCommon, class Accumulator>
-  __device__ void apply(Accumulator& acc, Factors& factors, const KeyTile& tile, const QueryTile& of,
+  __device__ void apply(Accumulator& acc, Factors& factors, const ForwardStep& tile, const ForwardWork& of,
                         const Visible& visible, const Alibi& alibi) {
     auto scores = as_matrix(acc);
     modify(scores, tile, of);
@@ -155,7 +155,7 @@ class ForwardScores {
     if constexpr (!kCommon) mask(scores, tile, visible);
     float tile_max[kRows];
     Softmax::find_max(scores, tile_max);
-    if (!kCommon && tile.has(KeyTile::kFirst)) {
+    if (!kCommon && tile.has(ForwardStep::kFirst)) {
       if constexpr (!Traits::kTries) close();
       softmax_.restart(tile_max);
     } else {
@@ -172,7 +172,7 @@ class ForwardScores {
   }
   // The output of the queries closed last is divided by the row sums, in which a sink joins.
   template <class Out>
-  __device__ void normalize(Out& acc_out, const QueryTile& of) {
+  __device__ void normalize(Out& acc_out, const ForwardWork& of) {
     const float dropout_scale = cuda::has_dropout(kFeatures) ? cuda::scale_of_kept<Element>(p_.score.dropout) : 1.f;
     Factors factors;
     CUTE_UNROLL
@@ -195,12 +195,13 @@ class ForwardScores {
 
   // The probabilities as 16-bit operand of the second product, without what dropout drops.
   template <class Accumulator, class Probabilities>
-  __device__ void keep(const Accumulator& acc, Probabilities& probabilities, const KeyTile& tile, const QueryTile& of) {
+  __device__ void keep(const Accumulator& acc, Probabilities& probabilities, const ForwardStep& tile,
+                       const ForwardWork& of) {
     auto converted = convert<Element>(acc);
     if constexpr (cuda::has_dropout(kFeatures)) {
       cuda::branch_if(p_.score.dropout.threshold > 0, [&] {
         auto atoms = as_atoms(converted);
-        if (tile.has(KeyTile::kFirst)) rng_ = DropoutRng(p_.score.dropout, of.batch).of(of.head);
+        if (tile.has(ForwardStep::kFirst)) rng_ = DropoutRng(p_.score.dropout, of.batch).of(of.head);
         cuda::drop_elements(atoms, matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>(), rng_,
                             p_.score.dropout.threshold, m0(of), tile.n0);
       });
@@ -210,7 +211,7 @@ class ForwardScores {
 
   // The epilogue: the output and the log-sum-exp of the queries closed last.
   template <class Out>
-  __device__ void write(const Out& acc_out, const QueryTile& of) const {
+  __device__ void write(const Out& acc_out, const ForwardWork& of) const {
     const SeqlenInfo seq = of.sequence;
     const int first = m0(of), begin = Traits::kFromEnd ? -first : 0, end = seq.seqlen_q - first;
     write_lse(seq.rows(p_.lse, of.batch, of.head) + first * p_.lse.row, begin, end);
@@ -222,9 +223,9 @@ class ForwardScores {
   }
 
  private:
-  __device__ bool can_try(const KeyTile& tile) const {
-    if (!tile.has(KeyTile::kFirst)) return can_try_;
-    return may_try() && (!masked(tile) || tile.has(KeyTile::kShowsFirst, warpgroup_));
+  __device__ bool can_try(const ForwardStep& tile) const {
+    if (!tile.has(ForwardStep::kFirst)) return can_try_;
+    return may_try() && (!masked(tile) || tile.has(ForwardStep::kShowsFirst, warpgroup_));
   }
   // In the warpgroup, which starts its products together. That all lanes hear the same, the barrier does not tell the
   // compiler.
@@ -247,7 +248,7 @@ class ForwardScores {
 
   // A bias, softcap, the policy's own, or a scale that the exponents cannot take. kTried: for a try.
   template <bool kTried = false, class Scores>
-  __device__ void modify(Scores& scores, const KeyTile& tile, const QueryTile& of) const {
+  __device__ void modify(Scores& scores, const ForwardStep& tile, const ForwardWork& of) const {
     if constexpr (kBiasAlone) {
       const SeqlenInfo seq = of.sequence;
       Bias(p_.score, seq, of.batch, of.head, bias_)
@@ -265,20 +266,20 @@ class ForwardScores {
     }
   }
   // Of the warpgroup's scores.
-  __device__ auto coordinates_of(const KeyTile& tile, const QueryTile& of) const {
+  __device__ auto coordinates_of(const ForwardStep& tile, const ForwardWork& of) const {
     const auto local = matrix_coordinates<typename Traits::MmaScores, Traits::kBlockN>();
     return cuda::TileCoordinates<false, decltype(local)>{local, m0(of), tile.n0};
   }
   template <class Scores>
-  __device__ void mask(Scores& scores, const KeyTile& tile, const Visible& visible) const {
+  __device__ void mask(Scores& scores, const ForwardStep& tile, const Visible& visible) const {
     cuda::branch_if(masked(tile), [&](unsigned zero) { visible.hide_others(scores, zero); });
   }
 
   __device__ bool has_sink() const { return p_.sink.ptr != nullptr; }
   // From the scores that the softmax sees to natural logarithms.
   __device__ float unit() const { return scale_first_ ? 1.f : p_.score.softmax_scale; }
-  __device__ int m0(const QueryTile& of) const { return of.m0 + warpgroup_ * kWarpgroupRows; }
-  __device__ bool masked(const KeyTile& tile) const { return tile.has(KeyTile::kMasked, warpgroup_); }
+  __device__ int m0(const ForwardWork& of) const { return of.m0 + warpgroup_ * kWarpgroupRows; }
+  __device__ bool masked(const ForwardStep& tile) const { return tile.has(ForwardStep::kMasked, warpgroup_); }
   // A scale that the exponents cannot take is rare: not worth its branch in every try.
   __device__ bool may_try() const { return cuda::modifies_scores(kFeatures) || !scale_first_; }
 

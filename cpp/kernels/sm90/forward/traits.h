@@ -5,14 +5,15 @@
 
 #include "common/mask_policy.h"
 #include "common/seqlen_info.h"
-#include "sm90/pipeline.h"
+#include "sm90/messages.h"
 #include "sm90/traits.h"
 #include "table/sm90.h"
 
 namespace flashsdk::sm90 {
 
-// What the warp that walks the mask tells all others. They know nothing else of the work: no mask, no schedule.
-struct alignas(16) QueryTile {
+// What the warp that walks the mask tells all others (sm90/messages.h). They know nothing else: no mask, no schedule.
+// The tile of queries that its steps are of.
+struct alignas(16) ForwardWork {
   int m0;  // first query; negative where the tile begins before the sequence
   int head, batch;
   int key_end;         // keys from here on do not exist
@@ -20,8 +21,8 @@ struct alignas(16) QueryTile {
   SeqlenInfo sequence;
   float alibi_slope = 0.f;
 };
-// One tile of keys of one tile of queries, announced with the keys themselves.
-struct alignas(16) KeyTile {
+// One tile of keys of it, told before the keys are there.
+struct alignas(16) ForwardStep {
   enum Flags : int {
     kFirst = 1,    // of its queries
     kLast = 2,     // of its queries
@@ -52,7 +53,7 @@ struct ForwardTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kRow.head_dim.qk, kHeadDimV = kRow.head_dim.v;
   static constexpr int kBlockM = kRow.tile.m, kBlockN = kRow.tile.n;
-  static constexpr int kKeyStages = kRow.stages_k, kValueStages = kRow.stages_v, kQueryStages = kRow.stages_q;
+  static constexpr int kStagesK = kRow.stages_k, kStagesV = kRow.stages_v, kStagesQ = kRow.stages_q;
   static constexpr bool kTries = kRow.tuning.tries, kTurns = kRow.tuning.turns, kReadsAhead = kRow.tuning.reads_ahead;
   static constexpr bool kFromLastBegunByAll =
       kRow.tuning.from_last_begun_by_all && std::is_same_v<Element, cutlass::bfloat16_t>;
@@ -76,27 +77,27 @@ struct ForwardTraits {
   static constexpr int kLoadRegisters = kWarpgroups == 2 ? (kWide ? 40 : 56) : 32;
   static constexpr int kComputeRegisters = kWarpgroups == 2 ? (kWide ? 232 : 224) : 160;
 
-  using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kQueryStages>;
-  using SmemK = SmemTile<Element, kBlockN, kHeadDim, kKeyStages>;
-  using SmemV = SmemTile<Element, kBlockN, kHeadDimV, kValueStages>;
+  using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kStagesQ>;
+  using SmemK = SmemTile<Element, kBlockN, kHeadDim, kStagesK>;
+  using SmemV = SmemTile<Element, kBlockN, kHeadDimV, kStagesV>;
   using MmaScores = SmemMma<Element, kBlockN, kHeadDim, kSumContiguous, kSumContiguous>;
   using MmaOut = RegisterMma<Element, kHeadDimV, kBlockN, kSumStrided>;
 
-  // Announcements outlive the keys: that of queries is read until their output is written, which is after the next
-  // queries' first keys have been released.
+  // Messages outlive the keys: work is read until its output is written, which is after the next work's first keys have
+  // been released. Nobody releases their slots, as the ring of K keeps the warp that tells from being so far ahead.
   static constexpr int kSlots = 8;
-  static_assert(kSlots >= kKeyStages + 3);  // one is announced before there is room for its keys
+  static_assert(kSlots >= kStagesK + 3);  // a step is told before there is room for its keys
 
   struct Smem {
-    alignas(1024) Element q[kQueryStages * SmemQ::kElements];
-    alignas(1024) Element k[kKeyStages * SmemK::kElements];
-    alignas(1024) Element v[kValueStages * SmemV::kElements];
-    QueryTile query_tiles[kSlots];
-    KeyTile key_tiles[kSlots];
-    cutlass::arch::ClusterBarrier announced[kSlots];  // to the warp that loads V; with kReadsAhead to all
-    Ring<kQueryStages> q_ring;
-    Ring<kKeyStages> k_ring;
-    Ring<kValueStages> v_ring;
+    alignas(1024) Element q[kStagesQ * SmemQ::kElements];
+    alignas(1024) Element k[kStagesK * SmemK::kElements];
+    alignas(1024) Element v[kStagesV * SmemV::kElements];
+    MessageSlots<ForwardWork, kSlots> work;  // there before its first step is told
+    MessageSlots<ForwardStep, kSlots> step;
+    Messages<ForwardStep, kSlots, 0> step_ring;  // waited for by the warp that loads V; with kReadsAhead by all
+    Ring<kStagesQ> q_ring;
+    Ring<kStagesK> k_ring;
+    Ring<kStagesV> v_ring;
     cutlass::arch::ClusterTransactionBarrier tail;  // see ValueLoader::load_cut
   };
   static constexpr int kSmemBytes = static_cast<int>(sizeof(Smem));

@@ -4,7 +4,7 @@
 // queries, or that cannot be tried take the other one, made from the same source. Those that a step leaves without
 // scores, and the very first, are computed by code outside both; those of which nothing is seen are passed over.
 //
-// The compiler knows that a warp's branches are the same for all its lanes: announcements and votes come through
+// The compiler knows that a warp's branches are the same for all its lanes: messages and votes come through
 // warp_uniform() and __all_sync(). Without that, every branch is a place where lanes are waited for, and each lane
 // keeps descriptors of operands for itself (docs/dev/log-sm90-forward.md, version 7).
 #pragma once
@@ -41,20 +41,19 @@ class Turn {
 template <class Traits>
 class ForwardInput {
  public:
-  using Keys = RingState<Traits::kKeyStages>;
-  using Values = RingState<Traits::kValueStages>;
-  using Queries = RingState<Traits::kQueryStages>;
+  using Keys = RingSlot<Traits::kStagesK>;
+  using Values = RingSlot<Traits::kStagesV>;
+  using Queries = RingSlot<Traits::kStagesQ>;
 
   __device__ explicit ForwardInput(typename Traits::Smem& smem) : smem_(smem) {}
 
-  __device__ KeyTile announcement(unsigned index) const {
-    const unsigned slot = index % Traits::kSlots;
+  __device__ ForwardStep read_step(unsigned index) const {
     if constexpr (Traits::kReadsAhead) {
-      smem_.announced[slot].wait(index / Traits::kSlots & 1);
+      smem_.step_ring.wait_full(RingSlot<Traits::kSlots>::after(index));
     } else {
       smem_.k_ring.wait_full(Keys::after(index));
     }
-    KeyTile tile = smem_.key_tiles[slot];
+    ForwardStep tile = smem_.step.of(index);
     tile.flags = cuda::warp_uniform(tile.flags);
     return tile;
   }
@@ -62,11 +61,11 @@ class ForwardInput {
     if constexpr (Traits::kReadsAhead) smem_.k_ring.wait_full(Keys::after(index));
   }
   __device__ void wait_for_queries(unsigned work) const { smem_.q_ring.wait_full(Queries::after(work)); }
-  __device__ void release_keys(const KeyTile& tile, unsigned index, unsigned work) const {
+  __device__ void release_keys(const ForwardStep& tile, unsigned index, unsigned work) const {
     smem_.k_ring.release(Keys::after(index));
-    if (tile.has(KeyTile::kLast)) smem_.q_ring.release(Queries::after(work));
+    if (tile.has(ForwardStep::kLast)) smem_.q_ring.release(Queries::after(work));
   }
-  __device__ const QueryTile& queries_of(unsigned work) const { return smem_.query_tiles[work % Traits::kSlots]; }
+  __device__ const ForwardWork& queries_of(unsigned work) const { return smem_.work.of(work); }
 
  private:
   typename Traits::Smem& smem_;
@@ -84,14 +83,14 @@ class ForwardWarpgroup {
   __device__ ForwardWarpgroup(const ForwardParams& p, ForwardSmem<Traits, kFeatures>& smem, int warpgroup)
       : smem_(smem),
         warpgroup_(warpgroup),
-        uncommon_(KeyTile::uncommon(warpgroup)),
+        uncommon_(ForwardStep::uncommon(warpgroup)),
         input_(smem),
         turn_(warpgroup),
         scores_(p, smem.bias_of(warpgroup), warpgroup) {}
 
   __device__ void run() {
-    next_ = input_.announcement(0);
-    if (next_.has(KeyTile::kEnd)) return;
+    next_ = input_.read_step(0);
+    if (next_.has(ForwardStep::kEnd)) return;
     scores_.load_bias(next_, of(0));
     auto acc_out = accumulator<MmaOut, Traits::kHeadDimV>();
     auto probabilities = cute::make_tensor_like<typename Traits::Element>(accumulator<MmaScores, kBlockN>());
@@ -99,8 +98,8 @@ class ForwardWarpgroup {
     for (bool has_scores = false;;) {  // the very first tile's are computed like those that a try has lost
       while (has_scores && is_common()) has_scores = step<true>(operands, acc_out, probabilities);
       if (has_scores) {
-        if (next_.has(KeyTile::kEnd)) break;
-        if (Traits::kSkips && next_.has(KeyTile::kHidden, warpgroup_)) {
+        if (next_.has(ForwardStep::kEnd)) break;
+        if (Traits::kSkips && next_.has(ForwardStep::kHidden, warpgroup_)) {
           pass_over(operands, acc_out, probabilities);
           continue;
         }
@@ -130,7 +129,7 @@ class ForwardWarpgroup {
   template <bool kCommon, class Operands, class Out, class Probabilities>
   __device__ __forceinline__ bool step(const Operands& operands, Out& acc_out, Probabilities& probabilities) {
     const unsigned index = index_;
-    const bool first = !kCommon && next_.has(KeyTile::kFirst);
+    const bool first = !kCommon && next_.has(ForwardStep::kFirst);
     const unsigned work = work_ + first;
     input_.wait_for_keys(index + 1);
     if (first) input_.wait_for_queries(work);
@@ -139,8 +138,8 @@ class ForwardWarpgroup {
     start_scores(operands, acc, index + 1, work);
     start_out(operands, acc_out, probabilities, index);
     turn_.pass();
-    KeyTile after;
-    if constexpr (Traits::kReadsAhead) after = input_.announcement(index + 2);
+    ForwardStep after;
+    if constexpr (Traits::kReadsAhead) after = input_.read_step(index + 2);
     const auto visible = kCommon ? typename Scores::Visible{} : scores_.visible(next_, of(work));
     const auto alibi = scores_.alibi(of(work));
     scores_.wait_for_bias();
@@ -159,7 +158,7 @@ class ForwardWarpgroup {
     if constexpr (!Traits::kTries) {
       if (!first) scores_.rescale(acc_out, factors);
     }
-    if constexpr (!Traits::kReadsAhead) after = input_.announcement(index + 2);
+    if constexpr (!Traits::kReadsAhead) after = input_.read_step(index + 2);
     advance(index + 1, work, after);
     return true;
   }
@@ -167,7 +166,7 @@ class ForwardWarpgroup {
   // The same where step() has left the next tile without scores, or, for the very first, where there was no step.
   template <class Operands, class Out, class Probabilities>
   __device__ __forceinline__ void redo(const Operands& operands, Out& acc_out, Probabilities& probabilities) {
-    const bool first = next_.has(KeyTile::kFirst);
+    const bool first = next_.has(ForwardStep::kFirst);
     const unsigned index = index_ + 1, work = work_ + first;
     if (index != 0) {
       finish_out(acc_out, index_);
@@ -186,7 +185,7 @@ class ForwardWarpgroup {
     input_.release_keys(next_, index, work);
     scores_.keep(acc, probabilities, next_, of(work));
     if (!first) scores_.rescale(acc_out, factors);
-    advance(index, work, input_.announcement(index + 1));
+    advance(index, work, input_.read_step(index + 1));
   }
 
   // The same where this warpgroup sees nothing of the next tile: its probabilities are 0.
@@ -201,17 +200,17 @@ class ForwardWarpgroup {
     scores_.wait_for_bias();
     finish_out(acc_out, index);
     cute::clear(probabilities);
-    advance(index + 1, work_, input_.announcement(index + 2));
+    advance(index + 1, work_, input_.read_step(index + 2));
   }
 
-  // after: what is announced behind the next tile.
-  __device__ __forceinline__ void advance(unsigned index, unsigned work, const KeyTile& after) {
+  // after: what is told behind the next tile.
+  __device__ __forceinline__ void advance(unsigned index, unsigned work, const ForwardStep& after) {
     tile_ = next_;
     next_ = after;
     index_ = index;
     work_ = work;
     if constexpr (cuda::has_bias_alone(kFeatures))
-      if (!next_.has(KeyTile::kEnd)) scores_.load_bias(next_, of(work + next_.has(KeyTile::kFirst)));
+      if (!next_.has(ForwardStep::kEnd)) scores_.load_bias(next_, of(work + next_.has(ForwardStep::kFirst)));
   }
 
   // (64 | columns of a product, sum, …, buffer) of Q, K and V.
@@ -225,7 +224,7 @@ class ForwardWarpgroup {
     auto q = cute::make_tensor(cute::make_smem_ptr(smem_.q), typename Traits::SmemQ::RowMajor{});
     auto k = cute::make_tensor(cute::make_smem_ptr(smem_.k), typename Traits::SmemK::RowMajor{});
     auto v = cute::make_tensor(cute::make_smem_ptr(smem_.v), typename Traits::SmemV::Transposed{});
-    auto mine = cute::local_tile(q, Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDim>, Int<Traits::kQueryStages>>{},
+    auto mine = cute::local_tile(q, Shape<Int<kWarpgroupRows>, Int<Traits::kHeadDim>, Int<Traits::kStagesQ>>{},
                                  cute::make_coord(warpgroup_, 0, 0));
     auto a = operand_a<MmaScores>(mine);
     auto b = operand_b<MmaScores>(k);
@@ -247,7 +246,7 @@ class ForwardWarpgroup {
     const auto use = Input::Values::after(index);
     smem_.v_ring.wait_full(use);
     start_gemm<MmaOut>(as_operand_a(probabilities), operands.v(_, _, _, use.stage), acc_out,
-                       !tile_.has(KeyTile::kFirst));
+                       !tile_.has(ForwardStep::kFirst));
   }
   template <class Out>
   __device__ __forceinline__ void finish_out(Out& acc_out, unsigned index) {
@@ -261,14 +260,14 @@ class ForwardWarpgroup {
     scores_.normalize(acc_out, of(work_));
     scores_.write(acc_out, of(work_));
   }
-  __device__ const QueryTile& of(unsigned work) const { return input_.queries_of(work); }
+  __device__ const ForwardWork& of(unsigned work) const { return input_.queries_of(work); }
 
   typename Traits::Smem& smem_;
   int warpgroup_, uncommon_;
   Input input_;
   Turn<Traits::kWarpgroups, Traits::kTurns> turn_;
   Scores scores_;
-  KeyTile tile_, next_;                // whose P·V comes next, and the one after it
+  ForwardStep tile_, next_;            // whose P·V comes next, and the one after it
   unsigned index_ = ~0u, work_ = ~0u;  // of tile_, counting tiles of keys, and of queries; before the first
 };
 
