@@ -48,15 +48,9 @@ constexpr int smem_bytes(const Sm90Forward& row) {
               row.tile.n * row.stages_v * row.head_dim.v);
 }
 
-// Of a thread: what S, P and the output take, and what ForwardTraits gives to one that computes.
-constexpr int tile_registers(const Sm90Forward& row) { return row.tile.n / 2 + row.tile.n / 4 + row.head_dim.v / 2; }
-constexpr int compute_registers(const Sm90Forward& row) {
-  return row.tile.m != 128 ? 160 : tile_registers(row) > 176 ? 232 : 224;
-}
 // Of a CTA: a warpgroup for each 64 rows, and one that loads.
 constexpr int registers(const Sm90Forward& row) {
-  const int loads = row.tile.m != 128 ? 32 : tile_registers(row) > 176 ? 40 : 56;
-  return 128 * (row.tile.m / 64 * compute_registers(row) + loads);
+  return 128 * (row.tile.m / 64 * registers_of(row).compute + registers_of(row).load);
 }
 
 template <Sm80Forward kRow>
@@ -310,7 +304,8 @@ struct CheckedSm90Forward {
   static_assert(kRow.tile.n % 32 == 0 || kRow.kernels.serving(kDropout) == kNoMask,
                 "tile.n: dropout is drawn for 32 keys at once");
   static_assert(registers(kRow) <= kRegisters, "tile.m: more warpgroups than there are registers for");
-  static_assert(tile_registers(kRow) < compute_registers(kRow), "tile: S, P and the output fill a thread's registers");
+  static_assert(registers_of(kRow).tile < registers_of(kRow).compute,
+                "tile: S, P and the output fill a thread's registers");
   static_assert(only(kRow.kernels, kSm90Sets), "kernels: a set of features that sm90 has no code for");
   static_assert(of_every_mask(kRow.kernels), "kernels: an sm90 kernel serves every mask");
   static_assert(has_kernels(kRow.kernels), "kernels: none");

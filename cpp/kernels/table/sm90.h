@@ -38,6 +38,17 @@ struct Sm90Forward {
   Kernels kernels;
 };
 
+// Of a thread: what S, P and the output take, and what one that loads and one that computes are given. What loading does
+// not need, computing gets.
+struct ForwardRegisters {
+  int tile, load, compute;
+};
+constexpr ForwardRegisters registers_of(const Sm90Forward& row) {
+  const int tile = row.tile.n / 2 + row.tile.n / 4 + row.head_dim.v / 2;
+  if (row.tile.m != 128) return {tile, 32, 160};
+  return tile > 176 ? ForwardRegisters{tile, 40, 232} : ForwardRegisters{tile, 56, 224};
+}
+
 constexpr Sm90Forward::Tuning kTurns{.turns = true};
 constexpr Sm90Forward::Tuning kTries{.tries = true};
 constexpr Sm90Forward::Tuning kTriesInTurns{.tries = true, .turns = true, .from_last_begun_by_all = true};

@@ -132,6 +132,7 @@ const char* refuse_features(const ScoreParam& score) {
   if (has_dropout(lacks)) return "dropout is not compiled in";
   if (has_bias(lacks)) return "a bias is not compiled in";
   if (has_alibi(lacks)) return "ALiBi is not compiled in";
+  if (lacks != Features::kNone) return "a feature is not compiled in";  // one that has no line of its own yet
   if (kFeatures == Features::kAlibi && !AlibiAlone<Features::kAlibi>::divides_by(score.softmax_scale))
     return "ALiBi's slopes would be divided by a softmax_scale that is not between 2^-40 and 2^40";
   return nullptr;

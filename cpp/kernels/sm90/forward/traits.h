@@ -71,11 +71,7 @@ struct ForwardTraits {
     const int end = kFromEnd ? ceil_div(seqlen_q, kDrawn) * kDrawn : ceil_div(seqlen_q, kBlockM) * kBlockM;
     return end - (ceil_div(seqlen_q, kBlockM) - m_block) * kBlockM;
   }
-  // Of 65536 a multiprocessor: what loading does not need, computing gets. S, P and the output take the most.
-  static constexpr int kTileRegisters = kBlockN / 2 + kBlockN / 4 + kHeadDimV / 2;
-  static constexpr bool kWide = kTileRegisters > 176;
-  static constexpr int kLoadRegisters = kWarpgroups == 2 ? (kWide ? 40 : 56) : 32;
-  static constexpr int kComputeRegisters = kWarpgroups == 2 ? (kWide ? 232 : 224) : 160;
+  static constexpr int kLoadRegisters = registers_of(kRow).load, kComputeRegisters = registers_of(kRow).compute;
 
   using SmemQ = SmemTile<Element, kBlockM, kHeadDim, kStagesQ>;
   using SmemK = SmemTile<Element, kBlockN, kHeadDim, kStagesK>;
