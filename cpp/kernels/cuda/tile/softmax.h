@@ -16,8 +16,8 @@ namespace flashsdk::cuda {
 // scale·log2(e) must be finite; any other multiplies the scores first.
 __device__ __forceinline__ bool scales_exponents(float scale) { return scale > 0.f && scale < kScaleLimit; }
 
-// The unit of the scores that a softmax sees. It is that of products, which the exponents multiply by the softmax scale;
-// or of natural logarithms, where scores are multiplied first: as more has been done to them, or for that scale.
+// The unit of the scores that a softmax sees: that of products, which the exponents multiply by the softmax scale; or
+// of natural logarithms, where scores are multiplied first, as more has been done to them or for that scale.
 class ScoreUnit {
  public:
   // modified: what changes scores needs them multiplied.
