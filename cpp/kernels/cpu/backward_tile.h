@@ -60,7 +60,7 @@ class BackwardTile {
         seqlen_(p, batch),
         scale_(p.score.softmax_scale),
         w_(scratch) {
-    factor_ = static_cast<float>((kFeatures ? 1.0 : scale_.magnitude) * kLog2e);
+    factor_ = static_cast<float>(scale_.template to_natural<kFeatures>() * kLog2e);
   }
 
   // exp(s·scale - lse) = exp2((s - top)·factor_ - log2_sum), top being the lse in the units of s: rounded, and
@@ -68,9 +68,9 @@ class BackwardTile {
   struct RowOffset {
     double score_per_lse, factor;
     explicit RowOffset(const BackwardParams& p) {
-      const double magnitude = kFeatures ? 1.0 : ScaleSplit(p.score.softmax_scale).magnitude;
-      score_per_lse = 1 / magnitude;
-      factor = magnitude * kLog2e;
+      const double unit = ScaleSplit(p.score.softmax_scale).template to_natural<kFeatures>();
+      score_per_lse = 1 / unit;
+      factor = unit * kLog2e;
     }
     void operator()(float lse, float& top, float& log2_sum) const {
       const double exact = lse * score_per_lse;

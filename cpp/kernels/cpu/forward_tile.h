@@ -324,8 +324,7 @@ class ForwardTile {
       std::memset(w_.v + c * SummedKeys::kPart + first, 0, sizeof(Word) * (end - first));
   }
 
-  // What a stored score is to be multiplied with: features have done so already.
-  double unit() const { return kFeatures ? 1.0 : scale_.magnitude; }
+  double unit() const { return scale_.template to_natural<kFeatures>(); }
   // An lse of -inf says that no key was seen: one out of float32's range must not.
   static float saturate(double lse) {
     return static_cast<float>(lse < -FLT_MAX ? -FLT_MAX : (lse > FLT_MAX ? FLT_MAX : lse));

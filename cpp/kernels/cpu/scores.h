@@ -30,6 +30,12 @@ struct ScaleSplit {
     if (scale < 0.f) q_factor = -q_factor;
     if (scale == 0.f || std::isnan(scale)) q_factor = scale, magnitude = 1.f;
   }
+
+  // From stored scores to natural logarithms: features have multiplied by the magnitude already.
+  template <bool kFeatures>
+  FLASHSDK_HD double to_natural() const {
+    return kFeatures ? 1.0 : magnitude;
+  }
 };
 
 // The interval of keys each lane sees, where the policy knows it.

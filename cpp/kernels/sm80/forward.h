@@ -20,11 +20,10 @@
 
 namespace flashsdk::sm80 {
 
-// Whether scores are multiplied by the scale, and more, before the softmax sees them.
-template <cuda::Features kFeatures>
-__device__ bool scale_first(const ScoreParam& score) {
-  return (cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(score)) ||
-         !cuda::scales_exponents(score.softmax_scale);
+// Of the scores of all parts of a call. kPolicyScore: a mask policy changes them, too.
+template <cuda::Features kFeatures, bool kPolicyScore = false>
+__device__ cuda::ScoreUnit score_unit(const ScoreParam& score) {
+  return {score, kPolicyScore || (cuda::modifies_scores(kFeatures) && cuda::ScoreFeatures::any(score))};
 }
 
 // What out is multiplied by for the elements that dropout left out.
@@ -72,8 +71,8 @@ class ForwardScores {
         alibi_(p.score, seq, work.batch, work.head),
         k_descale_(p, work.batch, head_kv(p, work, rows)),
         m0_(work.block * Traits::kBlockM),
-        scale_first_(kHasScore<Policy> || scale_first<kFeatures>(p.score)),
-        softmax_(unit() * cuda::kLog2e) {
+        unit_(score_unit<kFeatures, kHasScore<Policy>>(p.score)),
+        softmax_(unit_.to_log2()) {
     if constexpr (cuda::has_dropout(kFeatures)) rng_ = DropoutRng(p.score.dropout, work.batch).of(work.head);
   }
 
@@ -99,7 +98,7 @@ class ForwardScores {
       bias.add(scores, At{coordinates, m0_, n0}, p_.score.softmax_scale);
     } else {
       if constexpr (kFeatures == cuda::Features::kAlibi) alibi_.add(scores, At{coordinates, m0_, n0});
-      cuda::branch_if(scale_first_, [&] {
+      cuda::branch_if(unit_.scale_first(), [&] {
         if constexpr (cuda::modifies_scores(kFeatures)) {
           stages_.apply(scores, [&] { return At{coordinates, m0_, n0}; }, bias);
         } else {
@@ -144,7 +143,8 @@ class ForwardScores {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       const int row = m0_ + cute::get<0>(coordinates(i, 0));
-      const cuda::RowEnd end = softmax_.end(i, unit(), p_.sink.of(work.head, min_of(row, seq_.seqlen_q - 1)));
+      const cuda::RowEnd end =
+          softmax_.end(i, unit_.to_natural(), p_.sink.of(work.head, min_of(row, seq_.seqlen_q - 1)));
       float factor = end.factor * scale_of_out<typename Traits::Element, kFeatures>(p_.score);
       if constexpr (Traits::kFp8Kv)
         factor = factor == 0.f ? 0.f : factor * v_descale(work);  // of no key: 0, also of NaN
@@ -187,8 +187,7 @@ class ForwardScores {
   // For kernels whose warps have seen other keys of the same rows: what this one knows of a row, after end_rows().
   __device__ void end_rows() { softmax_.finish(); }
   __device__ RowState state(int i) const { return {softmax_.max(i), softmax_.sum(i)}; }
-  // From the scores that the softmax sees to natural logarithms.
-  __device__ float unit() const { return scale_first_ ? 1.f : p_.score.softmax_scale; }
+  __device__ const cuda::ScoreUnit& unit() const { return unit_; }
   __device__ float v_descale(const cuda::TileWork& work) const {
     return p_.v_descale.of(work.batch, head_kv(p_, work, rows_));
   }
@@ -209,7 +208,7 @@ class ForwardScores {
   KeyDescale<Traits::kFp8Kv> k_descale_;
   DropoutRng rng_;
   int m0_;
-  bool scale_first_;
+  cuda::ScoreUnit unit_;
   cuda::OnlineSoftmax<kRows> softmax_;
 };
 

@@ -426,7 +426,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     return most;
   };
   const auto weight_of = [&](float max, float most) {
-    return cuda::exp2_approx(scores.unit() * cuda::kLog2e * (max - (most == -INFINITY ? 0.f : most)));
+    return cuda::exp2_approx(scores.unit().to_log2() * (max - (most == -INFINITY ? 0.f : most)));
   };
   CUTE_UNROLL
   for (int half = 0; half < 2; ++half) {
@@ -442,8 +442,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     }
   }
   __syncthreads();
-  const bool whole = split.has_one_part();  // there is no second kernel
-  const int left = min_of(rows, split.rows_of_head - m0);        // rows that have a place
+  const bool whole = split.has_one_part();                 // there is no second kernel
+  const int left = min_of(rows, split.rows_of_head - m0);  // rows that have a place
   for (int i = threadIdx.x; i < kBlockM * kHeadDim / 4; i += Traits::kThreads) {
     const int row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
     if (row >= left || column >= split.columns) continue;
@@ -459,7 +459,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     for (int of = 0; of < kWarps; ++of) all.sum += weight_of(state_of(of, row).max, all.max) * state_of(of, row).sum;
     if (whole) {
       const int query = split.shared.query(m0 + row), own = split.shared.head(work.head, m0 + row);
-      const cuda::RowEnd end = cuda::end_of_row(all.max, all.sum, scores.unit(), p.sink.of(own, query));
+      const cuda::RowEnd end = cuda::end_of_row(all.max, all.sum, scores.unit().to_natural(), p.sink.of(own, query));
       const float factor = end.factor * scale_of_out<Element, kFeatures>(p.score);
       Element* out = seq.head_q<Element>(p.out, work.batch, own) + query * p.out.row + column;
       *reinterpret_cast<uint2*>(out) = {cuda::pack<Element>(sum.x * factor, sum.y * factor),

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(32 * kMostJoinWarps)
     }
   }
 
-  const float unit = scale_first<kFeatures>(p.score) ? 1.f : p.score.softmax_scale;
+  const float unit = score_unit<kFeatures>(p.score).to_natural();
   RowState all{-INFINITY, 0.f};
   for (const RowState& state : states) all.max = fmaxf(all.max, state.max);
   CUTE_UNROLL

@@ -111,8 +111,8 @@ struct FewRowsCosts {
     return max_of(kTile, kTileOfMemory * all / multiprocessors);
   }
 };
-// What all others take whose keys are in fp8. A key of head_dim 128 takes 1.42 of these units where a thread block has a
-// multiprocessor alone. What parts leave is written and read again.
+// What all others take whose keys are in fp8. A key of head_dim 128 takes 1.42 of these units where a thread block has
+// a multiprocessor alone. What parts leave is written and read again.
 struct Fp8Costs {
   int alone, shared;
   int start = 60, join = PartCosts::kJoin, join_part = 0;
@@ -124,8 +124,8 @@ struct Fp8Costs {
   }
   int tile(int blocks, int multiprocessors) const { return blocks > multiprocessors ? shared : alone; }
 };
-// Into how many parts keys in fp8 are split: without a second kernel, where one part is all. Where not all thread blocks
-// run at once, what counts is the last ones to start, and that each has to wait for its first keys.
+// Into how many parts keys in fp8 are split: without a second kernel, where one part is all. Where not all thread
+// blocks run at once, what counts is the last ones to start, and that each has to wait for its first keys.
 template <class Costs>
 int fp8_key_parts(const Costs& costs, std::int64_t query_tiles, int keys, int tile, int multiprocessors,
                   int blocks_each) {

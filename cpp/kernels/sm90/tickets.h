@@ -1,6 +1,6 @@
 // Where persistent CTAs draw the number of the tile that they work on next, once each has begun with that of its index.
-// Whoever is done first draws first, so tiles may differ in cost. A source has draw(), by one thread: 0, 1, 2, …, beside
-// where its counter begins.
+// Whoever is done first draws first, so tiles may differ in cost. A source has draw(), by one thread: the next number
+// of its counter.
 #pragma once
 
 #include <cuda/atomic>

@@ -7,6 +7,7 @@
 #include <cutlass/numeric_types.h>
 #include <cute/tensor.hpp>
 
+#include "common/params.h"
 #include "cuda/tile/math.h"
 
 namespace flashsdk::cuda {
@@ -14,6 +15,23 @@ namespace flashsdk::cuda {
 // Whether the softmax may multiply by the scale inside the exponential. The running maximum needs a positive one, and
 // scale·log2(e) must be finite; any other multiplies the scores first.
 __device__ __forceinline__ bool scales_exponents(float scale) { return scale > 0.f && scale < kScaleLimit; }
+
+// The unit of the scores that a softmax sees: that of products, which the exponents multiply by the softmax scale; or
+// of natural logarithms, where scores are multiplied first, as more has been done to them or for that scale.
+class ScoreUnit {
+ public:
+  // modified: what changes scores needs them multiplied.
+  __device__ __forceinline__ ScoreUnit(const ScoreParam& score, bool modified)
+      : score_(score), scale_first_(modified || !scales_exponents(score.softmax_scale)) {}
+
+  __device__ __forceinline__ bool scale_first() const { return scale_first_; }
+  __device__ __forceinline__ float to_natural() const { return scale_first_ ? 1.f : score_.softmax_scale; }
+  __device__ __forceinline__ float to_log2() const { return to_natural() * kLog2e; }
+
+ private:
+  const ScoreParam& score_;
+  bool scale_first_;
+};
 
 // An lse beyond float stays at its end, as −inf says that no key was seen.
 __device__ __forceinline__ float finite_lse(float lse) {

@@ -1,6 +1,6 @@
-// Who brings dQ to a piece of dq_accum, and when: thread blocks ask each other by words of BackwardWorkspace::dq_order.
-// Each class here owns what its words mean, for one thread of a thread block: InTurn in deterministic calls, FirstWriter
-// in others where dq_accum is not cleared. What they order are bulk_write()s.
+// Who brings dQ to a piece of dq_accum, and when: CTAs ask each other by words of BackwardWorkspace::dq_order. Each
+// class here owns what its words mean, for one thread of a CTA: InTurn in deterministic calls, FirstWriter in others
+// where dq_accum is not cleared. What they order are bulk_write()s.
 #pragma once
 
 #include <cstdint>

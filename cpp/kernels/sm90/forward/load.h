@@ -64,8 +64,8 @@ __device__ KeyBox box_of_lane(const PageParam& pages, int box_rows, const Forwar
 }
 
 // Two warps load, each of them 32 lanes that run alike, of which one starts the copies. The first walks the tiles that
-// the mask policy visits, tells them to the others and loads K; the second follows what it tells and loads V. One warp alone
-// would need longer for a tile than the tensor cores do. Which of them loads Q is a property of the tile.
+// the mask policy visits, tells them to the others and loads K; the second follows what it tells and loads V. One warp
+// alone would need longer for a tile than the tensor cores do. Which of them loads Q is a property of the tile.
 //
 // Under a band, tiles that are tried come outwards from one of which all queries see the first key: tried by a few
 // keys' maximum, a first tile must not hide its first key, and rows of which it hides all have no maximum to try the

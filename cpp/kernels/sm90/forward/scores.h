@@ -48,9 +48,8 @@ class ForwardScores {
       : p_(p),
         bias_(bias),
         warpgroup_(warpgroup),
-        scale_first_(kHasScore<Policy> || kBiasAlone || (cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f) ||
-                     !cuda::scales_exponents(p.score.softmax_scale)),
-        softmax_(cuda::warp_uniform(unit() * cuda::kLog2e)),  // as an operand it is then in no register of a thread
+        unit_(p.score, kHasScore<Policy> || kBiasAlone || (cuda::modifies_scores(kFeatures) && p.score.softcap > 0.f)),
+        softmax_(cuda::warp_uniform(unit_.to_log2())),  // as an operand it is then in no register of a thread
         closed_(softmax_) {}
 
   // What the mask leaves of a tile that it cuts: found while its scores are computed.
@@ -182,7 +181,7 @@ class ForwardScores {
       CUTE_UNROLL
       for (int i = 0; i < kRows; ++i) {
         const int query = m0(of) + cute::get<0>(at(i, 0)), row = clamp_index(query, of.sequence.seqlen_q - 1);
-        factors[i] = closed_.join_sink(i, unit(), *p_.sink.of(of.head, row)) * dropout_scale;
+        factors[i] = closed_.join_sink(i, unit_.to_natural(), *p_.sink.of(of.head, row)) * dropout_scale;
       }
     });
     rescale(acc_out, factors);
@@ -242,7 +241,8 @@ class ForwardScores {
     const auto at = matrix_coordinates<typename Traits::MmaOut, 16>();
     const int row = second ? cute::get<0>(at(1, 0)) : cute::get<0>(at(0, 0));
     const float max = second ? closed_.max(1) : closed_.max(0);
-    const float value = has_sink() ? max : cuda::log_sum_exp(max, second ? closed_.sum(1) : closed_.sum(0), unit());
+    const float value =
+        has_sink() ? max : cuda::log_sum_exp(max, second ? closed_.sum(1) : closed_.sum(0), unit_.to_natural());
     if (lane_of_quad < kRows && row >= begin && row < end) lse[row * p_.lse.row] = value;
   }
 
@@ -254,7 +254,7 @@ class ForwardScores {
       Bias(p_.score, seq, of.batch, of.head, bias_)
           .template add<kTried>(scores, coordinates_of(tile, of), p_.score.softmax_scale);
     } else {
-      cuda::branch_if(scale_first_, [&] {
+      cuda::branch_if(unit_.scale_first(), [&] {
         if constexpr (cuda::modifies_scores(kFeatures)) {
           const SeqlenInfo seq = of.sequence;
           cuda::ScoreStages<kFeatures, Policy>(p_, seq, of.batch, of.head)
@@ -276,19 +276,17 @@ class ForwardScores {
   }
 
   __device__ bool has_sink() const { return p_.sink.ptr != nullptr; }
-  // From the scores that the softmax sees to natural logarithms.
-  __device__ float unit() const { return scale_first_ ? 1.f : p_.score.softmax_scale; }
   __device__ int m0(const ForwardWork& of) const { return of.m0 + warpgroup_ * kWarpgroupRows; }
   __device__ bool masked(const ForwardStep& tile) const { return tile.has(ForwardStep::kMasked, warpgroup_); }
   // A scale that the exponents cannot take is rare: not worth its branch in every try.
-  __device__ bool may_try() const { return cuda::modifies_scores(kFeatures) || !scale_first_; }
+  __device__ bool may_try() const { return cuda::modifies_scores(kFeatures) || !unit_.scale_first(); }
 
   static constexpr bool kBiasAlone = cuda::has_bias_alone(kFeatures);
   const ForwardParams& p_;
   char* bias_;  // of this warpgroup, in shared memory
   bool can_try_ = false;
   int warpgroup_;
-  bool scale_first_;
+  cuda::ScoreUnit unit_;
   Softmax softmax_;
   Softmax closed_;  // of the queries before, until their output is written
   DropoutRng rng_;  // of the queries at hand
