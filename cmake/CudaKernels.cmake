@@ -15,7 +15,7 @@ function(flashsdk_add_cuda_objects target sources)
   target_compile_options(${target} PRIVATE
     --expt-relaxed-constexpr --expt-extended-lambda -Xptxas=-v -Xcompiler=-fvisibility=hidden)
   if(ARGN)
-    set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES ${ARGN})
+    set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES "${ARGN}")
   endif()
 endfunction()
 

@@ -157,6 +157,35 @@ TEST(ManyRows, OfFp8KeysSplitTheseWhereThereAreFewTiles) {
   EXPECT_LE(parts_of(32, 16384), 8);  // what parts leave is read again
 }
 
+TEST(ManyRows, OfFp8KeysStayWholeWhereTheDeviceIsFull) {
+  ForwardParams p = problem(128 * 33, 1 << 20);
+  p.dtype_kv = DType::kFloat8E4M3;
+  p.num_heads = p.num_heads_kv = 8;
+  p.batch = 1;
+  const auto parts_of = [&] {
+    return key_parts(p, heads_sharing(p), Tile{128, 32}, kMultiprocessors, kBlocksEach).most;
+  };
+  EXPECT_EQ(parts_of(), 1);  // 264 tiles
+  p.seqlen_q = 128 * 8;
+  EXPECT_GT(parts_of(), 1);
+  p.num_heads = p.num_heads_kv = kMostSplitTiles + 1;
+  p.seqlen_q = 1;
+  EXPECT_EQ(parts_of(), 1);
+}
+
+TEST(ManyRows, OfFp8KeysShareATileWhereWholeVectorsAreWritten) {
+  ForwardParams p = problem(4, 4096);
+  p.num_heads = 16;
+  p.dtype_kv = DType::kFloat8E4M3;
+  EXPECT_EQ(heads_sharing(p), 4);
+  p.head_dim = p.head_dim_v = 7;
+  EXPECT_EQ(heads_sharing(p), 1);
+  p.head_dim = p.head_dim_v = 8;
+  EXPECT_EQ(heads_sharing(p), 4);
+  p.out.ptr = reinterpret_cast<void*>(2);
+  EXPECT_EQ(heads_sharing(p), 1);
+}
+
 TEST(FewRows, SharingHeadsMayBeMany) {
   ForwardParams p = problem(1, 4096);
   p.num_heads = 16;

@@ -57,6 +57,18 @@ def test_head_dims(runner, seqlen_q, head_dim):
         runner.check(problem((seqlen_q, 100), (4, 2), head_dim, batch=2, dtype=dtype, fp8=BOTH))
 
 
+@pytest.mark.parametrize("mask", [None, CAUSAL], ids=["dense", "causal"])
+@pytest.mark.parametrize("head_dim", [7, 24])
+@pytest.mark.parametrize("strides", [False, True], ids=["", "strides"])
+def test_heads_of_a_group_whose_rows_are_not_made_of_vectors(runner, strides, head_dim, mask):
+    """Few queries of many keys share a tile only where what joins them can write whole vectors."""
+    for seqlen_q in (2, 9, 40):
+        shape = (seqlen_q, 900), (4, 2), head_dim
+        runner.check(
+            problem(*shape, batch=2, dtype="bfloat16", fp8=BOTH, mask=mask, strides=strides)
+        )
+
+
 @pytest.mark.parametrize("head_dim", [320, (576, 512)])
 @pytest.mark.parametrize("seqlen_q", [1, 20])
 def test_wide_heads(cpu, seqlen_q, head_dim):

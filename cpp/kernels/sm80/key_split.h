@@ -8,6 +8,7 @@
 
 #include "common/mask_policy.h"
 #include "common/params.h"
+#include "cuda/tile/vector_io.h"
 
 namespace flashsdk::sm80 {
 
@@ -38,6 +39,11 @@ inline bool values_in_keys(const ForwardParams& p) {
   return p.k.ptr == p.v.ptr && p.k.batch == p.v.batch && p.k.row == p.v.row && same_heads && p.head_dim_v <= p.head_dim;
 }
 
+// The second kernel writes whole vectors.
+inline bool can_join(const ForwardParams& p) {
+  return p.head_dim_v % cuda::kVectorElements == 0 && cuda::vector_aligned(p.out);
+}
+
 // How many heads share a tile: those of a group, where there are few queries of many keys, and a head has nothing of
 // its own but its q. (With one query each, cpp/src/pack_heads.cpp has made rows of the heads before.) Their output goes
 // through the workspace, which many rows of few keys would not pay for.
@@ -48,7 +54,7 @@ inline int heads_sharing(const ForwardParams& p) {
   const int group = p.heads_per_group();
   const std::int64_t rows = std::int64_t{p.seqlen_q} * group;
   const bool alike = p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
-                     missing(Features::kSoftcap, p.score.features()) == Features::kNone;
+                     missing(Features::kSoftcap, p.score.features()) == Features::kNone && (!p.fp8_kv() || can_join(p));
   const std::int64_t tiles = std::int64_t{p.batch} * p.num_heads_kv;
   const int most_tiles = p.fp8_kv() ? kMostSplitTiles : kMostTiles;
   const bool few = group > 1 && rows > 0 && rows <= most_rows && p.seqlen_k >= kManyKeys &&
@@ -102,6 +108,7 @@ inline bool has_few_rows(const ForwardParams& p, int sharing) {
 // keys and values is 32 KB. A thread block waits for its own instructions, until there are nearly as many as
 // multiprocessors: these already ask for all that memory gives, and more of them wait for each other.
 struct FewRowsCosts {
+  static constexpr int kLeastGain = 0;                  // of time, in percent, that more parts have to bring
   static constexpr int kTile = 36, kTileOfMemory = 45;  // the latter times the thread blocks of a multiprocessor
   int start = 60, join = 160, join_part = 1;
 
@@ -114,6 +121,7 @@ struct FewRowsCosts {
 // What all others take whose keys are in fp8. A key of head_dim 128 takes 1.42 of these units where a thread block has
 // a multiprocessor alone. What parts leave is written and read again.
 struct Fp8Costs {
+  static constexpr int kLeastGain = 5;  // each part has a workspace as large as the output, in fp32
   int alone, shared;
   int start = 60, join = PartCosts::kJoin, join_part = 0;
 
@@ -132,14 +140,14 @@ int fp8_key_parts(const Costs& costs, std::int64_t query_tiles, int keys, int ti
   const int key_tiles = ceil_div(keys, tile);
   const std::int64_t slots = std::int64_t{multiprocessors} * blocks_each;
   int best = 1;
-  std::int64_t least = INT64_MAX;
+  std::int64_t least = 0;
   for (int parts = 1; parts <= max_of(1, min_of(key_tiles, kMostKeyParts)); ++parts) {
     const std::int64_t blocks = query_tiles * parts;
     const int tile_cost = costs.tile(static_cast<int>(min_of(blocks, slots)), multiprocessors);
     const std::int64_t each = std::int64_t{tile_cost} * ceil_div(key_tiles, parts) + costs.start;
     const std::int64_t joins = parts > 1 ? costs.join + std::int64_t{costs.join_part} * parts : 0;
     const std::int64_t time = (blocks + slots - 1) / slots * each + joins;
-    if (time < least) {
+    if (parts == 1 || time < least - least * Costs::kLeastGain / 100) {
       least = time;
       best = parts;
     }
@@ -198,8 +206,10 @@ inline KeyParts key_parts(const ForwardParams& p, int sharing, Tile tile, int mu
   const auto of_fp8 = [&](const auto& costs) {
     return fp8_key_parts(costs, query_tiles, keys, tile.n, multiprocessors, blocks_each);
   };
+  const bool is_full = query_tiles >= slots || std::int64_t{heads} * p.batch > kMostSplitTiles;
   const int parts = !p.fp8_kv() ? key_parts(query_tiles, keys, tile.n, multiprocessors, blocks_each, others_key)
                     : tile.m == kFewRowsTile ? of_fp8(FewRowsCosts{})
+                    : is_full                ? 1
                                              : of_fp8(Fp8Costs(query_tiles * tile.m, p.head_dim, tile.n));
   return {p.num_splits > 0 ? min_of(parts, p.num_splits) : parts};
 }

@@ -186,8 +186,8 @@ bool writes_output(const ForwardParams& p, const KeyParts& parts) {
 
 template <class Traits, cuda::Features kFeatures>
 KeyParts key_parts(const ForwardParams& p) {
-  if constexpr (Traits::kAnyAlignment) {  // what joins parts writes vectors
-    if (p.head_dim_v % cuda::kVectorElements != 0 || !cuda::vector_aligned(p.out)) return {};
+  if constexpr (Traits::kAnyAlignment) {
+    if (!can_join(p)) return {};
   }
   const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
   const float others_key = takes_all_of_few_rows<Traits, kFeatures>(p) ? kNoOthers
