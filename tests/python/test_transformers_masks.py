@@ -148,6 +148,22 @@ def test_padding_of_one_row_for_all(seqlen):
                 model(input_ids=tokens, attention_mask=given)
 
 
+@pytest.mark.parametrize("seqlen", [24, 5, 1])
+def test_padding_under_vmap(seqlen):
+    """Whose values nobody can read."""
+    model, tokens = model_of(llama), tokens_of()[:, :seqlen]
+    mask = padded("left", (seqlen, max(seqlen - 2, 1), seqlen), seqlen)
+
+    def one(tokens, mask):
+        call = {"input_ids": tokens[None], "attention_mask": mask[None], "use_cache": False}
+        return model(**call).logits[0]
+
+    with torch.no_grad():
+        out = torch.func.vmap(one)(tokens, mask)
+        want = model(input_ids=tokens, attention_mask=mask).logits
+    torch.testing.assert_close(out[mask.bool()], want[mask.bool()])
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (BATCH, 1, 1, 1), (BATCH, 1, SEQLEN, SEQLEN)])
 def test_a_mask_of_integers_is_no_number_of_keys(shape):
     mask = torch.ones(shape, dtype=torch.int32)

@@ -281,8 +281,9 @@ def make_mask(**call: Any) -> Seen | Tensor:
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         return replace(described, packed=_documents(begins.cpu(), numbers.device))
     if given is not None:
+        unread = tracing or is_wrapped(given)
         given = _of_rows(given, shape[0], tracing)
-        described = _padded(described, given[:, kv_offset : kv_offset + used], shift, tracing)
+        described = _padded(described, given[:, kv_offset : kv_offset + used], shift, unread)
         if q_length == 1 and described.padding is not None:
             return _dense(call)
     return described
@@ -307,7 +308,7 @@ def _used_keys(call: dict[str, Any], pattern: _Pattern | None, tracing: bool) ->
         used = torch.full((1,), at, dtype=torch.int32, device=device)
     used = (used + 1 - kv_offset).clamp(0, kv_length)
     if given is not None:
-        if tracing:
+        if tracing or is_wrapped(given):
             return None
         keys = given[:, kv_offset:]
         unused = torch.arange(keys.shape[1], device=device) >= used
@@ -413,12 +414,15 @@ def _of_rows(given: Tensor, batch: int, tracing: bool) -> Tensor:
     return given if tracing else given.expand(batch, -1)
 
 
-def _padded(seen: Seen, padding: Tensor, shift: int, tracing: bool) -> Seen:
-    """With ``padding``, bool (batch, keys), True = a key: packed sequences where that is right."""
+def _padded(seen: Seen, padding: Tensor, shift: int, unread: bool) -> Seen:
+    """With ``padding``, bool (batch, keys), True = a key: packed sequences where that is right.
+
+    ``unread``: it has no values yet, as under torch.compile and torch.func.vmap.
+    """
     batch, _, q_length, _ = seen.shape
     if padding.shape[1] < seen.used:
         padding = torch.nn.functional.pad(padding, (0, seen.used - padding.shape[1]))
-    if tracing:
+    if unread:
         return replace(seen, padding=padding)
     if q_length <= _FEW_QUERIES:
         return seen if bool(padding.all()) else replace(seen, padding=padding)
