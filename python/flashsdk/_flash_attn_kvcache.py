@@ -188,7 +188,7 @@ def _used(given: int | Tensor | None, seqlen_cache: int, batch: int, like: Tenso
         return tensor("cache_seqlens", given)
     n = seqlen_cache
     if given is not None:
-        allowed = "0 to the keys that the cache has room for"
+        allowed = "int32 (batch,) or an integer, 0 to the keys that the cache has room for"
         n = integer("cache_seqlens", given, -(2**31), 2**31 - 1, allowed=allowed)
     return torch.full((batch,), n, dtype=torch.int32, device=like.device)
 

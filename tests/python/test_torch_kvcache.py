@@ -240,8 +240,15 @@ ERRORS = {
     "new keys": ({"k": torch.zeros(3, 2, DIM, 2).transpose(2, 3)}, "k: strides of elements (128, "),
     "one of two": ({"v": None}, "k: given alone; k and v, or neither"),
     "no keys": ({"k": None, "v": None, "rotary_cos": torch.zeros(40, 4)}, "rotary_cos: given wit"),
-    "beyond int32": ({"cache_seqlens": 2**31}, "cache_seqlens: 2147483648; 0 to the keys that"),
-    "below int32": ({"cache_seqlens": -(2**31) - 1}, "cache_seqlens: -2147483649; 0 to the keys"),
+    "beyond int32": (
+        {"cache_seqlens": 2**31},
+        "cache_seqlens: 2147483648; int32 (batch,) or an integer, 0 to the keys that",
+    ),
+    "below int32": (
+        {"cache_seqlens": -(2**31) - 1},
+        "cache_seqlens: -2147483649; int32 (batch,) o",
+    ),
+    "a list of lengths": ({"cache_seqlens": [1, 2, 3]}, "cache_seqlens: [1, 2, 3]; int32 (batch,)"),
     "row": ({"cache_batch_idx": USED}, "cache_batch_idx: 7 at [0, 0]; a page of k_cache, of which"),
     "both": (
         {"block_table": torch.zeros(3, 1, dtype=torch.int32), "cache_batch_idx": USED},

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 
 import flashsdk as fs
 import pytest
@@ -130,6 +131,44 @@ def test_a_mask_of_one_row_for_all():
         )
         with pytest.raises(fs.Error, match=r"^attention_mask: of a batch of 2; 1 or 3$"):
             attended(mask, queries, queries, queries)
+
+
+@pytest.mark.parametrize("seqlen", [24, 5])  # packed; few queries
+def test_padding_of_one_row_for_all(seqlen):
+    model, tokens = model_of(llama), tokens_of()[:, :seqlen]
+    mask = padded("left", (seqlen - 2,), seqlen)
+    with torch.no_grad():
+        out = model(input_ids=tokens, attention_mask=mask).logits
+        want = model(input_ids=tokens, attention_mask=mask.expand(BATCH, -1)).logits
+        torch.testing.assert_close(out, want)
+        for given in (mask.expand(BATCH + 1, -1), mask[:, None], mask[0]):
+            shape = f"shape ({', '.join(map(str, given.shape))}{',' * (given.dim() == 1)})"
+            line = f"attention_mask: {shape}; (batch {BATCH}, keys), or four dimensions"
+            with pytest.raises(fs.Error, match=f"^{re.escape(line)}$"):
+                model(input_ids=tokens, attention_mask=given)
+
+
+@pytest.mark.parametrize("seqlen", [24, 5, 1])
+def test_padding_under_vmap(seqlen):
+    """Whose values nobody can read."""
+    model, tokens = model_of(llama), tokens_of()[:, :seqlen]
+    mask = padded("left", (seqlen, max(seqlen - 2, 1), seqlen), seqlen)
+
+    def one(tokens, mask):
+        call = {"input_ids": tokens[None], "attention_mask": mask[None], "use_cache": False}
+        return model(**call).logits[0]
+
+    with torch.no_grad():
+        out = torch.func.vmap(one)(tokens, mask)
+        want = model(input_ids=tokens, attention_mask=mask).logits
+    torch.testing.assert_close(out[mask.bool()], want[mask.bool()])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (BATCH, 1, 1, 1), (BATCH, 1, SEQLEN, SEQLEN)])
+def test_a_mask_of_integers_is_no_number_of_keys(shape):
+    mask = torch.ones(shape, dtype=torch.int32)
+    with pytest.raises(fs.Error, match=r"^attention_mask: dtype int32; "):
+        model_of(llama)(input_ids=tokens_of(), attention_mask=mask)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])

@@ -281,7 +281,9 @@ def make_mask(**call: Any) -> Seen | Tensor:
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         return replace(described, packed=_documents(begins.cpu(), numbers.device))
     if given is not None:
-        described = _padded(described, given[:, kv_offset : kv_offset + used], shift, tracing)
+        unread = tracing or is_wrapped(given)
+        given = _of_rows(given, shape[0], tracing)
+        described = _padded(described, given[:, kv_offset : kv_offset + used], shift, unread)
         if q_length == 1 and described.padding is not None:
             return _dense(call)
     return described
@@ -306,7 +308,7 @@ def _used_keys(call: dict[str, Any], pattern: _Pattern | None, tracing: bool) ->
         used = torch.full((1,), at, dtype=torch.int32, device=device)
     used = (used + 1 - kv_offset).clamp(0, kv_length)
     if given is not None:
-        if tracing:
+        if tracing or is_wrapped(given):
             return None
         keys = given[:, kv_offset:]
         unused = torch.arange(keys.shape[1], device=device) >= used
@@ -314,6 +316,11 @@ def _used_keys(call: dict[str, Any], pattern: _Pattern | None, tracing: bool) ->
             return None
     of_each: Tensor = used.reshape(1, 1, 1, 1).repeat(call["batch_size"], 1, 1, 1)
     return of_each
+
+
+def _is_lengths(mask: Tensor, q: Tensor) -> bool:
+    """Whether it is what ``_used_keys`` makes, and not a caller's own mask of integers."""
+    return q.shape[1] == 1 and mask.shape[1:] == (1, 1, 1)
 
 
 def _dense(call: dict[str, Any]) -> Tensor:
@@ -398,12 +405,24 @@ def _traced_pattern(call: dict[str, Any]) -> _Pattern | None:
     return _Pattern(size, size) if call.get("allow_is_bidirectional_skip", False) else None
 
 
-def _padded(seen: Seen, padding: Tensor, shift: int, tracing: bool) -> Seen:
-    """With ``padding``, bool (batch, keys), True = a key: packed sequences where that is right."""
+def _of_rows(given: Tensor, batch: int, tracing: bool) -> Tensor:
+    """A mask of padding with a row for each of the batch; one may stand for all."""
+    # What is traced may have a batch of any size.
+    if given.dim() != 2 or (not tracing and given.shape[0] not in (1, batch)):
+        allowed = f"(batch {batch}, keys), or four dimensions"
+        raise InvalidArgument(f"attention_mask: shape {tuple(given.shape)}; {allowed}")
+    return given if tracing else given.expand(batch, -1)
+
+
+def _padded(seen: Seen, padding: Tensor, shift: int, unread: bool) -> Seen:
+    """With ``padding``, bool (batch, keys), True = a key: packed sequences where that is right.
+
+    ``unread``: it has no values yet, as under torch.compile and torch.func.vmap.
+    """
     batch, _, q_length, _ = seen.shape
     if padding.shape[1] < seen.used:
         padding = torch.nn.functional.pad(padding, (0, seen.used - padding.shape[1]))
-    if tracing:
+    if unread:
         return replace(seen, padding=padding)
     if q_length <= _FEW_QUERIES:
         return seen if bool(padding.all()) else replace(seen, padding=padding)
@@ -539,7 +558,7 @@ def attend(
     try:
         if seen is not None:
             out = _by_mask(q, k, v, seen, lengths, position_bias, options)
-        elif tensor is not None and tensor.dtype == torch.int32:
+        elif tensor is not None and tensor.dtype == torch.int32 and _is_lengths(tensor, q):
             used = tensor.reshape(-1).expand(q.shape[0]).contiguous()
             out = _rows(q, k, v, None, position_bias, {**options, "seqused_k": used})
         elif tensor is not None:
