@@ -327,13 +327,20 @@ def test_sdpa_under_compile(place, dtype, enabled, backend):
 
 
 @BOTH_WAYS
-def test_sdpa_in_cuda_graphs_of_compiled_code(place, dtype, enabled):
-    """Such code asks whose memory each result is: dropout's state lies in that of lse."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_sdpa_in_cuda_graphs_of_compiled_code(place, dtype, enabled, masked):
+    """Such code asks where each result lies, and whose memory it is.
+
+    Dropout's state lies in that of lse without a mask, and with one in memory of its own.
+    """
     if place.device == "cpu" or place.shifted:
         pytest.skip("CUDA graphs; compiled code aligns tensors for sm90")
-    compiled = torch.compile(functools.partial(sdpa, is_causal=True), mode="reduce-overhead")
+    mask = some_keys(place, 140, 304) if masked else None
+    causal = not masked
+    compiled = torch.compile(functools.partial(sdpa, is_causal=causal), mode="reduce-overhead")
     for _ in range(4):  # warm up, record, replay
-        same_as_math(heads_first(place, dtype), function=compiled, is_causal=True)
+        inputs = heads_first(place, dtype, 140, 304 if masked else 140)
+        same_as_math(inputs, mask, function=compiled, is_causal=causal)
 
 
 @BOTH_WAYS

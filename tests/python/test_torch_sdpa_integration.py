@@ -155,6 +155,45 @@ def test_the_other_operators_of_a_gpu():
     assert torch._C._dispatch_dump("aten::_scaled_dot_product_flash_attention") == dump
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_operator_of_masks_of_a_gpu(masked):
+    """Here at CPU's dispatch key; its random state lies where query does, as CUDA graphs ask."""
+    kernels, efficient = torch_sdpa._kernels, torch.ops.aten._scaled_dot_product_efficient_attention
+    q, k, v = inputs = [x.detach() for x in qkv(dim=16)]
+    mask = torch.randn(40, 40) if masked else None
+    if masked:
+        mask[7] = -torch.inf  # sees nothing
+    want = gradients(ours_alone, with_gradients(inputs), mask)
+    kernels.override_sdpa("efficient", "CPU")
+    try:
+        out, lse, seed, offset = efficient(q, k, v, mask, True)
+        assert torch.equal(out, want[0])
+        assert lse.shape == (2, 4, 64) and lse[..., :40].isfinite().all()
+        for x in (seed, offset):
+            assert x.device == q.device and x.shape == () and x.dtype == torch.int64
+        rest = out, q, k, v, mask, out, lse, seed, offset, 0.0, [True, True, True, False]
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(*rest)
+        for one, other in zip(grads[:3], want[1:], strict=True):
+            assert torch.equal(one, other)
+    finally:
+        kernels.restore_sdpa()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_results_on_a_cpu_share_no_memory():
+    """As the operator's schema says; on a GPU dropout's state lies behind lse."""
+    from torch._subclasses.schema_check_mode import SchemaCheckMode
+
+    q, k, v = (torch.randn(50, 4, 16) for _ in "qkv")
+    offsets = torch.tensor([0, 20, 50], dtype=torch.int32)
+    with torch_sdpa.enable(), SchemaCheckMode():
+        results = torch.ops.aten._flash_attention_forward(
+            q, k, v, offsets, offsets, 30, 30, 0.0, False, False
+        )
+    memory = [x.untyped_storage()._cdata for x in results]
+    assert len(set(memory)) == len(results) == 5
+
+
 # ---- whom PyTorch asks first on a GPU
 
 
