@@ -3,8 +3,10 @@
 ``enable()`` puts them where PyTorch calls its flash attention, on a CPU and on a GPU, and on a GPU
 where it calls its memory-efficient attention, which has masks; forward and backward. Everything
 above stays PyTorch's: which backend a call takes, ``sdpa_kernel``, autocast, torch.compile,
-autograd. So a call that PyTorch gives to its math, or one that our kernels do not take, goes where
-it went before; ``explain`` says which and why. Operators:
+autograd. So a call that PyTorch gives to its math goes where it went before. What comes to our
+kernels and is not for them goes to PyTorch's kernel of that place: on Hopper cuDNN would have had
+it, but ``enable`` has flash and memory-efficient attention asked first. ``explain`` says who takes
+a call, and why. Operators:
 ``aten::_scaled_dot_product_flash_attention_for_cpu``, and on a GPU
 ``aten::_scaled_dot_product_flash_attention`` and ``aten::_scaled_dot_product_efficient_attention``,
 each with its backward.
