@@ -186,7 +186,9 @@ def together(failed: dict[str, str]) -> list[tuple[str, str]]:
     """A row for all tests of a function that fail alike: parameters stand behind its name."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, why in failed.items():
-        function = re.split(r"_(?:batch_size|(?:fused_)?kernel\d|cuda|cpu|\dD|attn_mask_dim)", name)[0]
+        function = re.split(
+            r"_(?:batch_size|(?:fused_)?kernel\d|cuda|cpu|\dD|attn_mask_dim)", name
+        )[0]
         alike.setdefault((function, why), []).append(name)
     return [
         (names[0] if len(names) == 1 else f"{function}… ({len(names)} tests)", why)
@@ -235,6 +237,8 @@ def workflows(record: Record) -> str:
                         text += f" in {step['seconds']:.0f} s"
                     found.setdefault(step["outcome"].partition(":")[0], []).append(text)
             outcome = "; ".join(f"{how}: {', '.join(steps)}" for how, steps in found.items())
+            if entry["elsewhere"]:  # --anyway
+                outcome += f"; not in {' and '.join(entry['elsewhere'])}"
             outcome += f" ({entry['date']})"
         rows.append([code(job), outcome])
     return markdown_table(["job", f"its steps, on {record['machine']}"], rows, 2)

@@ -243,6 +243,14 @@ class Job:
         there = "; ".join(map(called, cells))
         raise NotUnderstoodError(f"{self}: no cell {called(given)!r}; there is {there or 'one'}")
 
+    def fixed(self, cell: dict[str, Any]) -> dict[str, Any]:
+        """A cell without what variables of the repository give: its name in the record."""
+        matrix = self.job.get("strategy", {}).get("matrix", {})
+        values = [(name, x) for name, x in matrix.items() if name != "include"]
+        values += [pair for more in matrix.get("include", []) for pair in more.items()]
+        given = {name for name, x in values if "${{" in str(x) and "vars." in str(x)}
+        return {name: value for name, value in cell.items() if name not in given}
+
     def container(self) -> str:
         named = self.job.get("container", "")
         return named["image"] if isinstance(named, dict) else named
@@ -451,7 +459,7 @@ def where(job: Job, cell: dict[str, Any]) -> dict[str, Any]:
     return {
         "workflow": job.file.stem,
         "job": job.name,
-        "cell": called(cell),
+        "cell": called(job.fixed(cell)),
         "runs_on": filled(job.job["runs-on"], context),
         "elsewhere": job.elsewhere(context),
         "actions": [step["uses"] for step in job.job["steps"] if "uses" in step],
@@ -471,6 +479,7 @@ def write_record(
         named = [e for k, e in have.items() if k[:2] == (job.file.stem, job.name)]
         entries += [{**entry, **outcome(have.get(key(entry), {}))} for entry in listed]
         entries += [e for e in named if key(e) not in map(key, listed) and "${{" in str(listed)]
+    assert tried is None or key(tried) in map(key, entries)
     record = {"kind": "workflows", "machine": platform.machine(), "jobs": entries}
     path.write_text(json.dumps(record, indent=1) + "\n")
 

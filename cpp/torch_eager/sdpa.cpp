@@ -74,7 +74,8 @@ std::optional<Band> causal(bool is_causal, Alignment alignment) {
 }
 
 // What torch.compile has compiled comes here even where sdpa_kernel has turned flash attention off since: PyTorch does
-// not guard against that. Then it is not ours either.
+// not guard against that. Then it is not ours either. Memory-efficient attention asks the same: who allows that alone
+// asks for PyTorch's own.
 bool turned_off() { return !at::globalContext().userEnabledFlashSDP(); }
 
 Tensor empty_as(const Tensor& like, at::IntArrayRef shape, at::ScalarType dtype) {
@@ -171,10 +172,10 @@ constexpr const char *kEfficient = "aten::_scaled_dot_product_efficient_attentio
 Override g_efficient;
 
 // As PyTorch's has log-sum-exps: in rows of a multiple of 32. Those that there are not count for nothing, and those of
-// queries that see no key are finite, as on a CPU.
-Tensor padded(Tensor lse) {
+// queries that see no key are finite, as on a CPU. Without a mask each query sees a key, and a kernel less is launched.
+Tensor padded(Tensor lse, bool has_mask) {
   constexpr double kInf = std::numeric_limits<double>::infinity();
-  lse.nan_to_num_(std::numeric_limits<double>::quiet_NaN(), kInf, 0.);
+  if (has_mask) lse.nan_to_num_(std::numeric_limits<double>::quiet_NaN(), kInf, 0.);
   const std::int64_t more = (32 - lse.size(2) % 32) % 32;
   return more == 0 ? lse : at::constant_pad_nd(lse, {0, more}, kInf);
 }
@@ -182,13 +183,14 @@ Tensor padded(Tensor lse) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                                              const MaybeTensor& attn_bias, bool compute_log_sumexp,
                                                              double dropout_p, bool is_causal, MaybeDouble scale) {
-  const bool has_gradient = given(attn_bias) && attn_bias->requires_grad();
+  const bool has_mask = given(attn_bias), has_gradient = has_mask && attn_bias->requires_grad();
   if (!turned_off() && q.dim() == 4 && v.dim() == 4 && !has_gradient) {
     const Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2);
     Tensor lse;
     if (forward({q, k, v, dropout_p, causal(is_causal, Alignment::kTopLeft), scale, attn_bias}, out, lse)) {
-      lse = compute_log_sumexp ? padded(std::move(lse)) : empty_as(q, {q.size(0), q.size(1), 0}, at::kFloat);
-      const auto state = [] { return at::empty({}, at::kLong); };  // of dropout
+      lse = compute_log_sumexp ? padded(std::move(lse), has_mask) : empty_as(q, {q.size(0), q.size(1), 0}, at::kFloat);
+      // Of dropout. Where q is, as CUDA graphs of compiled code have it.
+      const auto state = [&] { return empty_as(q, {}, at::kLong); };
       return {out, lse, state(), state()};
     }
   }

@@ -84,8 +84,9 @@ bool run(bool (*function)(const Args&, bool, const GpuOptions&, Failure&), const
 
 Tensor last_contiguous(const Tensor& t) { return t.stride(-1) == 1 ? t : t.contiguous(); }
 
-// Behind its values there is room for dropout's state.
+// On a GPU there is room for dropout's state behind its values.
 Tensor empty_lse(at::IntArrayRef shape, const at::TensorOptions& options) {
+  if (!options.device().is_cuda()) return at::empty(shape, options);
   constexpr auto kRoom = static_cast<std::int64_t>((DropoutState::kBytes + DropoutState::kAlignment) / sizeof(float));
   Tensor t = at::empty({c10::multiply_integers(shape) + kRoom}, options);
   t.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
@@ -120,7 +121,8 @@ bool watched(const Call& c, bool is_backward, bool taken) {
 
 DropoutState::DropoutState(const Tensor& lse, at::ScalarType dtype) {
   const std::size_t end = (lse.nbytes() + kAlignment - 1) / kAlignment * kAlignment;
-  const auto behind = [&](at::IntArrayRef shape, at::ScalarType type) {
+  const auto made = [&](at::IntArrayRef shape, at::ScalarType type) {
+    if (!lse.is_cuda()) return at::empty(shape, lse.options().dtype(type));
     const auto meta = at::scalarTypeToTypeMeta(type);
     c10::Storage memory = lse.storage();
     Tensor t = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(memory), lse.key_set(), meta);
@@ -128,9 +130,9 @@ DropoutState::DropoutState(const Tensor& lse, at::ScalarType dtype) {
     t.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
     return t;
   };
-  state = behind({2}, at::kUInt64);
-  unused = behind({}, at::kUInt64);
-  mask = behind({0}, dtype);
+  state = made({2}, at::kUInt64);
+  unused = made({}, at::kUInt64);
+  mask = made({0}, dtype);
 }
 
 bool given(const MaybeTensor& t) { return t && t->defined(); }

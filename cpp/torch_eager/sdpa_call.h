@@ -1,4 +1,4 @@
-// A call of one of aten's flash attention kernels: what the core is told of it.
+// A call of one of aten's fused attention kernels: what the core is told of it.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -39,8 +39,10 @@ bool forward(const Call& c, const Tensor& out, Tensor& lse);
 bool backward(const Call& c, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& dq,
               const Tensor& dk, const Tensor& dv);
 
-// What aten's flash attention returns of dropout, and nobody reads without it. It lies behind the lse that forward() made,
-// in the same memory: tensors with memory of their own took 9 of a call's 24 us of host time (gpu_tests.json).
+// What aten's flash attention returns of dropout, and nobody reads without it. On a GPU it lies behind the lse that
+// forward() made, in the same memory. A call took 15.8 us of an H100's host with memory of their own, and takes 12.3
+// with this; ours called directly takes 9.8 (measured). A CPU gains nothing: there the results alias as little as the
+// schema says.
 struct DropoutState {
   static constexpr std::size_t kBytes = 16, kAlignment = 8;
   Tensor state, unused, mask;

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "_arrays.h"
 #include "core_api.h"
@@ -128,14 +129,15 @@ BlockMask to_block_mask(nb::tuple mask, ArrayImporter& arrays) {
 struct CheckedLayout {
   static constexpr const char* kName = "flashsdk.checked_layout";
 
+  nb::tuple fields;  // not all that an importer takes is kept by it
   ArrayImporter arrays;
   CheckedBlockMask mask;
-  explicit CheckedLayout(nb::tuple fields) : mask(to_block_mask(fields, arrays)) {}
+  explicit CheckedLayout(nb::tuple given) : fields(std::move(given)), mask(to_block_mask(fields, arrays)) {}
 };
 
 // A capsule, as those may outlive the module without a word.
 nb::capsule check_layout(nb::tuple fields) {
-  auto layout = std::make_unique<CheckedLayout>(fields);
+  auto layout = std::make_unique<CheckedLayout>(std::move(fields));
   nb::capsule capsule(layout.get(), CheckedLayout::kName,
                       [](void* p) noexcept { delete static_cast<CheckedLayout*>(p); });
   layout.release();

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import _bindings, _frameworks, _torch_flops, ops
 from ._bands import no_mask
-from ._block_lists import INT32_MAX, LISTS, Csr, boolean_mask, check_rank, of_mask
+from ._block_lists import INT32_MAX, LISTS, boolean_mask, check_rank, of_mask
 from ._errors import PROBABILITY, Error, InvalidArgument, Unsupported, integer, shown
 from ._torch_checks import (
     ONCE_IN_REVERSE,
@@ -155,7 +155,7 @@ def _encode_band(band: Band) -> list[int]:
     return [left, right, int(band.alignment == "top_left")]
 
 
-def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask | ops.PlacedLayout:
+def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Dense | Band | ops.PlacedLayout:
     """The mask of ``encode_mask``; its arrays are views of ``blocks``, and are not read."""
     if len(code) not in (0, _BAND, _LAYOUT):
         raise InvalidArgument(f"mask: {len(code)} integers; those of encode_mask")
@@ -170,24 +170,15 @@ def decode_mask(code: Sequence[int], blocks: Tensor | None) -> Mask | ops.Placed
     if blocks is None:
         return band
     block_q, block_k, seqlen_q, seqlen_k, *sizes = rest
-    if blocks.is_cuda:
-        placed = []
-        for _ in LISTS:
-            batch, num_heads, ends, listed, *sizes = sizes
-            begin, end = batch * num_heads * ends, batch * num_heads * ends + listed
-            placed += [blocks[:begin].view(batch, num_heads, ends), blocks[begin:end]]
-            blocks = blocks[end:]
-        return ops.PlacedLayout((block_q, block_k), seqlen_q, seqlen_k, band, tuple(placed))
-    flat = blocks.numpy()
-    lists: dict[str, Csr] = {}
-    for name in LISTS:
+    # No BlockMask: all lists of one are checked, and this one would be for a single call.
+    flat: Any = blocks if blocks.is_cuda else blocks.numpy()  # whose views take less time
+    placed = []
+    for _ in LISTS:
         batch, num_heads, ends, listed, *sizes = sizes
-        begin = batch * num_heads * ends
-        end = begin + listed
-        lists[name] = Csr(flat[:begin].reshape(batch, num_heads, ends), flat[begin:end])
+        begin, end = batch * num_heads * ends, batch * num_heads * ends + listed
+        placed += [flat[:begin].reshape(batch, num_heads, ends), flat[begin:end]]
         flat = flat[end:]
-    partial = lists["row_partial"].indices.size > 0
-    return BlockMask((block_q, block_k), seqlen_q, seqlen_k, band if partial else None, **lists)
+    return ops.PlacedLayout((block_q, block_k), seqlen_q, seqlen_k, band, tuple(placed))
 
 
 # ---- operators

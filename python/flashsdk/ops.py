@@ -374,7 +374,10 @@ _SINK = 13  # its place among the options
 
 @dataclass(frozen=True)
 class PlacedLayout:
-    """What a BlockMask says, with its lists on the GPU already: a mask for adapters."""
+    """What a BlockMask says, with its lists where q is: a mask for adapters.
+
+    On a CPU each call reads the lists of its direction.
+    """
 
     block_size: tuple[int, int]
     seqlen_q: int

@@ -5,12 +5,13 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import flashsdk as fs
 import numpy as np
 import pytest
 from cases import CPU_DTYPES, assert_same_bits, both, normal, qkv
-from flashsdk import _frameworks, ops
+from flashsdk import _bindings, _frameworks, ops
 from flashsdk._testing import reference
 
 
@@ -363,6 +364,18 @@ def test_frameworks_mixed():
     out, _ = fs.mha_fwd(torch.from_numpy(q), k, torch.from_numpy(v))
     assert isinstance(out, torch.Tensor)
     assert np.array_equal(out.numpy(), want)
+
+
+def test_a_checked_layout_keeps_its_arrays():
+    """Of PyTorch's tensors the importer keeps nothing itself: what they lend ends with them."""
+    torch = pytest.importorskip("torch")
+    arrays = [torch.from_numpy(x.copy()) for x in fs.layouts.causal(64, 64, 16)._arrays]
+    kept = [weakref.ref(x) for x in arrays]
+    layout = _bindings.check_layout((16, 16, 64, 64, (None, 0, False), *arrays))
+    del arrays
+    assert all(x() is not None for x in kept)
+    del layout
+    assert all(x() is None for x in kept)
 
 
 def test_the_core_imports_no_framework():

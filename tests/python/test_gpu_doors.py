@@ -206,9 +206,10 @@ def enabled():
     torch._dynamo.reset()
 
 
-def heads_first(place, dtype, seqlen_q=140, seqlen_k=None, heads_kv=4):
-    shapes = (4, seqlen_q), *[(heads_kv, seqlen_k or seqlen_q)] * 2
-    return with_gradients([place.randn(2, *s, 64, dtype=dtype) for s in shapes])
+def heads_first(place, dtype, seqlen_q=140, seqlen_k=None, heads_kv=4, dim=64, dim_v=None):
+    keys = heads_kv, seqlen_k or seqlen_q
+    shapes = (4, seqlen_q, dim), (*keys, dim), (*keys, dim_v or dim)
+    return with_gradients([place.randn(2, *s, dtype=dtype) for s in shapes])
 
 
 @BOTH_WAYS
@@ -219,6 +220,22 @@ def test_sdpa(place, dtype, enabled, seqlen_q, seqlen_k):
         place.ours(torch_sdpa.explain(*inputs, op=op))
     same_as_math(inputs)
     same_as_math(inputs, scale=0.3)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("dim, dim_v", [(64, 128), (128, 64), (320, 320), (512, 512)])
+def test_head_dims_that_flash_attention_leaves_out(place, dtype, enabled, dim, dim_v):
+    """On a GPU: they come by way of memory-efficient attention."""
+    if place.device == "cpu" and dim != dim_v:
+        pytest.skip("PyTorch's math has it")
+    inputs = heads_first(place, dtype, dim=dim, dim_v=dim_v)
+    for op in ("fwd", "bwd"):
+        why = torch_sdpa.explain(*inputs, op=op)
+        assert why.taken, str(why)
+    if place.device == "cuda":
+        assert why.backend == "EFFICIENT_ATTENTION"
+    for is_causal in (False, True):
+        same_as_math(inputs, is_causal=is_causal)
 
 
 @BOTH_WAYS
@@ -298,13 +315,16 @@ def test_a_backward_behind_the_end(place, dtype):
 
 
 @BOTH_WAYS
-def test_the_gradient_of_a_mask_is_pytorchs(place, dtype, enabled):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gradient_of_a_mask_is_pytorchs(place, dtype, enabled, compiled):
+    """In compiled code the forward does not know of it, and its results are theirs to read."""
     if place.shifted:
         pytest.skip("PyTorch's own kernel takes no such address")
     inputs = heads_first(place, dtype, 48, 304)
     mask = place.randn(48, 304, dtype=dtype).requires_grad_()
     assert not torch_sdpa.explain(*inputs, mask).taken
-    got = torch.autograd.grad(sdpa(*inputs, mask).sum(), (*inputs, mask))
+    function = torch.compile(sdpa, backend="aot_eager") if compiled else sdpa
+    got = torch.autograd.grad(function(*inputs, mask).sum(), (*inputs, mask))
     with sdpa_kernel(SDPBackend.MATH):
         want = torch.autograd.grad(sdpa(*inputs, mask).sum(), (*inputs, mask))
     for one, other in zip(got, want, strict=True):
@@ -327,13 +347,20 @@ def test_sdpa_under_compile(place, dtype, enabled, backend):
 
 
 @BOTH_WAYS
-def test_sdpa_in_cuda_graphs_of_compiled_code(place, dtype, enabled):
-    """Such code asks whose memory each result is: dropout's state lies in that of lse."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_sdpa_in_cuda_graphs_of_compiled_code(place, dtype, enabled, masked):
+    """Such code asks where each result lies, and whose memory it is.
+
+    Dropout's state lies in that of lse without a mask, and with one in memory of its own.
+    """
     if place.device == "cpu" or place.shifted:
         pytest.skip("CUDA graphs; compiled code aligns tensors for sm90")
-    compiled = torch.compile(functools.partial(sdpa, is_causal=True), mode="reduce-overhead")
+    mask = some_keys(place, 140, 304) if masked else None
+    causal = not masked
+    compiled = torch.compile(functools.partial(sdpa, is_causal=causal), mode="reduce-overhead")
     for _ in range(4):  # warm up, record, replay
-        same_as_math(heads_first(place, dtype), function=compiled, is_causal=True)
+        inputs = heads_first(place, dtype, 140, 304 if masked else 140)
+        same_as_math(inputs, mask, function=compiled, is_causal=causal)
 
 
 @BOTH_WAYS

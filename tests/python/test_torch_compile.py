@@ -9,7 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
+from flashsdk import _bindings  # noqa: E402
 from flashsdk import torch as adapter  # noqa: E402
+from flashsdk._block_lists import LISTS, Csr  # noqa: E402
 from flashsdk._torch_ops import decode_mask, encode_mask  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch_cases import TORCH  # noqa: E402
@@ -58,7 +60,39 @@ def test_the_compiler_is_not_imported():
 def test_masks_survive_the_boundary(mask):
     code, blocks = encode_mask(mask)
     assert all(type(n) is int for n in code)
-    assert decode_mask(code, blocks) == mask
+    decoded = decode_mask(code, blocks)
+    if blocks is not None:
+        a = decoded.arrays
+        lists = dict(zip(LISTS, map(Csr, a[::2], a[1::2]), strict=True))
+        partial = lists["row_partial"].indices.size > 0
+        band = decoded.band if partial else None
+        decoded = fs.BlockMask(
+            decoded.block_size, decoded.seqlen_q, decoded.seqlen_k, band, **lists
+        )
+    assert decoded == mask
+
+
+def test_a_direction_reads_its_lists_alone(monkeypatch):
+    """Operators know no mask from the call before; what checks all lists would do so each time."""
+    checks, check = [], _bindings.check_layout
+    monkeypatch.setattr(_bindings, "check_layout", lambda *x: checks.append(1) or check(*x))
+    mask = fs.layouts.causal(64, 64, 16)
+    q, k, v = (torch.randn(1, 64, 2, 16) for _ in "qkv")
+    code, blocks = encode_mask(mask)
+    rest = None, None, None, blocks, code, None, 0.0, 0.0, False, ""
+    ops = torch.ops.flashsdk
+    want = [adapter.attention(q, k, v, mask=mask) for _ in range(2)]
+    assert len(checks) == 1
+    out, lse = ops.mha_fwd(q, k, v, *rest)
+    assert torch.equal(out, want[0])
+    ops.mha_bwd(out, None, q, k, v, out, lse, *rest)
+    assert len(checks) == 1
+    blocks = blocks.clone()
+    blocks[-1] = -1  # of col_full
+    rest = None, None, None, blocks, code, None, 0.0, 0.0, False, ""
+    assert torch.equal(ops.mha_fwd(q, k, v, *rest)[0], out)
+    with pytest.raises(fs.Error, match=r"^mask.col_full.indices: -1; 0 to 3$"):
+        ops.mha_bwd(out, None, q, k, v, out, lse, *rest)
 
 
 # ---- opcheck

@@ -19,6 +19,8 @@ import torch.nn.functional as functional  # noqa: E402
 from flashsdk.integrations import torch_sdpa  # noqa: E402
 from flashsdk.torch import scaled_dot_product_attention as ours_alone  # noqa: E402
 from sdpa_cases import BOTH_WAYS, ONCE, gradients, qkv, same_as_math  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch._subclasses.schema_check_mode import SchemaCheckMode  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 from torch_cases import TORCH, with_gradients  # noqa: E402
@@ -155,6 +157,42 @@ def test_the_other_operators_of_a_gpu():
     assert torch._C._dispatch_dump("aten::_scaled_dot_product_flash_attention") == dump
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_operator_of_masks_of_a_gpu(masked):
+    """Here at CPU's dispatch key; its random state lies where query does, as CUDA graphs ask."""
+    kernels, efficient = torch_sdpa._kernels, torch.ops.aten._scaled_dot_product_efficient_attention
+    q, k, v = inputs = [x.detach() for x in qkv(dim=16)]
+    mask = torch.randn(40, 40) if masked else None
+    if masked:
+        mask[7] = -torch.inf  # sees nothing
+    want = gradients(ours_alone, with_gradients(inputs), mask)
+    kernels.override_sdpa("efficient", "CPU")
+    try:
+        out, lse, seed, offset = efficient(q, k, v, mask, True)
+        assert torch.equal(out, want[0])
+        assert lse.shape == (2, 4, 64) and lse[..., :40].isfinite().all()
+        for x in (seed, offset):
+            assert x.device == q.device and x.shape == () and x.dtype == torch.int64
+        rest = out, q, k, v, mask, out, lse, seed, offset, 0.0, [True, True, True, False]
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(*rest)
+        for one, other in zip(grads[:3], want[1:], strict=True):
+            assert torch.equal(one, other)
+    finally:
+        kernels.restore_sdpa()
+
+
+def test_results_on_a_cpu_share_no_memory():
+    """As the operator's schema says; on a GPU dropout's state lies behind lse."""
+    q, k, v = (torch.randn(50, 4, 16) for _ in "qkv")
+    offsets = torch.tensor([0, 20, 50], dtype=torch.int32)
+    with torch_sdpa.enable(), SchemaCheckMode():
+        results = torch.ops.aten._flash_attention_forward(
+            q, k, v, offsets, offsets, 30, 30, 0.0, False, False
+        )
+    memory = [x.untyped_storage()._cdata for x in results]
+    assert len(set(memory)) == len(results) == 5
+
+
 # ---- whom PyTorch asks first on a GPU
 
 
@@ -280,6 +318,46 @@ def test_goes_where_it_went_before():
     assert "attn_mask requires a gradient" in unchanged(inputs, learned)
     mask = torch.randn(40, 40).t()  # no copy of ours: PyTorch's kernel reads any strides
     assert "attn_mask" in unchanged(inputs, mask)
+
+
+@ONCE
+def test_why_a_gpu_gives_a_call_to_its_math():
+    """Told of tensors that only say that they lie on one."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 4, 40, 16, device="cuda") for _ in "qkv")
+        mask, wide = torch.zeros(40, 40), torch.empty(2, 4, 40, 32, device="cuda")
+    taken = "PyTorch's memory-efficient attention does not take it"
+    off = "memory-efficient attention is turned off here"
+    flash, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+    for backends, why in (([flash], off), ([flash, efficient], taken)):
+        with sdpa_kernel(backends):
+            assert torch_sdpa._not_flash(q, k, v, mask, 0.0) == f"there is an attn_mask, and {why}"
+            of_value = f"head_dim 16 of query is not 32 of value, and {why}"
+            assert torch_sdpa._not_flash(q, k, wide, None, 0.0) == of_value
+
+
+@ONCE
+@pytest.mark.parametrize(
+    "mask, shape, strides",
+    [
+        (torch.zeros(40, 304), (40, 304), (304, 1)),
+        (torch.zeros(2, 1, 40, 301), (2, 1, 40, 301), (12160, 12160, 304, 1)),
+        (torch.zeros(304, 40).t(), (40, 304), (312, 1)),
+        (torch.zeros(40, 304, dtype=torch.bool), (40, 304), (304, 1)),
+        (torch.zeros(40, 301, dtype=torch.bool), (40, 301), (304, 1)),
+        (torch.zeros(304).expand(4, 40, 304), (4, 40, 304), (0, 0, 1)),
+        (torch.zeros(301).expand(2**20, 2**20, 301), (2**20, 2**20, 301), (0, 0, 1)),
+        (torch.zeros(4, 1, 9).expand(4, 2**40, 9), (4, 1, 9), (16, 16, 1)),
+        (torch.zeros(301, dtype=torch.bool).expand(2**20, 2**20, 301), (1, 1, 301), (0, 0, 1)),
+        (torch.zeros(40, 1, dtype=torch.bool).expand(40, 304), (40, 304), (304, 1)),
+        (torch.zeros(0, 40, 9), (0, 40, 9), (640, 16, 1)),
+    ],
+)
+def test_a_mask_is_told_as_pytorch_hands_it_on(mask, shape, strides):
+    """Rows of a multiple of 8, or a copy with such; not of what is expanded."""
+    told = torch_sdpa._as_handed_on(mask, torch.float16)
+    assert told.shape == shape and told.stride() == strides
+    assert told.dtype == (torch.float16 if mask.dtype == torch.bool else mask.dtype)
 
 
 def test_what_a_context_asks_for_is_pytorchs():

@@ -1,5 +1,6 @@
 """scripts/try_workflow.py: a job of GitHub's runs here as it would there."""
 
+import importlib.util
 import json
 import platform
 import re
@@ -81,6 +82,15 @@ jobs:
         cell: ${{ fromJSON(needs.good.outputs.made) }}
     steps:
       - run: echo "${{ matrix.cell }} is tried" >> "$GITHUB_STEP_SUMMARY"
+  varied:
+    runs-on: ubuntu-24.04
+    strategy:
+      matrix:
+        include:
+          - {framework: torch, index: "${{ vars.INDEX }}"}
+          - {framework: jax, index: "${{ vars.INDEX }}"}
+    steps:
+      - run: test ${{ matrix.framework }} = jax -a "${{ matrix.index }}" = there
   unknown:
     runs-on: ubuntu-24.04
     steps:
@@ -189,6 +199,19 @@ def test_a_cell_that_another_job_names(call, tmp_path):
     assert outcomes(record, "asked") == ["passed"]
 
 
+def test_a_cell_with_a_value_of_a_variable(call, tmp_path):
+    """Its name in the record is the same, whatever the variable is."""
+    record = tmp_path / "record.json"
+    for _ in range(2):
+        arguments = ("framework=jax", "--var", "INDEX=there", "--record", record)
+        assert call("small", "varied", *arguments)[0] == 0
+        assert outcomes(record, "varied") == ["passed"]
+    call("--record", record)
+    found = json.loads(record.read_text())["jobs"]
+    cells = [(e["cell"], "date" in e) for e in found if e["job"] == "varied"]
+    assert cells == [("framework=torch", False), ("framework=jax", True)]
+
+
 def test_what_is_not_understood_is_one_line(call, program):
     status, _ = call("small", "unknown")
     assert status == "try_workflow: hashFiles(…) in the expression \"hashFiles('a')\""
@@ -215,7 +238,7 @@ def test_a_record_has_every_job(call, program, tmp_path):
     found = json.loads(record.read_text())["jobs"]
     tried = [(e["job"], e["cell"]) for e in found if "date" in e]
     assert tried == [("good", "size=2 colour=red shape=round"), ("bad", "")]
-    assert len(found) == 8
+    assert len(found) == 10
     (image,) = [e for e in found if e["job"] == "image"]
     assert image["elsewhere"] == ["the container some/image:old"]
     file = program.WORKFLOWS / "small.yml"
@@ -223,6 +246,20 @@ def test_a_record_has_every_job(call, program, tmp_path):
     call("--record", record)
     assert [e["job"] for e in json.loads(record.read_text())["jobs"]][3] == "worse"
     assert "date" not in json.loads(record.read_text())["jobs"][3]
+
+
+def test_the_page_says_where_a_job_was_not(monkeypatch):
+    """One that --anyway ran outside its container has passed there alone."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("page", ROOT / "benchmarks" / "render.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    step = {"step": "make", "outcome": "passed", "seconds": 2.0}
+    job = {"workflow": "ci", "job": "wheels", "cell": "", "actions": [], "steps": [step]}
+    job |= {"date": "2000-01-01", "elsewhere": ["the container a/b:1"]}
+    text = page.workflows({"machine": "x86_64", "jobs": [job, {**job, "elsewhere": []}]})
+    assert "| passed: `make` in 2 s; not in the container a/b:1 (2000-01-01) |" in text
+    assert "| passed: `make` in 2 s (2000-01-01) |" in text
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,10 @@ _BOTTOM_RIGHT: _bindings.BandFields = (None, 0, False)
 
 
 def _turned_off() -> bool:
-    """What was compiled comes here even where sdpa_kernel has turned flash attention off since."""
+    """What was compiled comes here even where sdpa_kernel has turned flash attention off since.
+
+    Memory-efficient attention asks too: who allows that alone asks for PyTorch's own.
+    """
     return not torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
@@ -225,12 +228,15 @@ def _efficient_forward(given: Given) -> Results:
     if not given["compute_log_sumexp"]:
         lse = lse.new_empty((batch, heads, 0))
     else:
-        # Finite for queries that see no key, as on a CPU. What is padded counts for nothing.
-        lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=0.0)
+        # Finite for queries that see no key, as on a CPU: without a mask there are none. What is
+        # padded counts for nothing.
+        if mask is not None:
+            lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=0.0)
         if more := -rows % _LSE_ROWS:
             lse = torch.nn.functional.pad(lse, (0, more), value=math.inf)
-    unused = torch.empty((), dtype=torch.int64)  # the random state
-    return out.transpose(1, 2), lse, unused, unused.clone()
+    # The random state: where q is, as CUDA graphs of compiled code have it.
+    seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in "so")
+    return out.transpose(1, 2), lse, seed, offset
 
 
 def _efficient_backward(given: Given) -> Results:

@@ -3,8 +3,10 @@
 ``enable()`` puts them where PyTorch calls its flash attention, on a CPU and on a GPU, and on a GPU
 where it calls its memory-efficient attention, which has masks; forward and backward. Everything
 above stays PyTorch's: which backend a call takes, ``sdpa_kernel``, autocast, torch.compile,
-autograd. So a call that PyTorch gives to its math, or one that our kernels do not take, goes where
-it went before; ``explain`` says which and why. Operators:
+autograd. So a call that PyTorch gives to its math goes where it went before. What comes to our
+kernels and is not for them goes to PyTorch's kernel of that place: on Hopper cuDNN would have had
+it, but ``enable`` has flash and memory-efficient attention asked first. ``explain`` says who takes
+a call, and why. Operators:
 ``aten::_scaled_dot_product_flash_attention_for_cpu``, and on a GPU
 ``aten::_scaled_dot_product_flash_attention`` and ``aten::_scaled_dot_product_efficient_attention``,
 each with its backward.
@@ -45,6 +47,7 @@ _kernels: Any = _sdpa_kernels if built is InPython else built
 _switching = threading.Lock()  # two threads that enable at once would put ours on top of ours
 
 
+_MASK_ROW = 8  # what PyTorch pads rows of a mask to for its memory-efficient attention
 # PyTorch's choices that come to our kernels; the second on a GPU alone.
 _OURS = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
@@ -291,11 +294,27 @@ def explain(
 
 
 def _as_handed_on(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as PyTorch gives it to its memory-efficient attention, without its values."""
-    keys = mask.shape[-1]
-    whole = -(-keys // 16) * 16  # what rows are padded to
-    dtype = dtype if mask.dtype == torch.bool else mask.dtype
-    return torch.empty((*mask.shape[:-1], whole), dtype=dtype, device=mask.device)[..., :keys]
+    """A mask as PyTorch gives it to its memory-efficient attention, without its values.
+
+    It makes a float one of a bool one, and rows where vectors can be read: of a multiple of 8.
+    """
+    handed_on = mask
+    if mask.dtype == torch.bool:
+        handed_on = torch.empty_like(_unexpanded(mask), dtype=dtype)
+    *strides, last = handed_on.stride()
+    if last == 1 and all(n % _MASK_ROW == 0 for n in strides):
+        return handed_on
+    *shape, keys = _unexpanded(handed_on).shape
+    padded = keys + _MASK_ROW - keys % _MASK_ROW
+    return torch.empty((*shape, padded), dtype=handed_on.dtype, device=mask.device)[..., :keys]
+
+
+def _unexpanded(mask: Tensor) -> Tensor:
+    """Without the copies of an expanded one: as a whole it may be larger than the memory is."""
+    for d, n in enumerate(mask.stride()[:-1]):
+        if n == 0:
+            mask = mask.narrow(d, 0, min(1, mask.shape[d]))
+    return mask
 
 
 def _explain_nested(
@@ -350,12 +369,19 @@ def _not_flash(
             return f"the last dimension of {name} is not contiguous"
         if 0 in x.shape:
             return f"{name} has {shape_of(x)}"
+    other = ""
     if query.shape[-1] != value.shape[-1]:
-        return f"head_dim {query.shape[-1]} of query is not {value.shape[-1]} of value"
-    if query.device.type == "cpu" and dropout_p > 0:
-        return f"dropout_p is {dropout_p}, and PyTorch's flash attention on a CPU has none"
-    if attn_mask is not None and attn_mask.requires_grad:
-        return "attn_mask requires a gradient"
-    if attn_mask is not None and query.device.type == "cuda":
-        return "there is an attn_mask, and PyTorch's memory-efficient attention does not take it"
+        other = f"head_dim {query.shape[-1]} of query is not {value.shape[-1]} of value"
+    if query.device.type == "cpu":
+        if other:
+            return other
+        if dropout_p > 0:
+            return f"dropout_p is {dropout_p}, and PyTorch's flash attention on a CPU has none"
+        if attn_mask is not None and attn_mask.requires_grad:
+            return "attn_mask requires a gradient"
+    elif attn_mask is not None or other:
+        other = other or "there is an attn_mask"
+        if torch.backends.cuda.mem_efficient_sdp_enabled():  # type: ignore[no-untyped-call]
+            return f"{other}, and PyTorch's memory-efficient attention does not take it"
+        return f"{other}, and memory-efficient attention is turned off here"
     return "PyTorch's rules for flash attention leave it out (torch.backends.cuda.SDPAParams)"
