@@ -134,7 +134,8 @@ BROKEN = (
     (
         SM80_BACKWARD,
         "{.head_dim = 128, .tile = {64, 128}, .warps = 8, .warps_s = 4, .warps_dk = 4,"
-        " .warps_dq = 2, .kernels = no_layout(kNone)}}; inline constexpr Sm80Backward kOthers[] = {",
+        " .warps_dq = 2, .kernels = no_layout(kNone)}};"
+        " inline constexpr Sm80Backward kOthers[] = {",
         "CheckedSm80Calls<576>",
         "kSm80Backward: no kernel for calls that no other takes",
     ),
