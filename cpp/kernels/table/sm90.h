@@ -38,8 +38,8 @@ struct Sm90Forward {
   Kernels kernels;
 };
 
-// Of a thread: what S, P and the output take, and what one that loads and one that computes are given. What loading does
-// not need, computing gets.
+// Of a thread: what S, P and the output take, and what one that loads and one that computes are given. What loading
+// does not need, computing gets.
 struct ForwardRegisters {
   int tile, load, compute;
 };
