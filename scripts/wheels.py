@@ -48,7 +48,7 @@ CPU_LIMIT, CUDA_LIMIT = 5_000_000, 50_000_000
 SECONDS = 60  # to install a wheel and NumPy, and to call it
 STABLE_ABI = (3, 12)  # tool.scikit-build.wheel.py-api
 # Code of 8.0 serves all of 8.x, and its PTX what comes after Hopper. 90a is Hopper's own, with the
-# sm90 kernels. Code for 10.0 and 12.0 beside it would be more than CUDA_LIMIT (docs/versions.md).
+# sm90 kernels. Code for 10.0 and 12.0 in place of PTX would be more than that (docs/versions.md).
 ARCHITECTURES = ("80", "90a-real")
 OPERATORS = "flashsdk/lib/libflashsdk_torch.so"
 FIND_TORCH = "import importlib.util as u; print(*u.find_spec('torch').submodule_search_locations)"
