@@ -100,7 +100,8 @@ endif()
 # other, flashsdk.torch does without it.
 set(eager cpp/torch_eager)
 Python_add_library(_torch_native MODULE WITH_SOABI ${eager}/module.cpp ${eager}/functions.cpp ${eager}/arguments.cpp
-  ${eager}/core_call.cpp ${eager}/node.cpp ${eager}/operator_call.cpp ${eager}/sdpa.cpp ${eager}/sdpa_call.cpp)
+  ${eager}/core_call.cpp ${eager}/node.cpp ${eager}/operator_call.cpp ${eager}/sdpa.cpp ${eager}/sdpa_call.cpp
+  ${eager}/skip_autograd.cpp)
 # Compiled as one: PyTorch's headers are nearly all of what each takes.
 set_target_properties(_torch_native PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
 target_include_directories(_torch_native PRIVATE cpp/python ${eager})

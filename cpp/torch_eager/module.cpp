@@ -18,6 +18,7 @@
 #include "operators.h"
 #include "sdpa.h"
 #include "sdpa_call.h"
+#include "skip_autograd.h"
 #include "watched.h"
 
 namespace flashsdk::torch_eager {
@@ -114,6 +115,7 @@ PyMODINIT_FUNC PyInit__torch_native() {
       py::method<py::flash_attn>("flash_attn"),
       py::method<py::scaled_dot_product_attention>("scaled_dot_product_attention"),
       {"register_operators", py::register_operators, METH_NOARGS, nullptr},
+      py::kSkipAutograd,
       flashsdk::torch_sdpa::kOverrideSdpa,
       flashsdk::torch_sdpa::kRestoreSdpa,
       flashsdk::torch_sdpa::kWatchSdpa,

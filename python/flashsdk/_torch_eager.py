@@ -31,7 +31,8 @@ class InPython:
     @staticmethod
     def attention(*_: Any) -> None: ...
 
-    flash_attn = scaled_dot_product_attention = register_operators = attention
+    flash_attn = scaled_dot_product_attention = attention
+    register_operators = skip_autograd = attention
 
 
 def _native() -> Any:

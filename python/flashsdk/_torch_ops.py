@@ -324,6 +324,7 @@ def _operator(
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     # Not torch.library.register_autograd: it knows neither torch.func nor tangents, and loses them.
     _library.impl(name, differentiable, "Autograd", with_keyset=True)
+    native.skip_autograd(name)
     torch.library.register_fake(operator, fake, lib=_library)
     batched = functools.partial(_one_by_one, operator)
     torch.library.register_vmap(operator, batched, lib=_library)
