@@ -5,8 +5,10 @@
 Calls are so small that they are all host: on a GPU it keeps up, on a CPU its kernels take about a
 microsecond. All calls go in turns, so that each meets the same clocks. "<name>" is a forward that
 records nothing, "<name>_train" a forward and its backward by torch.autograd.grad. Of each call the
-median of all rounds is given, and the rounds' 10th and 90th percentile. "sdpa" is our function,
-"torch_sdpa" PyTorch's own, and "sdpa_enabled" that one with torch_sdpa.enable() on: our kernels.
+median of all rounds is given, and the rounds' 10th and 90th percentile. "<name>_compiled" are
+forward and backward of one of LAYERS in a row, which torch.compile made one program of. "sdpa" is
+our function, "torch_sdpa" PyTorch's own, and "sdpa_enabled" that one with torch_sdpa.enable() on:
+our kernels.
 PyTorch 2.11 or newer. FLASHSDK_TORCH_NATIVE=0: without what is compiled for one release of it.
 """
 
@@ -32,6 +34,8 @@ from flashsdk.torch import attention, flash_attn_func, scaled_dot_product_attent
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Call = Callable[[], object]
+COMPILED = "_compiled"
+LAYERS = 8
 ENABLED = "sdpa_enabled"  # and with "_train" behind it
 
 
@@ -49,7 +53,8 @@ def measure(
                     call()
                 seconds = time.perf_counter() - start
             if n > 0:  # the first round warms up
-                times[name].append(seconds / repeats * 1e6)
+                layers = LAYERS if name.endswith(COMPILED) else 1
+                times[name].append(seconds / repeats / layers * 1e6)
     return times
 
 
@@ -65,6 +70,17 @@ def training(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) 
     leaves = [x.detach().requires_grad_() for x in inputs]
     dout = torch.ones_like(function(*inputs))
     return lambda: torch.autograd.grad(function(*leaves), leaves, dout)
+
+
+def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Layer upon layer, each of what the one before it gave."""
+
+    def layers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for _ in range(LAYERS):
+            q = function(q, k, v)
+        return q
+
+    return torch.compile(layers, dynamic=False)
 
 
 def calls_of(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, Call]:
@@ -91,6 +107,9 @@ def calls_of(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[st
         calls[name] = lambda f=function, x=inputs: f(*x)  # type: ignore[misc]
         with enabled() if name == ENABLED else nullcontext():
             calls[f"{name}_train"] = training(function, inputs)
+    for name in ("attention", "torch_sdpa"):
+        function, inputs = functions[name]
+        calls[name + COMPILED] = training(compiled(function), inputs)
     return calls | {
         "mha_fwd": lambda: fs.mha_fwd(q, k, v),
         "mha_fwd_into": lambda: fs.mha_fwd(q, k, v, out=out, lse=lse),

@@ -1,5 +1,5 @@
-// The operators' kernels for autograd, which Python has, without Python where there is nothing to record: as in all that
-// torch.compile has compiled, whose gradient is an operator of its own.
+// Python has the operators' kernels for autograd. Where there is nothing to record, a call goes on without them: as in
+// all that torch.compile has compiled, whose gradient is an operator of its own.
 #pragma once
 
 #include <Python.h>

@@ -11,8 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flashsdk as fs  # noqa: E402
-from flashsdk import _flash_attn_func, _flash_attn_kvcache, _torch_eager  # noqa: E402
+from flashsdk import _flash_attn_func, _flash_attn_kvcache, _torch_eager, _torch_ops  # noqa: E402
 from flashsdk import torch as adapter  # noqa: E402
+from flashsdk._torch_eager import recorded  # noqa: E402
 from flashsdk.integrations import _sdpa_kernels  # noqa: E402
 from flashsdk.torch import _attention, _sdpa  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -476,6 +477,30 @@ def which(change="", **environment):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
+
+
+PACKED_ROWS = [x[0] for x in qkv()]
+COMPILED = {
+    "attention": (attention(mask=CAUSAL, bias=BIAS), qkv()),
+    "varlen": (lambda *x: adapter.varlen_attention(*x, *LENGTHS), PACKED_ROWS),
+    "sink": (with_sink(return_lse=True), [*qkv(), SINK]),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("call, inputs", COMPILED.values(), ids=COMPILED)
+def test_compiled_code_asks_nothing_of_python(monkeypatch, call, inputs):
+    """The operators' kernels for autograd are Python's, and nothing is recorded there."""
+    want = results(call, inputs)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    results(compiled, inputs)  # Python is asked while it is compiled
+    asked = []
+    monkeypatch.setattr(_torch_ops, "recorded", lambda x: asked.append(1) or recorded(x))
+    for a, b in zip(results(compiled, inputs), want, strict=True):
+        assert torch.equal(a, b)
+    assert not asked
+    results(lambda *x: torch.func.vmap(call)(*(t[None] for t in x)), [*inputs])
+    assert asked  # so that the line above can fail
 
 
 @needs_native
