@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -118,10 +119,9 @@ def flash_attn_with_kvcache(
                 q_advances=mask is not None,
             )
         except Error as e:
-            names = {"seqused_k": "cache_seqlens"}
             if block_table is None:
-                names["block_table"] = "cache_batch_idx"
-            raise renamed(e, names) from None
+                e = _of_rows(e, k_cache.shape[0])
+            raise renamed(e, {"seqused_k": "cache_seqlens"}) from None
         q = q if turned is None else turned
         used = used + k.shape[1]
     if cache_leftpad is not None:
@@ -138,10 +138,6 @@ def flash_attn_with_kvcache(
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
-    names = _KV_CACHE
-    if block_table is None:
-        table = "cache_batch_idx" if cache_leftpad is None else "cache_leftpad"
-        names = names | {"block_table": table}
     try:
         out, lse = attend(
             *(q, k_cache, v_cache),
@@ -152,7 +148,11 @@ def flash_attn_with_kvcache(
             more=more_of(None, None, used, where, splits, k_descale, v_descale),
         )
     except Error as e:
-        raise renamed(e, names) from None
+        if cache_leftpad is not None:
+            e = renamed(e, {"block_table": "cache_leftpad"})
+        elif block_table is None:
+            e = _of_rows(e, k_cache.shape[0])
+        raise renamed(e, _KV_CACHE) from None
     return (out, lse) if with_lse else out
 
 
@@ -203,6 +203,18 @@ def _pages_of_rows(
     return cache_batch_idx.unsqueeze(1)
 
 
+def _rows_of(cached: int) -> str:
+    return f"0 to {cached - 1}, the rows of k_cache" if cached else "no row, as k_cache has none"
+
+
+def _of_rows(error: Error, cached: int) -> Error:
+    """Of the table with a page for each sequence that cache_batch_idx stands for."""
+    if entry := re.match(r"block_table: (-?\d+) at \[(\d+), 0\]", str(error)):
+        number, b = entry.groups()
+        return InvalidArgument(f"cache_batch_idx: {number} at [{b}]; {_rows_of(cached)}")
+    return renamed(error, {"block_table": "cache_batch_idx"})
+
+
 def _check_pad(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, leftpad: Tensor, rows: Tensor | None,
     used: Tensor, *, appends: bool,
@@ -241,9 +253,7 @@ def _contents_of_pad(
     leftpad: Tensor, rows: Tensor | None, used: Tensor, cached: int, seqlen: int | None
 ) -> Iterator[_contents.Finding]:
     if rows is not None:
-        allowed = (
-            f"0 to {cached - 1}, the rows of k_cache" if cached else "no row, as k_cache has none"
-        )
+        allowed = _rows_of(cached)
         yield from first_of(
             (rows < 0) | (rows >= cached),
             rows,

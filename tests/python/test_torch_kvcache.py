@@ -249,7 +249,7 @@ ERRORS = {
         "cache_seqlens: -2147483649; int32 (batch,) o",
     ),
     "a list of lengths": ({"cache_seqlens": [1, 2, 3]}, "cache_seqlens: [1, 2, 3]; int32 (batch,)"),
-    "row": ({"cache_batch_idx": USED}, "cache_batch_idx: 7 at [0, 0]; a page of k_cache, of which"),
+    "row": ({"cache_batch_idx": USED}, "cache_batch_idx: 7 at [0]; 0 to 2, the rows of k_cache"),
     "both": (
         {"block_table": torch.zeros(3, 1, dtype=torch.int32), "cache_batch_idx": USED},
         "cache_batch_idx: given with block_table; None, as pages have neither",
