@@ -282,6 +282,23 @@ def test_a_wheel_has_what_is_compiled_for_pytorch_where_it_is_asked_for(script, 
             wheels.check_contents(wheel, 2000, with_operators=False, natives=asked)
 
 
+def test_the_stable_abi_is_asked_of_all_but_what_is_for_one_python(script, monkeypatch, tmp_path):
+    wheels = script("wheels")
+    seen = []
+
+    def run(tool, *given):
+        with zipfile.ZipFile(given[-1]) as files:
+            seen.append((tool.name, given[-1].name, sorted(files.namelist())))
+
+    monkeypatch.setattr(wheels, "run", run)
+    native = "flashsdk/_torch/2.13/_torch_native.cpython-312-x86_64-linux-gnu.so"
+    for tag in ("cp312-abi3", "cp311-cp311"):
+        name = f"flashsdk-1.2.3-{tag}-manylinux_2_28_x86_64.whl"
+        wheels.check_stable_abi(write_wheel(tmp_path / name, *ALWAYS, native))
+    name = "flashsdk-1.2.3-cp312-abi3-manylinux_2_28_x86_64.whl"
+    assert seen == [("abi3audit", name, sorted(ALWAYS))]
+
+
 def test_a_wheel_knows_the_pytorch_of_its_pythons(script, monkeypatch):
     wheels, pythons = script("wheels"), script("pythons")
     monkeypatch.setattr(wheels, "FIND_TORCH", "print('/some/torch')")
