@@ -11,7 +11,7 @@ stands behind a comma: torch==2.6.0,numpy==1.26.4. A name without a version is t
 
 With python==3.12 among them the environment is of that Python and has its wheel of dist/, which
 `make wheels` leaves there. Else it is of this Python, and has the build of python/flashsdk by
-links, but for the library that is compiled for that release: _torch_native (PyTorch 2.11 or newer)
+links, but for the library that is compiled for that series: _torch_native (PyTorch 2.11 or newer)
 or libflashsdk_jax. `make build` comes first. Without an argument: the oldest PyTorch, JAX and
 transformers that are supported, and ones between these and the newest.
 """

@@ -1,20 +1,24 @@
 """Builds, repairs and tries the wheels that are published, and the archive of sources behind them.
 
     python scripts/wheels.py [--pythons 3.10 3.12 3.14t] [--with "torch==2.13.0+cpu" jax]
-                             [--torch python3.12] [--cuda] [--out dist] [--record wheels.json]
+                             [--torch python3.12] [--natives env/bin/python ...]
+                             [--cuda] [--out dist] [--record wheels.json]
                              [-- -DFLASHSDK_CPU_ISAS=native]
 
 1. The sources become an archive (sdist), and all wheels are built from what it holds.
 2. A wheel for each Python below 3.12 and each without a lock, and one for the stable ABI of 3.12
-   and all later ones. pip builds in isolation, so that no PyTorch is seen: what is compiled for
-   one release of it is in no wheel. The operators for programs stand on PyTorch's stable ABI: they
-   are built with the PyTorch, 2.11 or newer, of the Python that --torch names. Without that option
-   it is this Python's, and where it has none the wheels come without operators.
+   and all later ones. pip builds in isolation, so that no PyTorch is seen but those that are named.
+   The operators for programs stand on PyTorch's stable ABI: they are built with the PyTorch, 2.11
+   or newer, of the Python that --torch names. Without that option it is this Python's, and where it
+   has none the wheels come without operators. Calls without Python in between (_torch_native) are
+   for one Python and one series of PyTorch: the Pythons of --natives, each with a PyTorch, tell
+   which. A wheel has those of its Pythons. Without that option there is the one of --torch.
 3. auditwheel names the oldest glibc that a wheel runs with, abi3audit looks into the stable ABI.
 4. Each wheel goes into a fresh environment of each Python that takes it. Nothing but that
    environment's own folder is on PATH: no compiler. That and the first call take SECONDS at most.
    --with: packages tried beside it, where pip finds them.
-5. A C++ program without Python runs what the Python of --torch has exported with the wheel.
+5. The Pythons of --natives call what is for them.
+6. A C++ program without Python runs what the Python of --torch has exported with the wheel.
 
 A record tells of each wheel on each Python: --record, or wheels.json beside the wheels.
 
@@ -37,6 +41,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pythons
@@ -52,6 +57,16 @@ STABLE_ABI = (3, 12)  # tool.scikit-build.wheel.py-api
 ARCHITECTURES = ("80", "90a-real")
 OPERATORS = "flashsdk/lib/libflashsdk_torch.so"
 FIND_TORCH = "import importlib.util as u; print(*u.find_spec('torch').submodule_search_locations)"
+ASK_NATIVE = (
+    "import importlib.metadata as m, sysconfig as s; "
+    "print(m.version('torch'), s.get_config_var('EXT_SUFFIX'))"
+)
+NATIVE_CALL = """
+import sys
+from flashsdk import _torch_eager
+found = getattr(_torch_eager.native, "__file__", None)
+assert found == sys.argv[1], f"{found}, not {sys.argv[1]}"
+"""
 # A process that has PyTorch, and of flashsdk only the operators.
 TORCH_CALL = """
 import sys, torch
@@ -124,6 +139,27 @@ def python_with_torch(named: str | None) -> pythons.Python | None:
     return None
 
 
+@dataclass(frozen=True)
+class Native:
+    """A ``_torch_native`` of the wheels: of that Python and the series of its PyTorch."""
+
+    python: pythons.Python
+    file: str
+
+
+def natives_of(named: list[str]) -> list[Native]:
+    """One for each of these Pythons."""
+    found = []
+    for name in named:
+        python = pythons.ask(name)
+        if python is None or torch_folder(python.path) is None:
+            sys.exit(f"wheels: --natives: {name} has no PyTorch")
+        version, suffix = output(python.path, "-c", ASK_NATIVE).split()
+        series = ".".join(version.split(".")[:2])
+        found.append(Native(python, f"flashsdk/_torch/{series}/_torch_native{suffix}"))
+    return found
+
+
 def options(cuda: bool, given: list[str]) -> dict[str, str]:
     """CMake's options by name."""
     chosen = {"FLASHSDK_CUDA": "OFF"}
@@ -164,6 +200,11 @@ def is_built_for(python: pythons.Python, built: list[pythons.Python]) -> bool:
     return is_stable(python) and any(is_stable(other) for other in built)
 
 
+def serves(built: pythons.Python, python: pythons.Python) -> bool:
+    """Whether the wheel that one Python has built is the other's, too."""
+    return built.series == python.series or is_built_for(python, [built])
+
+
 # ---- check
 
 
@@ -181,22 +222,32 @@ def repair(wheel: Path, out: Path) -> Path:
         return Path(shutil.move(repaired, out / repaired.name))
 
 
-def check_contents(wheel: Path, limit: int, with_operators: bool) -> None:
+def check_contents(wheel: Path, limit: int, with_operators: bool, natives: list[str]) -> None:
     """What has to be inside, what must not be, and how much it may be."""
     with zipfile.ZipFile(wheel) as files:
         names = files.namelist()
     assert "flashsdk/libflashsdk_jax.so" in names, f"{wheel.name}: without JAX's handlers"
     assert "flashsdk/licenses/nanobind.txt" in names, f"{wheel.name}: without nanobind's licence"
     assert (OPERATORS in names) == with_operators, f"{wheel.name}: {OPERATORS}"
-    foreign = [n for n in names if "_torch_native" in n or ".libs/" in n or n.endswith(".cpp")]
+    compiled = [n for n in names if "_torch_native" in n]
+    assert sorted(compiled) == sorted(natives), f"{wheel.name}: {compiled}, not {natives}"
+    foreign = [n for n in names if ".libs/" in n or n.endswith(".cpp")]
     assert not foreign, f"{wheel.name}: {foreign}"
     size = wheel.stat().st_size
     assert size <= limit, f"{wheel.name}: {size} bytes; {limit} at most"
 
 
 def check_stable_abi(wheel: Path) -> None:
-    if "-abi3-" in wheel.name:
-        run(tool("abi3audit"), "--strict", wheel)
+    """Of all but what is for one Python."""
+    if "-abi3-" not in wheel.name:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        stable = Path(folder) / wheel.name
+        with zipfile.ZipFile(wheel) as files, zipfile.ZipFile(stable, "w") as kept:
+            for name in files.namelist():
+                if "_torch_native" not in name:
+                    kept.writestr(name, files.read(name))
+        run(tool("abi3audit"), "--strict", stable)
 
 
 def attempt(wheel: Path, python: pythons.Python, beside: list[str]) -> float:
@@ -250,6 +301,21 @@ def try_operators(wheel: Path, torch: pythons.Python, has_its_python: bool) -> s
         return "an exported program ran in C++"
 
 
+def try_native(wheel: Path, native: Native) -> str:
+    """Calls the module where its Python and its PyTorch are; says what it takes of the wheel."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        site = folder / "site"
+        with zipfile.ZipFile(wheel) as files:
+            files.extractall(site)
+            size = files.getinfo(native.file)
+        shutil.copy(ROOT / "scripts" / "try_package.py", folder)
+        env = {**os.environ, "PYTHONPATH": str(site)}
+        run(native.python.path, "-c", NATIVE_CALL, site / native.file, cwd=folder, env=env)
+        run(native.python.path, "try_package.py", "--native", cwd=folder, env=env)
+        return f"{size.compress_size} bytes, {size.file_size} unpacked; called"
+
+
 def entry(wheel: Path, python: pythons.Python, took: float) -> dict[str, object]:
     """Of the record: a wheel on a Python."""
     return {
@@ -271,6 +337,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pythons", nargs="+", choices=pythons.SERIES, metavar="3.x")
     parser.add_argument("--with", nargs="+", default=[], dest="beside", metavar="PACKAGE")
     parser.add_argument("--torch", metavar="PYTHON", help="one that has PyTorch 2.11 or newer")
+    parser.add_argument(
+        "--natives", nargs="*", metavar="PYTHON", help="each with a PyTorch that wheels know"
+    )
     parser.add_argument("--cuda", action="store_true", help="with GPU kernels")
     parser.add_argument("--out", type=Path, help="dist, and with --cuda dist/cu<version>")
     parser.add_argument("--record", type=Path, metavar="FILE", help="wheels.json in --out")
@@ -298,24 +367,33 @@ def main() -> None:
     local_version = cuda_version() if args.cuda else ""
     sources = unpacked(archive, WORK / (local_version or "cpu") / "sources", local_version)
     print(f"{archive.name}: {archive.stat().st_size / 1e6:.2f} MB", flush=True)
-    torch = None
+    torch, natives = None, []
     if args.options.get("FLASHSDK_BUILD_TORCH") != "OFF":
         torch = python_with_torch(args.torch)
     if torch:
         folder = str(torch_folder(torch.path))
         args.options.update(FLASHSDK_BUILD_TORCH="ON", FLASHSDK_TORCH_DIR=folder)
+        natives = natives_of([str(torch.path)] if args.natives is None else args.natives)
+    elif args.natives:
+        sys.exit("wheels: --natives wants --torch")
     wheel, built, entries = Path(), [], []
     for python in wanted(args.pythons):
         if not is_built_for(python, built):
-            wheel = repair(build(python, sources, args.options), args.out)
+            own = [native for native in natives if serves(python, native.python)]
+            paths = ";".join(str(native.python.path) for native in own)
+            defined = {**args.options, "FLASHSDK_TORCH_PYTHONS": paths}
+            wheel = repair(build(python, sources, defined), args.out)
             built.append(python)
-            check_contents(wheel, CUDA_LIMIT if args.cuda else CPU_LIMIT, torch is not None)
+            limit = CUDA_LIMIT if args.cuda else CPU_LIMIT
+            check_contents(wheel, limit, torch is not None, [native.file for native in own])
             check_stable_abi(wheel)
             print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB", flush=True)
             if torch:
                 # One of the stable ABI is PyTorch's own Python's, too.
-                own = python.series == torch.series or is_built_for(torch, [python])
-                print(f"{OPERATORS}: {try_operators(wheel, torch, own)}", flush=True)
+                said = try_operators(wheel, torch, serves(python, torch))
+                print(f"{OPERATORS}: {said}", flush=True)
+            for native in own:
+                print(f"{native.file}: {try_native(wheel, native)}", flush=True)
         took = attempt(wheel, python, args.beside)
         print(f"Python {python.series}: installed and called in {took:.0f} s", flush=True)
         entries.append(entry(wheel, python, took))

@@ -1,5 +1,5 @@
 // flashsdk._torch_native: attention of eager PyTorch from Python's arguments to the core and back, with its gradient as
-// a node of autograd, in C++ throughout. Built for one release of PyTorch, whose C++ interface changes with each.
+// a node of autograd, in C++ throughout. Built for one series of PyTorch, whose C++ interface changes with each.
 //
 // Every function returns None where a call is not for it: other types than the usual ones, somebody who looks on, or an
 // argument that the core refuses. Then flashsdk.torch goes its way in Python, which has the messages.
@@ -72,10 +72,22 @@ PyObject* register_operators(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// Before anything else: another release has other classes of the same names.
+// Whether this is for that PyTorch. FLASHSDK_TORCH_VERSION is the series of the release that this was built with, 2.13.
+// That takes 2.13.0, 2.13.1 and 2.13.0+cu130: within a series libtorch's classes stay as they are. Headers of a PyTorch
+// for CPUs serve one for GPUs, whose streams are asked for through DLPack and no header of CUDA. It takes no nightly,
+// 2.13.0.dev20260401, nor what else is before 2.13.0: there the classes may be any. Built with one, it is that alone.
+bool is_for(const std::string& torch) {
+  const std::string version = FLASHSDK_TORCH_VERSION;
+  if (torch == version) return true;
+  if (!torch.starts_with(version + '.')) return false;
+  const std::string patch = torch.substr(version.size() + 1, torch.find('+') - version.size() - 1);
+  return !patch.empty() && patch.find_first_not_of("0123456789") == std::string::npos;
+}
+
+// Before anything else: another series has other classes of the same names.
 void check_torch() {
   const std::string here = pybind11::cast<std::string>(attribute("torch", "__version__").attr("__str__")());
-  if (here != FLASHSDK_TORCH_VERSION)
+  if (!is_for(here))
     throw pybind11::import_error("flashsdk._torch_native is for PyTorch " FLASHSDK_TORCH_VERSION "; here is " + here);
 }
 

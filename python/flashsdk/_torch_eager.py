@@ -8,8 +8,12 @@ for a small call. Where none of them looks on, the operator's work is done witho
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,15 +40,34 @@ class InPython:
 
 
 def _native() -> Any:
-    """``_torch_native`` where it was built, and for this very PyTorch."""
-    if os.environ.get("FLASHSDK_TORCH_NATIVE") != "0":
-        try:
-            from . import _torch_native  # type: ignore[attr-defined]
+    """``_torch_native`` where there is one for this PyTorch: a build's own, or one of a wheel's."""
+    if os.environ.get("FLASHSDK_TORCH_NATIVE") == "0":
+        return InPython
+    try:
+        from . import _torch_native  # type: ignore[attr-defined]
 
-            return _torch_native
-        except ImportError:
-            pass
-    return InPython
+        return _torch_native
+    except ImportError:
+        return _native_of_wheel() or InPython
+
+
+def _native_of_wheel() -> Any:
+    """A wheel has a folder for each series of PyTorch that it knows, with a file for each Python.
+
+    Whether that is for this very release the module says itself, by an ImportError.
+    """
+    name = f"{__package__}._torch_native"
+    series = ".".join(torch.__version__.split(".")[:2])
+    spec = PathFinder.find_spec(name, [str(Path(__file__).parent / "_torch" / series)])
+    if spec is None or spec.loader is None:
+        return None
+    try:
+        module = module_from_spec(spec)
+    except ImportError:
+        return None
+    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    return module
 
 
 built = _native()

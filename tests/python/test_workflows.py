@@ -201,8 +201,45 @@ def test_wheels_that_are_published_have_the_operators():
         r"FLASHSDK_OLDEST_TORCH ([\d.]+)", (ROOT / "cmake" / "Torch.cmake").read_text("utf-8")
     )
     assert re.findall(r"torch==([\d.]+)", text) == [f"{oldest}.0"]
-    made = [c for c in text.splitlines() if "make wheels" in c]
+    made = [c for c in text.splitlines() if "WHEEL_ARGS=" in c]
     assert len(made) == 2 and all("--torch $PYTHON_WITH_TORCH" in c for c in made)
+
+
+def test_wheels_that_are_published_have_what_is_compiled_for_pytorch():
+    """For its two newest series, as CMake knows them."""
+    text = (WORKFLOWS / "wheels.yml").read_text("utf-8")
+    (newest,) = re.findall(
+        r"FLASHSDK_NEWEST_TORCH ([\d.]+)", (ROOT / "cmake" / "Torch.cmake").read_text("utf-8")
+    )
+    major, minor = map(int, newest.split("."))
+    assert f"TORCH_SERIES: {major}.{minor - 1} {newest}\n" in text
+    assert text.count("scripts/torch_pythons.py /opt/natives $TORCH_SERIES\n") == 2
+    made = [c for c in text.splitlines() if "WHEEL_ARGS=" in c]
+    assert len(made) == 2 and all("--natives /opt/natives/*/bin/python" in c for c in made)
+
+
+def test_environments_for_what_is_compiled_for_pytorch(script, monkeypatch, tmp_path):
+    """For each Python; without those that pip finds no PyTorch for."""
+    module, pythons = script("torch_pythons"), script("pythons")
+    python = tmp_path / "python"
+    # `python -m venv FOLDER`, for which pip finds one PyTorch.
+    python.write_text(
+        "#!/bin/sh\n"
+        'mkdir -p "$3/bin"\n'
+        'echo "#!/bin/sh" > "$3/bin/python"\n'
+        'echo \'echo "$*" | grep -q torch==2.13\' >> "$3/bin/python"\n'
+        'chmod +x "$3/bin/python"\n'
+    )
+    python.chmod(0o755)
+    here = [pythons.Python(series, python) for series in ("3.12", "3.14t")]
+    monkeypatch.setattr(module.pythons, "find_all", lambda: here)
+    monkeypatch.setattr(sys, "argv", ["torch_pythons.py", f"{tmp_path}/natives", "2.13"])
+    module.main()
+    sys.argv.append("2.14")
+    with pytest.raises(SystemExit, match=r"2\.14: for no Python"):
+        module.main()
+    made = sorted(file.name for file in (tmp_path / "natives").iterdir())
+    assert made == ["3.12-2.13", "3.14t-2.13"]
 
 
 def write_wheel(file, *names):
@@ -212,19 +249,69 @@ def write_wheel(file, *names):
     return file
 
 
+ALWAYS = "flashsdk/libflashsdk_jax.so", "flashsdk/licenses/nanobind.txt"
+
+
 def test_a_wheel_has_the_operators_where_they_are_asked_for(script, tmp_path):
     wheels = script("wheels")
-    always = "flashsdk/libflashsdk_jax.so", "flashsdk/licenses/nanobind.txt"
-    without = write_wheel(tmp_path / "without.whl", *always)
-    having = write_wheel(tmp_path / "having.whl", *always, wheels.OPERATORS)
+    without = write_wheel(tmp_path / "without.whl", *ALWAYS)
+    having = write_wheel(tmp_path / "having.whl", *ALWAYS, wheels.OPERATORS)
     torch_inside = write_wheel(
-        tmp_path / "inside.whl", *always, wheels.OPERATORS, "flashsdk.libs/libtorch_cpu.so"
+        tmp_path / "inside.whl", *ALWAYS, wheels.OPERATORS, "flashsdk.libs/libtorch_cpu.so"
     )
-    wheels.check_contents(without, 1000, with_operators=False)
-    wheels.check_contents(having, 1000, with_operators=True)
+    wheels.check_contents(without, 1000, with_operators=False, natives=[])
+    wheels.check_contents(having, 1000, with_operators=True, natives=[])
     for wheel, asked in ((without, True), (having, False), (torch_inside, True)):
         with pytest.raises(AssertionError, match=wheel.name):
-            wheels.check_contents(wheel, 1000, with_operators=asked)
+            wheels.check_contents(wheel, 1000, with_operators=asked, natives=[])
+
+
+def test_a_wheel_has_what_is_compiled_for_pytorch_where_it_is_asked_for(script, tmp_path):
+    """Just these modules: one beside the package would be for the builder's PyTorch alone."""
+    wheels = script("wheels")
+    asked = [
+        f"flashsdk/_torch/2.{n}/_torch_native.cpython-312-x86_64-linux-gnu.so" for n in (13, 14)
+    ]
+    both = write_wheel(tmp_path / "both.whl", *ALWAYS, *asked)
+    one = write_wheel(tmp_path / "one.whl", *ALWAYS, asked[0])
+    own = "flashsdk/_torch_native.cpython-312-x86_64-linux-gnu.so"
+    more = write_wheel(tmp_path / "more.whl", *ALWAYS, *asked, own)
+    wheels.check_contents(both, 2000, with_operators=False, natives=asked[::-1])
+    for wheel in (one, more):
+        with pytest.raises(AssertionError, match=wheel.name):
+            wheels.check_contents(wheel, 2000, with_operators=False, natives=asked)
+
+
+def test_the_stable_abi_is_asked_of_all_but_what_is_for_one_python(script, monkeypatch, tmp_path):
+    wheels = script("wheels")
+    seen = []
+
+    def run(tool, *given):
+        with zipfile.ZipFile(given[-1]) as files:
+            seen.append((tool.name, given[-1].name, sorted(files.namelist())))
+
+    monkeypatch.setattr(wheels, "run", run)
+    native = "flashsdk/_torch/2.13/_torch_native.cpython-312-x86_64-linux-gnu.so"
+    for tag in ("cp312-abi3", "cp311-cp311"):
+        name = f"flashsdk-1.2.3-{tag}-manylinux_2_28_x86_64.whl"
+        wheels.check_stable_abi(write_wheel(tmp_path / name, *ALWAYS, native))
+    name = "flashsdk-1.2.3-cp312-abi3-manylinux_2_28_x86_64.whl"
+    assert seen == [("abi3audit", name, sorted(ALWAYS))]
+
+
+def test_a_wheel_knows_the_pytorch_of_its_pythons(script, monkeypatch):
+    wheels, pythons = script("wheels"), script("pythons")
+    monkeypatch.setattr(wheels, "FIND_TORCH", "print('/some/torch')")
+    monkeypatch.setattr(wheels, "ASK_NATIVE", "print('2.13.1+cpu .cpython-312.so')")
+    (native,) = wheels.natives_of([sys.executable])
+    assert native.file == "flashsdk/_torch/2.13/_torch_native.cpython-312.so"
+    monkeypatch.setattr(wheels, "FIND_TORCH", "raise SystemExit(1)")
+    with pytest.raises(SystemExit, match=r"--natives: .*python.* has no PyTorch"):
+        wheels.natives_of([sys.executable])
+    of = {series: pythons.Python(series, Path("python")) for series in pythons.SERIES}
+    served = {s: [o for o in of if wheels.serves(of[s], of[o])] for s in of}
+    assert served["3.10"] == ["3.10"] and served["3.14t"] == ["3.14t"]
+    assert served["3.12"] == ["3.12", "3.13", "3.14"]
 
 
 def test_a_python_without_pytorch_has_no_operators(script, monkeypatch):
