@@ -49,7 +49,7 @@ import pythons
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "wheels"
 PIP = ("-m", "pip", "--disable-pip-version-check", "-q")
-CPU_LIMIT, CUDA_LIMIT = 5_000_000, 50_000_000
+CPU_LIMIT, CUDA_LIMIT = 7_000_000, 50_000_000  # goals are 5 and 40: docs/versions.md
 SECONDS = 60  # to install a wheel and NumPy, and to call it
 STABLE_ABI = (3, 12)  # tool.scikit-build.wheel.py-api
 # Code of 8.0 serves all of 8.x, and its PTX what comes after Hopper. 90a is Hopper's own, with the
