@@ -5,11 +5,11 @@
 Calls are so small that they are all host: on a GPU it keeps up, on a CPU its kernels take about a
 microsecond. All calls go in turns, so that each meets the same clocks. "<name>" is a forward that
 records nothing, "<name>_train" a forward and its backward by torch.autograd.grad. Of each call the
-median of all rounds is given, and the rounds' 10th and 90th percentile. "<name>_compiled" are
-forward and backward of one of LAYERS in a row, which torch.compile made one program of. "sdpa" is
-our function, "torch_sdpa" PyTorch's own, and "sdpa_enabled" that one with torch_sdpa.enable() on:
-our kernels.
-PyTorch 2.11 or newer. FLASHSDK_TORCH_NATIVE=0: without what is compiled for one release of it.
+median of all rounds is given, and the rounds' 10th and 90th percentile. "<name>_compiled" is
+a program of LAYERS layers, forward and backward, that torch.compile made: the time of one layer.
+--eager leaves that out. "sdpa" is our function, "torch_sdpa" PyTorch's own, and "sdpa_enabled" that
+one with torch_sdpa.enable() on: our kernels. PyTorch 2.11 or newer. FLASHSDK_TORCH_NATIVE=0:
+without what is compiled for one series of it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return torch.compile(layers, dynamic=False)
 
 
-def calls_of(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, Call]:
+def calls_of(
+    device: str, dtype: torch.dtype, shape: tuple[int, ...], *, eager: bool
+) -> dict[str, Call]:
     heads_first = [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]
     q, k, v = (x.transpose(1, 2).contiguous() for x in heads_first)
     dout, causal = torch.randn_like(q), fs.Causal()
@@ -107,7 +109,7 @@ def calls_of(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[st
         calls[name] = lambda f=function, x=inputs: f(*x)  # type: ignore[misc]
         with enabled() if name == ENABLED else nullcontext():
             calls[f"{name}_train"] = training(function, inputs)
-    for name in ("attention", "torch_sdpa"):
+    for name in () if eager else ("attention", "torch_sdpa"):
         function, inputs = functions[name]
         calls[name + COMPILED] = training(compiled(function), inputs)
     return calls | {
@@ -128,11 +130,12 @@ def main() -> None:
     parser.add_argument("--dtype", default=None, help="bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=200, help="calls of a round")
+    parser.add_argument("--eager", action="store_true", help="nothing that has to be compiled")
     given = parser.parse_args()
     cuda = torch.device(given.device).type == "cuda"
     shape = tuple(given.shape or ((1, 1, 64, 64) if cuda else (1, 4, 1, 64)))
     dtype = getattr(torch, given.dtype or ("bfloat16" if cuda else "float32"))
-    calls = calls_of(given.device, dtype, shape)
+    calls = calls_of(given.device, dtype, shape, eager=given.eager)
     settle: Call = torch.cuda.synchronize if cuda else lambda: None
     times = measure(calls, settle, given.rounds, given.repeats)
     record: dict[str, Any] = {

@@ -73,11 +73,11 @@ file(READ ${schema_file} schemas)
 string(REGEX REPLACE "([^\n]+)\n" "    R\"(\\1)\",\n" schemas "${schemas}")
 configure_file(cmake/torch_schemas.h.in generated/torch/torch_schemas.h @ONLY)
 
-# The operators, compiled with the headers of the PyTorch in `dir`: flashsdk_torch_operators_<series>. Through the
-# stable ABI, and only what PyTorch 2.11 has of it: later ones keep to that. Still each series has its own, as inline
+# The operators, compiled with the headers of the PyTorch in `dir`: flashsdk_torch_operators_<version>. Through the
+# stable ABI, and only what PyTorch 2.11 has of it: later ones keep to that. Still each release has its own, as inline
 # functions of two releases must not meet in one library.
-function(flashsdk_add_torch_operators series dir)
-  set(target flashsdk_torch_operators_${series})
+function(flashsdk_add_torch_operators version dir)
+  set(target flashsdk_torch_operators_${version})
   if(TARGET ${target})
     return()
   endif()
@@ -90,7 +90,7 @@ function(flashsdk_add_torch_operators series dir)
   target_include_directories(${target} SYSTEM PUBLIC ${dir}/include ${dir}/include/torch/csrc/api/include)
   target_link_libraries(${target} PRIVATE flashsdk_warnings)
 endfunction()
-flashsdk_add_torch_operators(${torch_series} "${torch_dir}")
+flashsdk_add_torch_operators(${torch_version} "${torch_dir}")
 
 if(BUILD_SHARED_LIBS)
   set(on_gpu 0)  # a PyTorch for CPUs alone has no streams to ask for
@@ -100,7 +100,7 @@ if(BUILD_SHARED_LIBS)
   add_library(flashsdk_torch SHARED cpp/torch/library.cpp)
   target_compile_definitions(flashsdk_torch PRIVATE
     TORCH_TARGET_VERSION=0x020b000000000000 FLASHSDK_TORCH_ON_GPU=${on_gpu} $<${on_gpu}:USE_CUDA>)
-  target_link_libraries(flashsdk_torch PRIVATE flashsdk_torch_operators_${torch_series} flashsdk_warnings flashsdk
+  target_link_libraries(flashsdk_torch PRIVATE flashsdk_torch_operators_${torch_version} flashsdk_warnings flashsdk
     ${FLASHSDK_SANITIZE_LINK} ${torch_dir}/lib/libtorch_cpu.so $<${on_gpu}:${torch_dir}/lib/libtorch_cuda.so>)
   # libtorch is the program's, of any release from 2.11 on.
   set_target_properties(flashsdk_torch PROPERTIES INSTALL_RPATH $ORIGIN)
@@ -123,9 +123,9 @@ function(flashsdk_make_torch_native target dir)
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cpp/python ${eager})
   target_compile_definitions(${target} PRIVATE FLASHSDK_TORCH_VERSION="${torch_served}")
-  flashsdk_add_torch_operators(${torch_series} "${dir}")
+  flashsdk_add_torch_operators(${torch_version} "${dir}")
   # The core is the extension's, through a table of functions: a second one would have threads of its own.
-  target_link_libraries(${target} PRIVATE flashsdk_torch_operators_${torch_series} flashsdk_warnings
+  target_link_libraries(${target} PRIVATE flashsdk_torch_operators_${torch_version} flashsdk_warnings
     ${FLASHSDK_SANITIZE_LINK} ${dir}/lib/libtorch_python.so ${dir}/lib/libtorch_cpu.so ${dir}/lib/libc10.so)
   # torch has been imported before, and with it what this links.
   set_target_properties(${target} PROPERTIES SKIP_BUILD_RPATH ON)

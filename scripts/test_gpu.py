@@ -424,7 +424,7 @@ def reported(text: str) -> list[str]:
 def overhead(m: Machine) -> Part:
     """Host time of one call of the Python API with torch tensors."""
     script = ROOT / "benchmarks" / "host_overhead.py"
-    status, text, _ = m.run("overhead", [sys.executable, str(script)], limit=120)
+    status, text, _ = m.run("overhead", [sys.executable, str(script)], limit=300)
     if status != 0:
         return {"ok": False, "why": text[-2000:]}
     return {"ok": True, **json.loads(text.splitlines()[-1])}

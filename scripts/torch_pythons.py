@@ -21,8 +21,13 @@ def make(python: pythons.Python, series: str, folder: Path) -> bool:
     """Whether pip finds that series; else nothing is left."""
     subprocess.run([str(python.path), "-m", "venv", str(folder)], check=True)
     install = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q"]
-    if subprocess.run([*install, f"torch=={series}.*", "numpy"]).returncode == 0:
+    command = [*install, "--no-cache-dir", f"torch=={series}.*", "numpy"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode == 0:
         return True
+    # Any other failure, as of the network or the disk, would leave a wheel slower without a word.
+    if "No matching distribution found for torch" not in done.stderr:
+        sys.exit(f"torch_pythons: PyTorch {series}, Python {python.series}: {done.stderr}")
     shutil.rmtree(folder)
     print(f"PyTorch {series}: not to be had for Python {python.series}", flush=True)
     return False

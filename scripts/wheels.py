@@ -147,6 +147,15 @@ class Native:
     file: str
 
 
+def released(torch: pythons.Python) -> list[str]:
+    """That Python, unless its PyTorch is a nightly, whose C++ interface may change the next day."""
+    version, _ = output(torch.path, "-c", ASK_NATIVE).split()
+    if re.fullmatch(r"\d+\.\d+\.\d+(\+.*)?", version):
+        return [str(torch.path)]
+    print(f"no _torch_native: PyTorch {version} is no release", flush=True)
+    return []
+
+
 def natives_of(named: list[str]) -> list[Native]:
     """One for each of these Pythons."""
     found = []
@@ -373,7 +382,7 @@ def main() -> None:
     if torch:
         folder = str(torch_folder(torch.path))
         args.options.update(FLASHSDK_BUILD_TORCH="ON", FLASHSDK_TORCH_DIR=folder)
-        natives = natives_of([str(torch.path)] if args.natives is None else args.natives)
+        natives = natives_of(released(torch) if args.natives is None else args.natives)
     elif args.natives:
         sys.exit("wheels: --natives wants --torch")
     wheel, built, entries = Path(), [], []

@@ -73,9 +73,10 @@ PyObject* register_operators(PyObject*, PyObject*) {
 }
 
 // Whether this is for that PyTorch. FLASHSDK_TORCH_VERSION is the series of the release that this was built with, 2.13.
-// That takes 2.13.0, 2.13.1 and 2.13.0+cu130: within a series libtorch's classes stay as they are. Headers of a PyTorch
-// for CPUs serve one for GPUs, whose streams are asked for through DLPack and no header of CUDA. It takes no nightly,
-// 2.13.0.dev20260401, nor what else is before 2.13.0: there the classes may be any. Built with one, it is that alone.
+// That takes 2.13.0, 2.13.1 and 2.13.0+cu130: within a series libtorch's classes are not meant to change. Headers of a
+// PyTorch for CPUs serve one for GPUs, whose streams are asked for through DLPack and no header of CUDA. It takes no
+// nightly, 2.13.0.dev20260401, nor what else is before 2.13.0: there the classes may be any. Built with one, it is that
+// alone.
 bool is_for(const std::string& torch) {
   const std::string version = FLASHSDK_TORCH_VERSION;
   if (torch == version) return true;

@@ -5,9 +5,11 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "watched.h"
 
@@ -22,7 +24,8 @@ bool nothing_to_record(const torch::jit::Stack& stack, std::size_t count) {
   return true;
 }
 
-// A call of Python's takes 20 µs and more, twice for each layer of a compiled model, which the device may wait for.
+// A kernel in Python takes longer than all else that a small call costs. A compiled model calls one twice a layer, and
+// the device may wait for it.
 class SkipAutograd final : public c10::OperatorKernel {
  public:
   explicit SkipAutograd(c10::SafeKernelFunction in_python) : in_python_(std::move(in_python)) {}
@@ -42,11 +45,14 @@ PyObject* skip_autograd(PyObject*, PyObject* args) {
   const char* name;
   if (!PyArg_ParseTuple(args, "s", &name)) return nullptr;
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("flashsdk::") + name).c_str(), "");
+  // Never destroyed: that would take the kernels away from whoever runs at exit.
+  static auto& made = *new std::map<std::string, std::vector<std::unique_ptr<torch::Library>>>;
+  made[name].clear();  // Python may have been imported anew
   for (const c10::DispatchKey key : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
     auto kernel = std::make_unique<SkipAutograd>(op.getComputedKernelForDispatchKey(key));
-    // Never destroyed: that would take the kernel away from whoever runs at exit.
-    auto* library = new torch::Library(torch::Library::IMPL, "flashsdk", key, __FILE__, __LINE__);
+    auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "flashsdk", key, __FILE__, __LINE__);
     library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+    made[name].push_back(std::move(library));
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

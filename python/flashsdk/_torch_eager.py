@@ -67,6 +67,7 @@ def _native_of_wheel() -> Any:
         return None
     spec.loader.exec_module(module)
     sys.modules[name] = module
+    vars(sys.modules[__package__])["_torch_native"] = module
     return module
 
 

@@ -472,6 +472,26 @@ def trained(call, tensors, dout):
     return out, *torch.autograd.grad(out, inputs, dout)
 
 
+def test_compiled_training_asks_nothing_of_python(backend, monkeypatch):
+    from flashsdk import _torch_eager, _torch_ops
+    from flashsdk.torch import attention
+
+    if _torch_eager.native is _torch_eager.InPython:
+        pytest.skip("flashsdk._torch_native is not built for this PyTorch")
+    *x, dout = qkv(dim=64)
+
+    def call(q, k, v):
+        return attention(q, k, v, mask=fs.Causal(), backend=backend, **FIXED)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    want, _ = trained(call, x, dout), trained(compiled, x, dout)
+    asked = []
+    monkeypatch.setattr(_torch_ops, "recorded", lambda tensors: asked.append(1) or True)
+    for a, b in zip(trained(compiled, x, dout), want, strict=True):
+        assert torch.equal(a, b)
+    assert not asked
+
+
 def test_both_ways_of_the_adapter_are_the_same(backend, monkeypatch):
     """Also with few queries of many keys, whose parts a workspace holds."""
     from flashsdk import _torch_eager

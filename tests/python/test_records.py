@@ -404,7 +404,8 @@ def test_what_enabling_adds_to_a_call_is_measured_and_shown(monkeypatch):
     if not torch_sdpa._REGISTRY:
         pytest.skip("torch_sdpa.enable() is for PyTorch 2.11 or newer")
     script = ROOT / "benchmarks" / "host_overhead.py"
-    command = [sys.executable, script, "--device", "cpu", "--rounds", "2", "--repeats", "1"]
+    command = [sys.executable, script, "--device", "cpu", "--eager"]
+    command += ["--rounds", "2", "--repeats", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     overhead = {"ok": True, **json.loads(done.stdout)}
     added = {"sdpa": 2.5, "sdpa_enabled": 6.0, "sdpa_train": 8.0, "sdpa_enabled_train": 13.5}

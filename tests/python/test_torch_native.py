@@ -557,6 +557,7 @@ def which_file(wheel, change=""):
         "native = _torch_eager.native\n"
         "if native is not _torch_eager.InPython:\n"
         "    import flashsdk._torch_native\n"
+        "    assert flashsdk._torch_native is native\n"
         "    from flashsdk import _torch_native\n"
         "    assert _torch_native is native is sys.modules['flashsdk._torch_native']\n"
         "print(getattr(native, '__file__', None), native.__name__)\n"
