@@ -4,6 +4,7 @@ import fnmatch
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -224,11 +225,16 @@ def test_environments_for_what_is_compiled_for_pytorch(script, monkeypatch, tmp_
     python = tmp_path / "python"
     # `python -m venv FOLDER`, for which pip finds one PyTorch.
     python.write_text(
+        '#!/bin/sh\nmkdir -p "$3/bin"\ncp "$0.pip" "$3/bin/python"\nchmod +x "$3/bin/python"\n'
+    )
+    (tmp_path / "python.pip").write_text(
         "#!/bin/sh\n"
-        'mkdir -p "$3/bin"\n'
-        'echo "#!/bin/sh" > "$3/bin/python"\n'
-        'echo \'echo "$*" | grep -q torch==2.13\' >> "$3/bin/python"\n'
-        'chmod +x "$3/bin/python"\n'
+        'case "$*" in\n'
+        "  *torch==2.13*) exit 0;;\n"
+        '  *torch==2.14*) why="No matching distribution found for torch==2.14.*";;\n'
+        '  *) why="No space left on device";;\n'
+        "esac\n"
+        'echo "ERROR: $why" >&2; exit 1\n'
     )
     python.chmod(0o755)
     here = [pythons.Python(series, python) for series in ("3.12", "3.14t")]
@@ -238,6 +244,10 @@ def test_environments_for_what_is_compiled_for_pytorch(script, monkeypatch, tmp_
     sys.argv.append("2.14")
     with pytest.raises(SystemExit, match=r"2\.14: for no Python"):
         module.main()
+    sys.argv[2:] = ["2.15"]  # another failure of pip ends it all
+    with pytest.raises(SystemExit, match=r"2\.15, Python 3\.12: ERROR: No space left"):
+        module.main()
+    shutil.rmtree(tmp_path / "natives" / "3.12-2.15")
     made = sorted(file.name for file in (tmp_path / "natives").iterdir())
     assert made == ["3.12-2.13", "3.14t-2.13"]
 
