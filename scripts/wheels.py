@@ -144,29 +144,37 @@ class Native:
     """A ``_torch_native`` of the wheels: of that Python and the series of its PyTorch."""
 
     python: pythons.Python
-    file: str
+    torch: str  # its version
+    suffix: str  # of extensions of that Python
+
+    @property
+    def file(self) -> str:
+        series = ".".join(self.torch.split(".")[:2])
+        return f"flashsdk/_torch/{series}/_torch_native{self.suffix}"
+
+    @property
+    def is_release(self) -> bool:
+        """A nightly's C++ interface may change the next day."""
+        return re.fullmatch(r"\d+\.\d+\.\d+(\+.*)?", self.torch) is not None
 
 
-def released(torch: pythons.Python) -> list[str]:
-    """That Python, unless its PyTorch is a nightly, whose C++ interface may change the next day."""
-    version, _ = output(torch.path, "-c", ASK_NATIVE).split()
-    if re.fullmatch(r"\d+\.\d+\.\d+(\+.*)?", version):
-        return [str(torch.path)]
-    print(f"no _torch_native: PyTorch {version} is no release", flush=True)
+def native_of(named: str) -> Native:
+    """Of the Python of that name or path."""
+    python = pythons.ask(named)
+    if python is None or torch_folder(python.path) is None:
+        sys.exit(f"wheels: --natives: {named} has no PyTorch")
+    return Native(python, *output(python.path, "-c", ASK_NATIVE).split())
+
+
+def natives_of(named: list[str] | None, torch: pythons.Python) -> list[Native]:
+    """Of these Pythons; without any named that of ``torch``, the Python of --torch."""
+    if named is not None:
+        return [native_of(name) for name in named]
+    native = native_of(str(torch.path))
+    if native.is_release:
+        return [native]
+    print(f"no _torch_native: PyTorch {native.torch} is no release", flush=True)
     return []
-
-
-def natives_of(named: list[str]) -> list[Native]:
-    """One for each of these Pythons."""
-    found = []
-    for name in named:
-        python = pythons.ask(name)
-        if python is None or torch_folder(python.path) is None:
-            sys.exit(f"wheels: --natives: {name} has no PyTorch")
-        version, suffix = output(python.path, "-c", ASK_NATIVE).split()
-        series = ".".join(version.split(".")[:2])
-        found.append(Native(python, f"flashsdk/_torch/{series}/_torch_native{suffix}"))
-    return found
 
 
 def options(cuda: bool, given: list[str]) -> dict[str, str]:
@@ -382,7 +390,7 @@ def main() -> None:
     if torch:
         folder = str(torch_folder(torch.path))
         args.options.update(FLASHSDK_BUILD_TORCH="ON", FLASHSDK_TORCH_DIR=folder)
-        natives = natives_of(released(torch) if args.natives is None else args.natives)
+        natives = natives_of(args.natives, torch)
     elif args.natives:
         sys.exit("wheels: --natives wants --torch")
     wheel, built, entries = Path(), [], []

@@ -313,11 +313,15 @@ def test_a_wheel_knows_the_pytorch_of_its_pythons(script, monkeypatch):
     wheels, pythons = script("wheels"), script("pythons")
     monkeypatch.setattr(wheels, "FIND_TORCH", "print('/some/torch')")
     monkeypatch.setattr(wheels, "ASK_NATIVE", "print('2.13.1+cpu .cpython-312.so')")
-    (native,) = wheels.natives_of([sys.executable])
+    native = wheels.native_of(sys.executable)
     assert native.file == "flashsdk/_torch/2.13/_torch_native.cpython-312.so"
+    assert wheels.natives_of(None, native.python) == wheels.natives_of([sys.executable], None)
+    with monkeypatch.context() as m:
+        m.setattr(wheels, "ASK_NATIVE", "print('2.14.0.dev20260401+cpu .cpython-312.so')")
+        assert wheels.natives_of(None, native.python) == []
     monkeypatch.setattr(wheels, "FIND_TORCH", "raise SystemExit(1)")
     with pytest.raises(SystemExit, match=r"--natives: .*python.* has no PyTorch"):
-        wheels.natives_of([sys.executable])
+        wheels.native_of(sys.executable)
     of = {series: pythons.Python(series, Path("python")) for series in pythons.SERIES}
     served = {s: [o for o in of if wheels.serves(of[s], of[o])] for s in of}
     assert served["3.10"] == ["3.10"] and served["3.14t"] == ["3.14t"]
