@@ -154,10 +154,11 @@ def compare(record: Record, options: argparse.Namespace) -> None:
     short, long = rows[0], rows[-1]
     less = short["perplexity"] - long["perplexity"]
     of_each = ", ".join(f"{row['seqlen']}: {row['perplexity']:.2f}" for row in rows)
+    share = f"{100 * abs(less) / short['perplexity']:.1f} %"
     record.result["summary"] = (
-        f"{abs(less):.2f} {'less' if less >= 0 else 'more'} perplexity at {long['seqlen']} than at "
-        f"{short['seqlen']} ({of_each}) after {steps} steps of each, behind {options.trunk} at "
-        f"{short['seqlen']} that all begin with; "
+        f"{abs(less):.2f} ({share}) {'less' if less >= 0 else 'more'} perplexity at "
+        f"{long['seqlen']} than at {short['seqlen']} ({of_each}) after {steps} steps of each, "
+        f"behind {options.trunk} at {short['seqlen']} that all begin with; "
         f"{long['ns_a_token'] / short['ns_a_token']:.2f}× the time a token"
     )
     record.save()

@@ -150,7 +150,7 @@ CLAIMS = (
     Claim("GPT-2, the same loss", "the same", "gpt2-train", "gpt2.py train", gpt2_loss),
     Claim(
         "GPT-2 with more context",
-        "0.7 less perplexity at 4K",
+        "0.7 (3.8 %) less perplexity at 4K than at 1K (18.2)",
         "long_context",
         "long_context.py gpt2",
         summary,
