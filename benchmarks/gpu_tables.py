@@ -314,8 +314,9 @@ def many_short_table(rows: list[Record]) -> str:
     header += [f"{name}, MiB" for name in names]
     header, table = with_spread(header, table, grouped(rows, shape).values())
     text = (
-        "bf16, 16 heads, no mask. MiB: the peak of a call beyond its inputs and what it returns, "
-        "of ours the workspace. FA2 on packed sequences is PyTorch's varlen_attn.\n\n"
+        "bf16, 512 / head_dim heads, no mask. MiB: the peak of a call beyond its inputs and what "
+        "it returns, of ours the workspace. FA2 on packed sequences is PyTorch's varlen_attn. A "
+        "call that names no backend gets the faster of the two (log-sm90-backward.md).\n\n"
     )
     return text + markdown_table(header, table, 5)
 

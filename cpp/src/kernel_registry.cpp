@@ -7,7 +7,6 @@
 
 #include "check.h"
 #include "cpu_features.h"
-#include "table/choose.h"
 #if FLASHSDK_HAVE_CUDA
 #include "cuda/host/device.h"
 #endif
@@ -197,8 +196,17 @@ const KernelRegistry& KernelRegistry::instance() {
 template <class Params, class Refuse>
 const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, std::optional<Backend> forced,
                                                           Refuse refuse) const {
-  int refused_arch = -1;
   const table::Call call = table::call_of(p);
+  if (!forced && table::is_short_for_sm90(call))
+    if (const Row<Params>* row = search(p, call, forced, true, refuse)) return row;
+  return search(p, call, forced, false, refuse);
+}
+
+template <class Params, class Refuse>
+const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, const table::Call& call,
+                                                          std::optional<Backend> forced, bool is_short,
+                                                          Refuse& refuse) const {
+  int refused_arch = -1;
   const auto& competing = rows<Params>().bucket(call.dtype, call.mask, call.features != Features::kNone);
   return table::choose(competing, call, [&](const Row<Params>& row) {
     const char* refusal = nullptr;
@@ -219,6 +227,11 @@ const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, std::
       return false;
     }
     const char* reason = row.entry.can_implement == nullptr ? nullptr : row.entry.can_implement(p);
+    if (reason == nullptr && is_short && row.key().backend == Backend::kSm90) {
+      if (row.arch_rank == refused_arch) return false;
+      refused_arch = row.arch_rank;
+      reason = "sm80 is faster for sequences so short";
+    }
     if (reason != nullptr) refuse(row, reason);
     return reason == nullptr;
   });

@@ -207,6 +207,48 @@ TEST(KernelRegistry, ABackendThatWasAskedForSaysWhyItRefuses) {
             "flashsdk.kernels() lists");
 }
 
+TEST(KernelRegistry, ShortSequencesTakeTheSmallerTilesOfSm80) {
+  std::vector<ForwardEntry> forward;
+  std::vector<BackwardEntry> backward;
+  for (const Backend backend : {Backend::kSm90, Backend::kSm80})
+    for (const int head_dim : {64, 128, 256}) {
+      const KernelKey key{backend,          backend == Backend::kSm90 ? "sm_90a" : "sm_80",
+                          DType::kBFloat16, head_dim,
+                          head_dim,         MaskKind::kDense,
+                          Features::kNone};
+      forward.push_back({key, {64, 64}, nullptr, nullptr, nullptr});
+      backward.push_back({key, {64, 64}, nullptr, nullptr, nullptr});
+    }
+  const KernelRegistry registry({forward, backward}, ""), sm90_alone({{forward[0]}, {backward[0]}}, "");
+  const auto backend_of = [](const KernelRegistry& kernels, auto params, int head_dim, int seqlen_q, int seqlen_k,
+                             std::optional<Backend> forced = std::nullopt) {
+    params.dtype = params.dtype_kv = DType::kBFloat16;
+    params.device = {DeviceType::kCUDA, 0};
+    params.head_dim = params.head_dim_v = head_dim;
+    params.seqlen_q = seqlen_q;
+    params.seqlen_k = seqlen_k;
+    return kernels.explain(params, forced).kernel.substr(0, 4);
+  };
+  const ForwardParams fwd;
+  const BackwardParams bwd;
+  EXPECT_EQ(backend_of(registry, fwd, 64, 1, 1), "sm90");
+  EXPECT_EQ(backend_of(registry, fwd, 128, 32, 32), "sm80");
+  EXPECT_EQ(backend_of(registry, fwd, 128, 33, 32), "sm90");
+  EXPECT_EQ(backend_of(registry, fwd, 128, 32, 33), "sm90");
+  EXPECT_EQ(backend_of(registry, fwd, 256, 48, 48), "sm80");
+  EXPECT_EQ(backend_of(registry, fwd, 256, 49, 49), "sm90");
+  EXPECT_EQ(backend_of(registry, bwd, 64, 64, 64), "sm80");
+  EXPECT_EQ(backend_of(registry, bwd, 64, 64, 65), "sm90");
+  EXPECT_EQ(backend_of(registry, bwd, 128, 8, 8), "sm90");
+  EXPECT_EQ(backend_of(registry, bwd, 64, 8, 8, Backend::kSm90), "sm90");  // as asked
+  EXPECT_EQ(backend_of(sm90_alone, bwd, 64, 8, 8), "sm90");                // as there is no other
+
+  ForwardParams p = problem(128, 128, DType::kBFloat16);
+  p.device = {DeviceType::kCUDA, 0};
+  p.seqlen_q = p.seqlen_k = 8;
+  EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"sm80 is faster for sequences so short"});  // once
+}
+
 TEST(KernelRegistry, Fp8KeysHaveKernelsOfTheirOwnOnAGpu) {
   const auto gpu_entry = [](Backend backend, int head_dim, bool fp8_kv, bool splits_keys = false) {
     ForwardEntry e = entry(backend == Backend::kSm90 ? "sm_90a" : "sm_80", head_dim, Features::kNone, DType::kBFloat16);

@@ -4,6 +4,8 @@
 
 #include <compare>
 #include <cstddef>
+#include <limits>
+#include <type_traits>
 
 #include "common/kernel_entry.h"
 #include "table/row.h"
@@ -17,11 +19,20 @@ struct Call {
   MaskKind mask;
   Features features;  // that it asks for
   bool on_cpu;
+  bool backward = false;
+  int longest = std::numeric_limits<int>::max();  // queries or keys of a sequence, at most
 };
 
-inline Call call_of(const ForwardParams& p) {
-  return {p.dtype,     p.fp8_kv(),         {p.head_dim, p.head_dim_v},
-          p.mask.kind, p.score.features(), p.device.type == DeviceType::kCPU};
+template <class Params>
+Call call_of(const Params& p) {
+  return {p.dtype,
+          p.fp8_kv(),
+          {p.head_dim, p.head_dim_v},
+          p.mask.kind,
+          p.score.features(),
+          p.device.type == DeviceType::kCPU,
+          std::is_same_v<Params, BackwardParams>,
+          max_of(p.seqlen_q, p.seqlen_k)};
 }
 
 // Kernels are listed in this order. The smallest head_dim that fits is the fastest, and what is not asked for is better
@@ -67,6 +78,15 @@ constexpr bool is_asked(const KernelKey& key, const Call& call) {
          competes(key, call.dtype, call.mask, call.features != kNone) &&
          (key.backend == Backend::kCpu) == call.on_cpu &&
          !(has_other_keys(key, call) && (key.fp8_kv || key.splits_keys));
+}
+
+// Whether sequences are so short that sm80's kernels, of smaller tiles, take less time than sm90's on the same GPU
+// (benchmarks/results/short_sequences.csv). A call that names its backend is not asked.
+constexpr bool is_short_for_sm90(const Call& call) {
+  if (call.features != kNone || call.mask == MaskKind::kBlockSparse) return false;
+  const int head_dim = max_of(call.head_dim.qk, call.head_dim.v);
+  if (call.backward) return head_dim <= 64 && call.longest <= 64;
+  return head_dim > 96 && call.longest <= (head_dim > 128 ? 48 : 32);
 }
 
 // The first kernel that the call asks and that `takes` it, else null. kernels: pointers to what has a key(), in the
