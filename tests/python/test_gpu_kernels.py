@@ -62,6 +62,23 @@ def test_keys_are_split_where_queries_are_few(backend):
         assert "split" not in kernel_of(**call), why
 
 
+@pytest.mark.parametrize("op, dim, longest", [("fwd", 128, 32), ("fwd", 256, 48), ("bwd", 64, 64)])
+def test_short_sequences_take_smaller_tiles(backend, op, dim, longest):
+    """Those of sm80, on a GPU that has both; a call that names sm90 gets it all the same."""
+    if backend != "sm90":
+        pytest.skip("a choice on GPUs that have sm90")
+    need_head_dim(backend, dim)
+    short, longer = qkv(longest, dim=dim), qkv(longest + 1, dim=dim)
+    why = fs.explain(*short[:3], op=op)
+    assert why.kernel.startswith("sm80")
+    assert "sm80 is faster for sequences so short" in [reason for _, reason in why.refused]
+    assert kernel_of(*short[:3], op=op, backend=backend).startswith("sm90")
+    assert kernel_of(*short[:3], op=op, softcap=9.0).startswith("sm90")
+    assert kernel_of(*longer[:3], op=op).startswith("sm90")
+    for a, b in zip(both(short), both([t.float().cpu() for t in short]), strict=True):
+        torch.testing.assert_close(a.float().cpu(), b, rtol=0.02, atol=0.02)
+
+
 def test_split_keys_twice_and_in_a_graph(backend):
     """The same bits each time, though parts end in any order; a graph sees what is there then."""
     if backend != "sm80":
