@@ -228,7 +228,10 @@ def test_descales_are_of_8_bits_alone(torch_way):
 
 
 def test_a_quantised_cache(place):
-    """As docs/serving.md does it: errors are those of e4m3, of three bits behind the point."""
+    """As docs/serving.md does it: errors are those of e4m3, of three bits behind the point.
+
+    And the bytes are those of PyTorch's own cast.
+    """
     q, k, v = (
         place.put(x) for x in qkv(seqlen_q=4, seqlen_k=300, heads_kv=2, dtype=torch.bfloat16)
     )
@@ -236,6 +239,10 @@ def test_a_quantised_cache(place):
     for name, x in (("k_descale", k), ("v_descale", v)):
         scaled[name] = x.abs().amax((1, 3)).float() / torch.finfo(FP8).max
         narrow.append(place.put((x / scaled[name][:, None, :, None]).to(FP8)))
+    written = [place.put(torch.zeros(x.shape).to(FP8)) for x in narrow]
+    adapter.kv_append(*written, k, v, place.put(lengths(0, 0)), **scaled)
+    for ours, theirs in zip(written, narrow, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
     want = adapter.attention(q, k, v)
     got = adapter.attention(q, *narrow, **scaled)
     if place.backend != "sm90":  # which leaves them to sm80

@@ -146,10 +146,10 @@ struct KvAppendArgs {
   // Written: (batch, seqlen_k, num_heads_kv, head_dim or head_dim_v), or pages. Of the dtype of k, or beside one of 16
   // bits float8_e4m3fn.
   TensorView k_cache, v_cache;
-  TensorView k, v;              // (batch, seqlen_new, num_heads_kv, head_dim or head_dim_v)
-  TensorView seqused_k;         // int32 (batch): new key j of sequence b becomes key seqused_k[b] + j
-  TensorView block_table;       // of pages, as in AttentionArgs
-  TensorView q, q_out;          // optional: (batch, seqlen_q, num_heads, head_dim), and where it goes rotated
+  TensorView k, v;         // (batch, seqlen_new, num_heads_kv, head_dim or head_dim_v)
+  TensorView seqused_k;    // int32 (batch): new key j of sequence b becomes key seqused_k[b] + j
+  TensorView block_table;  // of pages, as in AttentionArgs
+  TensorView q, q_out;     // optional: (batch, seqlen_q, num_heads, head_dim), and where it goes rotated
 
   // (positions, rotary_dim / 2), float32 or of the dtype of k: of the first rotary_dim elements pair n is turned by the
   // angle of its position. Pairs are (n, n + rotary_dim / 2), or neighbours (2n, 2n + 1). None of both: no rotation.

@@ -28,7 +28,7 @@ struct AppendParams {
   int queries = 0;           // of each that are rotated
   int num_heads = 0, num_heads_kv = 0, head_dim = 0, head_dim_v = 0;
   TensorParam k, v, k_cache, v_cache, q, q_out;
-  DescaleParam k_descale, v_descale;  // what a cache of 8 bits is divided by
+  DescaleParam k_descale, v_descale;   // what a cache of 8 bits is divided by
   const std::int32_t* used = nullptr;  // (batch), before
   PageParam pages;
   RotaryParam rotary;

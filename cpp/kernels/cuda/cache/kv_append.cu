@@ -90,8 +90,8 @@ void launch_as(const AppendParams& p, cudaStream_t stream) {
       std::int64_t{p.batch} * (std::int64_t{p.added} * p.num_heads_kv + std::int64_t{p.queries} * p.num_heads);
   if (heads == 0) return;
   const std::int64_t blocks = std::min((heads * kWarp + kThreads - 1) / kThreads, kMostBlocks);
-  launch("launching the kernel that appends to a cache", kv_append_kernel<T, Cache>, dim3(static_cast<unsigned>(blocks)),
-         kThreads, 0, stream, p);
+  launch("launching the kernel that appends to a cache", kv_append_kernel<T, Cache>,
+         dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream, p);
 }
 
 }  // namespace
