@@ -1,4 +1,4 @@
-// From float32 to float8_e4m3fn, by integers: the same bits on every CPU and GPU.
+// From float32 to float8_e4m3fn in plain arithmetic, of which every CPU and GPU makes the same bits.
 #pragma once
 
 #include <cstdint>
