@@ -30,6 +30,7 @@ function(flashsdk_add_cuda_kernels)
     list(GET CMAKE_CUDA_ARCHITECTURES 0 one_architecture)
   endif()
   set(shared ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/cache/kv_append.cu)
+  set_source_files_properties(${shared} PROPERTIES COMPILE_OPTIONS -fmad=false)
   flashsdk_add_cuda_objects(flashsdk_cuda "${SOURCES_sm80};${shared}" ${one_architecture})
   set(objects $<TARGET_OBJECTS:flashsdk_cuda> $<TARGET_OBJECTS:flashsdk_cuda_host>)
   # The host's part: no CUTLASS, compiled by the C++ compiler.

@@ -347,6 +347,7 @@ void call_at(const std::vector<std::int64_t>& index, Op op, const Operands& oper
       a.q = view(kQ), a.q_out = view(kTurnedQ), a.rotary_cos = view(kCos), a.rotary_sin = view(kSin);
       a.rotary_interleaved = n.rotary_interleaved != 0;
       a.q_advances = n.q_advances != 0;
+      a.k_descale = view(kKDescaleOf), a.v_descale = view(kVDescaleOf);
       Failure failure;
       if (!g_core->append(a, gpu != nullptr ? gpu->stream : nullptr, failure)) refuse(std::move(failure));
     }

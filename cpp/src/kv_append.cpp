@@ -3,9 +3,11 @@
 #include <atomic>
 #include <cstring>
 #include <string>
+#include <type_traits>
 
 #include "check.h"
 #include "common/append.h"
+#include "common/fp8.h"
 #include "cpu/dtype.h"
 #if FLASHSDK_HAVE_CUDA
 #include "cuda/cache/kv_append.h"
@@ -28,24 +30,49 @@ float value_at(const void* data, std::int64_t at, bool float32) {
   return float32 ? static_cast<const float*>(data)[at] : cpu::to_float(static_cast<const T*>(data)[at]);
 }
 
-// Of one head at a position; `from` and `to` are other memory.
-template <class T>
-void rotate(const RotaryParam& r, std::int64_t position, const T* from, int dim, T* to) {
+// An element as it lies in a cache or in q_out.
+template <class To, class T>
+To stored(T x, float descale) {
+  if constexpr (std::is_same_v<To, cpu::Fp8>)
+    return To{fp8_from_float(cpu::to_float(x) / descale)};
+  else
+    return cpu::from_float<To>(cpu::to_float(x));
+}
+
+template <class T, class To>
+void copy(const T* from, int count, float descale, To* to) {
+  if constexpr (std::is_same_v<To, T>)
+    std::memcpy(to, from, sizeof(T) * count);
+  else
+    for (int c = 0; c < count; ++c) to[c] = stored<To>(from[c], descale);
+}
+
+// Of one head at a position; `from` and `to` are other memory. No product is fused with a sum, neither here nor in
+// kv_append.cu, as CMakeLists.txt asks of both files: the bits are the same everywhere.
+template <class T, class To>
+void rotate(const RotaryParam& r, std::int64_t position, const T* from, int dim, float descale, To* to) {
   for (int n = 0; n < r.pairs; ++n) {
     const float cos = value_at<T>(r.cos, position * r.cos_row + n, r.float32);
     const float sin = value_at<T>(r.sin, position * r.sin_row + n, r.float32);
     const float x = cpu::to_float(from[r.first(n)]), y = cpu::to_float(from[r.second(n)]);
-    to[r.first(n)] = cpu::from_float<T>(x * cos - y * sin);
-    to[r.second(n)] = cpu::from_float<T>(y * cos + x * sin);
+    to[r.first(n)] = stored<To>(x * cos - y * sin, descale);
+    to[r.second(n)] = stored<To>(y * cos + x * sin, descale);
   }
-  std::memcpy(to + 2 * r.pairs, from + 2 * r.pairs, sizeof(T) * (dim - 2 * r.pairs));
+  copy(from + 2 * r.pairs, dim - 2 * r.pairs, descale, to + 2 * r.pairs);
 }
 
-void check_tensor(const char* name, const TensorView& t, const TensorView& like, std::initializer_list<Dim> dims,
+// What tensors share with k, or with k_cache.
+struct Alike {
+  DType dtype;
+  const char* whose;
+  Device device;
+};
+
+void check_tensor(const char* name, const TensorView& t, const Alike& like, std::initializer_list<Dim> dims,
                   MemoryMap& memory, MemoryMap::Access access) {
   check_given(name, t);
   check_shape(name, t, dims);
-  check_dtype(name, t, like.dtype, ", the dtype of k");
+  check_dtype(name, t, like.dtype, like.whose);
   check_device(name, t, like.device, ", where k is");
   check_last_dim_contiguous(name, t);
   memory.add(name, t, access);
@@ -59,6 +86,30 @@ void check_lengths(const char* name, const TensorView& t, std::initializer_list<
   check_device(name, t, device, ", where k is");
   check_last_dim_contiguous(name, t);
   memory.add(name, t, kRead);
+}
+
+// That of k, or 8 bits where k has 16.
+Alike alike_of_caches(const KvAppendArgs& a) {
+  check_given("k_cache", a.k_cache);
+  if (a.k_cache.dtype == DType::kFloat8E4M3) {
+    if (a.k.dtype == DType::kFloat32)
+      fail("k_cache", "dtype float8_e4m3fn", "float32, the dtype of k; in float8_e4m3fn k is float16 or bfloat16");
+    return {DType::kFloat8E4M3, ", the dtype of k_cache", a.k.device};
+  }
+  const char* whose = a.k.dtype == DType::kFloat32 ? ", the dtype of k" : ", the dtype of k, or float8_e4m3fn";
+  check_dtype("k_cache", a.k_cache, a.k.dtype, whose);
+  return {a.k.dtype, ", the dtype of k_cache", a.k.device};
+}
+
+DescaleParam check_descale(const char* name, const TensorView& t, const KvAppendArgs& a, MemoryMap& memory) {
+  if (!t.given()) return {};
+  if (a.k_cache.dtype != DType::kFloat8E4M3)
+    fail(name, "given", std::string("none, as k_cache is ") + to_string(a.k_cache.dtype) + " and no float8_e4m3fn");
+  check_dtype(name, t, DType::kFloat32, "");
+  check_shape(name, t, {{"batch", a.k.shape[0], true}, {"num_heads_kv", a.k.shape[2], true}});
+  check_device(name, t, a.k.device, ", where k is");
+  memory.add(name, t, kRead);
+  return {static_cast<const float*>(t.data), stride_of(t, 0), stride_of(t, 1)};
 }
 
 RotaryParam check_rotary(const KvAppendArgs& a, MemoryMap& memory) {
@@ -111,19 +162,21 @@ void check_values(const KvAppendArgs& a, const AppendParams& p) {
   }
 }
 
-template <class T>
+// Of tensors of T, and caches of Cache.
+template <class T, class Cache>
 void append_rows(const AppendParams& p) {
   const auto add_key = [&](int b, int j) {
     const int key = p.used[b] + j;
-    T *of_k = p.cache<T>(p.k_cache, b).at(key), *of_v = p.cache<T>(p.v_cache, b).at(key);
+    Cache *of_k = p.cache<Cache>(p.k_cache, b).at(key), *of_v = p.cache<Cache>(p.v_cache, b).at(key);
     for (int h = 0; h < p.num_heads_kv; ++h) {
-      rotate(p.rotary, key, row_of<const T>(p.k, b, j) + h * p.k.head, p.head_dim, of_k + h * p.k_cache.head);
-      std::memcpy(of_v + h * p.v_cache.head, row_of<const T>(p.v, b, j) + h * p.v.head, sizeof(T) * p.head_dim_v);
+      rotate(p.rotary, key, row_of<const T>(p.k, b, j) + h * p.k.head, p.head_dim, p.k_descale.of(b, h),
+             of_k + h * p.k_cache.head);
+      copy(row_of<const T>(p.v, b, j) + h * p.v.head, p.head_dim_v, p.v_descale.of(b, h), of_v + h * p.v_cache.head);
     }
   };
   const auto turn_query = [&](int b, int i) {
     for (int h = 0; h < p.num_heads; ++h)
-      rotate(p.rotary, p.position_of_query(b, i), row_of<const T>(p.q, b, i) + h * p.q.head, p.head_dim,
+      rotate(p.rotary, p.position_of_query(b, i), row_of<const T>(p.q, b, i) + h * p.q.head, p.head_dim, 1.f,
              row_of<T>(p.q_out, b, i) + h * p.q_out.head);
   };
   const std::int64_t each = std::int64_t{p.added} + p.queries, rows = p.batch * each;
@@ -146,18 +199,21 @@ AppendParams validate(const KvAppendArgs& a) {
     fail("k", std::string("dtype ") + to_string(a.k.dtype), "float32, float16 or bfloat16");
   MemoryMap memory;
   const bool paged = a.block_table.given();
-  check_tensor("k", a.k, a.k, {{"batch"}, {"seqlen_new"}, {"num_heads_kv"}, {"head_dim"}}, memory, kRead);
+  const Alike like_k{a.k.dtype, ", the dtype of k", device};
+  check_tensor("k", a.k, like_k, {{"batch"}, {"seqlen_new"}, {"num_heads_kv"}, {"head_dim"}}, memory, kRead);
   const std::int64_t batch = a.k.shape[0], heads_kv = a.k.shape[2], dim = a.k.shape[3];
   check_head_dim("k", dim, Operation::kAppend, device);
   check_extent("k", "num_heads_kv", heads_kv, 1, kMaxRows);
   check_extent("k", "batch", batch, 0, kMaxRows);
-  check_tensor("v", a.v, a.k,
+  check_tensor("v", a.v, like_k,
                {{"batch", batch}, {"seqlen_new", a.k.shape[1]}, {"num_heads_kv", heads_kv}, {"head_dim_v"}}, memory,
                kRead);
+  const Alike like_caches = alike_of_caches(a);
   const Dim first = paged ? Dim{"num_pages"} : Dim{"batch", batch}, row = paged ? Dim{"page_size"} : Dim{"seqlen_k"};
-  check_tensor("k_cache", a.k_cache, a.k, {first, row, {"num_heads_kv", heads_kv}, {"head_dim", dim}}, memory, kWrite);
+  check_tensor("k_cache", a.k_cache, like_caches, {first, row, {"num_heads_kv", heads_kv}, {"head_dim", dim}}, memory,
+               kWrite);
   check_extent("k_cache", row.name, a.k_cache.shape[1], paged ? 1 : 0, kMaxRows);
-  check_tensor("v_cache", a.v_cache, a.k,
+  check_tensor("v_cache", a.v_cache, like_caches,
                {{first.name, a.k_cache.shape[0]},
                 {row.name, a.k_cache.shape[1]},
                 {"num_heads_kv", heads_kv},
@@ -170,8 +226,8 @@ AppendParams validate(const KvAppendArgs& a) {
     check_extent("block_table", "max_pages * page_size", a.block_table.shape[1] * a.k_cache.shape[1], 0, kMaxRows);
   }
   if (a.q.given()) {
-    check_tensor("q", a.q, a.k, {{"batch", batch}, {"seqlen_q"}, {"num_heads"}, {"head_dim", dim}}, memory, kRead);
-    check_tensor("q_out", a.q_out, a.k,
+    check_tensor("q", a.q, like_k, {{"batch", batch}, {"seqlen_q"}, {"num_heads"}, {"head_dim", dim}}, memory, kRead);
+    check_tensor("q_out", a.q_out, like_k,
                  {{"batch", batch}, {"seqlen_q", a.q.shape[1]}, {"num_heads", a.q.shape[2]}, {"head_dim", dim}}, memory,
                  kWrite);
     check_extent("q", "seqlen_q", a.q.shape[1], 0, kMaxRows);
@@ -179,11 +235,14 @@ AppendParams validate(const KvAppendArgs& a) {
   }
   AppendParams p;
   p.rotary = check_rotary(a, memory);
+  p.k_descale = check_descale("k_descale", a.k_descale, a, memory);
+  p.v_descale = check_descale("v_descale", a.v_descale, a, memory);
   memory.check_overlap();
   const std::int64_t room = a.k_cache.shape[1] * (paged ? a.block_table.shape[1] : 1);
   if (a.k.shape[1] > room)
     fail("k", "seqlen_new " + std::to_string(a.k.shape[1]), "0 to " + std::to_string(room) + ", the cache's keys");
   p.dtype = a.k.dtype;
+  p.dtype_cache = like_caches.dtype;
   p.device = device;
   p.batch = static_cast<int>(batch);
   p.added = static_cast<int>(a.k.shape[1]);
@@ -210,13 +269,14 @@ AppendParams validate(const KvAppendArgs& a) {
 }
 
 void append_on_cpu(const AppendParams& p) {
+  const bool fp8 = p.dtype_cache == DType::kFloat8E4M3;
   switch (p.dtype) {
     case DType::kFloat32:
-      return append_rows<float>(p);
+      return append_rows<float, float>(p);
     case DType::kBFloat16:
-      return append_rows<cpu::Bf16>(p);
+      return fp8 ? append_rows<cpu::Bf16, cpu::Fp8>(p) : append_rows<cpu::Bf16, cpu::Bf16>(p);
     default:
-      return append_rows<cpu::Fp16>(p);
+      return fp8 ? append_rows<cpu::Fp16, cpu::Fp8>(p) : append_rows<cpu::Fp16, cpu::Fp16>(p);
   }
 }
 

@@ -314,7 +314,7 @@ void backward(nb::tuple tensors, nb::tuple packed, nb::tuple options) {
 }
 
 // tensors: (k_cache, v_cache, k, v, seqused_k, block_table | None, q | None, q_out | None, rotary_cos | None,
-// rotary_sin | None)
+// rotary_sin | None, k_descale | None, v_descale | None)
 void append(nb::tuple tensors, nb::handle interleaved, nb::handle q_advances) {
   ArrayImporter arrays;
   KvAppendArgs args;
@@ -326,14 +326,16 @@ void append(nb::tuple tensors, nb::handle interleaved, nb::handle q_advances) {
   };
   args.k = required({"k"}, tensors[2]);
   args.v = required({"v"}, tensors[3]);
-  args.k_cache = arrays.take({"k_cache"}, tensors[0], Access::kWrite);
-  args.v_cache = arrays.take({"v_cache"}, tensors[1], Access::kWrite);
+  args.k_cache = arrays.take({"k_cache", ArrayImporter::kFloatsOrFp8}, tensors[0], Access::kWrite);
+  args.v_cache = arrays.take({"v_cache", ArrayImporter::kFloatsOrFp8}, tensors[1], Access::kWrite);
   args.seqused_k = required({"seqused_k", ArrayImporter::kInt32}, tensors[4]);
   args.block_table = arrays.take({"block_table", ArrayImporter::kInt32}, tensors[5]);
   args.q = arrays.take({"q"}, tensors[6]);
   args.q_out = arrays.take({"q_out"}, tensors[7], Access::kWrite);
   args.rotary_cos = arrays.take({"rotary_cos"}, tensors[8]);
   args.rotary_sin = arrays.take({"rotary_sin"}, tensors[9]);
+  args.k_descale = arrays.take({"k_descale", ArrayImporter::kFloat32}, tensors[10]);
+  args.v_descale = arrays.take({"v_descale", ArrayImporter::kFloat32}, tensors[11]);
   args.rotary_interleaved = to_bool("rotary_interleaved", interleaved);
   args.q_advances = to_bool("q_advances", q_advances);
   const bool wait = stream.must_wait(args.k);

@@ -30,7 +30,7 @@ def backward(tensors: tuple[Any, ...], packed: Packed, options: Options, /) -> N
 def append(tensors: tuple[Any, ...], interleaved: bool, q_advances: bool, /) -> None:
     """tensors: (k_cache, v_cache, k, v, seqused_k, block_table | None, q | None, q_out | None,
 
-    rotary_cos | None, rotary_sin | None)
+    rotary_cos | None, rotary_sin | None, k_descale | None, v_descale | None)
     """
 
 def explain(

@@ -82,8 +82,8 @@ def flash_attn_with_kvcache(
     return_softmax_lse
         Return (out, softmax_lse), float32 (batch, num_heads, seqlen_q).
     k_descale, v_descale
-        float32 (batch | 1, num_heads_kv | 1): what caches in float8_e4m3fn are multiplied with. q
-        is of 16 bits, and nothing is appended: k and v are None.
+        float32 (batch | 1, num_heads_kv | 1): what caches in float8_e4m3fn are multiplied with, and
+        k, once rotated, and v are divided by as they are written. q, k and v are of 16 bits.
 
     Returns out (batch, seqlen_q, num_heads, head_dim). There is no gradient: a q that requires one
     is an Error unless torch.no_grad().
@@ -117,6 +117,8 @@ def flash_attn_with_kvcache(
                 rotary_sin=rotary_sin,
                 rotary_interleaved=interleaved,
                 q_advances=mask is not None,
+                k_descale=k_descale,
+                v_descale=v_descale,
             )
         except Error as e:
             if block_table is None:
@@ -169,10 +171,6 @@ def _check_cache_call(
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             allowed = "one without, as attention to a cache has no backward"
             raise Unsupported(f"{name}: a tensor that requires a gradient; {allowed}")
-    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if x is not None and cache.dtype is torch.float8_e4m3fn:
-            allowed = "None, as nothing is appended to a cache in float8_e4m3fn"
-            raise Unsupported(f"{name}: given; {allowed}")
     for name, x, other in (("k", k, v), ("v", v, k)):
         if x is not None and other is None:
             raise InvalidArgument(f"{name}: given alone; k and v, or neither")

@@ -222,11 +222,11 @@ def _call(op: str, call: Call, *operands: Any) -> Arrays:
         next((kind.sharding.spec[d] for kind in kinds if kind.sharding.spec[d]), None)
         for d in range(call.outer)
     ]
-    dtype = given["k" if op == "append" else "q"].dtype
+    float32, like = ("lse", "dsink"), given["k" if op == "append" else "q"]
     results = [
         jax.ShapeDtypeStruct(
             (*outer, *shape),
-            jnp.float32 if name in ("lse", "dsink") else dtype,
+            jnp.float32 if name in float32 else given.get(name, like).dtype,
             **_type_of(given["k"], axes),
         )
         for name, shape in zip(call.results(op), _result_shapes(op, call, own))

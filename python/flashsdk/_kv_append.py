@@ -21,6 +21,8 @@ def kv_append(
     rotary_sin: Any = None,
     rotary_interleaved: bool = False,
     q_advances: bool = True,
+    k_descale: Any = None,
+    v_descale: Any = None,
 ) -> Any:
     """Writes k and v into a cache behind its used keys; returns q rotated, or None without q.
 
@@ -28,7 +30,8 @@ def kv_append(
         Written: (batch, seqlen_k, num_heads_kv, head_dim) and (..., head_dim_v), or with
         block_table pages, (num_pages, page_size, num_heads_kv, ...).
     k, v
-        (batch, seqlen_new, num_heads_kv, head_dim) and (..., head_dim_v), of the cache's dtype.
+        (batch, seqlen_new, num_heads_kv, head_dim) and (..., head_dim_v), of the cache's dtype, or
+        bfloat16 or float16 for a cache in float8_e4m3fn.
     seqused_k
         int32 (batch,): new key j of sequence b becomes key seqused_k[b] + j. It stays as it is:
         ``mha_fwd`` is given seqused_k + seqlen_new.
@@ -43,6 +46,9 @@ def kv_append(
     rotary_interleaved
         Pairs are neighbours, (0, 1), (2, 3), ... (GPT-J); False: (0, rotary_dim / 2), ...
         (GPT-NeoX, Llama).
+    k_descale, v_descale
+        float32 (batch | 1, num_heads_kv | 1), as in ``mha_fwd``: a cache in float8_e4m3fn gets
+        k, once rotated, and v divided by them in float32, rounded once; ±448 is for all beyond.
 
     On a GPU it runs on the stream that k's framework works on; lengths and tables are read there,
     and what they contain is the caller's word. ``flashsdk.torch.kv_append`` is the same on
@@ -58,7 +64,8 @@ def kv_append(
             )
         _frameworks.own(name, cache)
     if _log.ON:
-        _log.append(k_cache, v_cache, k, q, block_table, rotary_cos, rotary_interleaved)
+        rotary = (rotary_cos, rotary_interleaved)
+        _log.append(k_cache, v_cache, k, q, block_table, rotary, (k_descale, v_descale))
     if _contents.ON:
         _contents.check_append(k_cache, k, seqused_k, block_table, rotary_cos, q, q_advances)
     turned = None
@@ -67,7 +74,10 @@ def kv_append(
             raise InvalidArgument(f"q: {shown(q)}; an array with a shape")
         framework = _frameworks.of(q)
         turned = framework.empty_like(q, q)
-    tensors = (k_cache, v_cache, k, v, seqused_k, block_table, q, turned, rotary_cos, rotary_sin)
+    tensors = (
+        k_cache, v_cache, k, v, seqused_k, block_table, q, turned, rotary_cos, rotary_sin,
+        k_descale, v_descale,
+    )  # fmt: skip
     _bindings.append(tensors, rotary_interleaved, q_advances)
     _frameworks.written(k_cache)
     _frameworks.written(v_cache)

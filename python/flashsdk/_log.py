@@ -48,15 +48,21 @@ def call(
 
 
 def append(
-    k_cache: Any, v_cache: Any, k: Any, q: Any, block_table: Any, rotary_cos: Any, interleaved: bool
-) -> None:
+    k_cache: Any, v_cache: Any, k: Any, q: Any, block_table: Any, rotary: tuple[Any, bool],
+    descales: tuple[Any, Any],
+) -> None:  # fmt: skip
     """The same of ``kv_append``, which one kernel does on every device."""
     try:
         text = f"kv_append {_shapes(k_cache=k_cache, v_cache=v_cache, k=k, q=q)} {_where(k)}"
+        if _dtype(k_cache) != _dtype(k):
+            text += f", {_dtype(k_cache)} cache"
         text += ", block_table" * (block_table is not None)
+        rotary_cos, interleaved = rotary
         if rotary_cos is not None:
             pairs = "neighbours" if interleaved else "halves"
             text += f", rotary of {2 * rotary_cos.shape[1]} in {pairs}"
+        for name, x in zip(("k_descale", "v_descale"), descales, strict=True):
+            text += f", {name}" * (x is not None)
     except Exception:  # of what is no array: the call itself says so
         text = "kv_append"
     if _is_new(text):

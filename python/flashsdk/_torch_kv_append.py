@@ -17,7 +17,8 @@ from ._torch_threads import on_torch_threads
 _library.define(
     "kv_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor seqused_k, "
     "Tensor? block_table, Tensor? q, Tensor? rotary_cos, Tensor? rotary_sin, "
-    "bool rotary_interleaved, bool q_advances) -> Tensor"
+    "bool rotary_interleaved, bool q_advances, Tensor? k_descale=None, Tensor? v_descale=None) "
+    "-> Tensor"
 )
 
 
@@ -26,6 +27,7 @@ def _append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor,
     block_table: Tensor | None, q: Tensor | None, rotary_cos: Tensor | None,
     rotary_sin: Tensor | None, rotary_interleaved: bool, q_advances: bool,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """An operator returns a tensor: without q one of no size."""
     turned: Tensor | None = _kv_append.kv_append(
@@ -36,6 +38,8 @@ def _append(
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
         q_advances=q_advances,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     return k.new_empty(0) if turned is None else turned
 
@@ -63,6 +67,8 @@ def kv_append(
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
     q_advances: bool = True,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | None:
     """``flashsdk.kv_append`` on PyTorch's threads, seen by torch.compile: new keys into a cache.
 
@@ -76,13 +82,14 @@ def kv_append(
     needed = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "seqused_k": seqused_k}
     rotary = {"q": q, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     given: dict[str, Any] = {**needed, "block_table": block_table, **rotary}
-    for name, x in given.items():
+    descales = {"k_descale": k_descale, "v_descale": v_descale}
+    for name, x in (given | descales).items():
         if x is not None or name in needed:
             _check(name, x)
     how = (flag("rotary_interleaved", rotary_interleaved), flag("q_advances", q_advances))
-    tensors = tuple(given.values())
-    run: Any = _append if unwatched(tensors) else torch.ops.flashsdk.kv_append.default
-    turned = run(*tensors, *how)
+    tensors, scales = tuple(given.values()), tuple(descales.values())
+    run: Any = _append if unwatched(tensors + scales) else torch.ops.flashsdk.kv_append.default
+    turned = run(*tensors, *how, *scales)
     return None if q is None else turned
 
 

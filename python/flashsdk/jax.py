@@ -261,6 +261,8 @@ def kv_append(
     rotary_sin: Any = None,
     rotary_interleaved: bool = False,
     q_advances: bool = True,
+    k_descale: Any = None,
+    v_descale: Any = None,
 ) -> tuple[Array, ...]:
     """New keys and values behind the used ones of a cache: (k_cache, v_cache), and q with q.
 
@@ -272,7 +274,8 @@ def kv_append(
         (batch, seqlen_k, num_heads_kv, head_dim) and (..., head_dim_v), or with block_table pages,
         (num_pages, page_size, num_heads_kv, ...).
     k, v
-        (batch, seqlen_new, num_heads_kv, head_dim) and (..., head_dim_v), of the cache's dtype.
+        (batch, seqlen_new, num_heads_kv, head_dim) and (..., head_dim_v), of the cache's dtype, or
+        bfloat16 or float16 for a cache in float8_e4m3fn.
     seqused_k
         int32 (batch,): new key j of sequence b becomes key seqused_k[b] + j. ``attention`` is then
         given seqused_k + seqlen_new.
@@ -287,6 +290,9 @@ def kv_append(
     rotary_interleaved
         Pairs are neighbours, (0, 1), (2, 3), ... (GPT-J); False: (0, rotary_dim / 2), ...
         (GPT-NeoX, Llama). It and q_advances are Python's.
+    k_descale, v_descale
+        float32 (batch | 1, num_heads_kv | 1), as in ``attention``: a cache in float8_e4m3fn gets
+        k, once rotated, and v divided by them in float32, rounded once; ±448 is for all beyond.
 
     There is no gradient. Shapes and dtypes are checked while it is traced, on a CPU lengths, pages
     and positions when it runs. A cache of pages is sharded by heads alone.
@@ -294,11 +300,13 @@ def kv_append(
     arrays = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "seqused_k": seqused_k}
     arrays = {name: _array(name, x) for name, x in arrays.items()}
     rest = {"block_table": block_table, "q": q, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    rest |= {"k_descale": k_descale, "v_descale": v_descale}
     arrays |= {name: _array(name, x) for name, x in rest.items() if x is not None}
     interleaved = truth("rotary_interleaved", rotary_interleaved)
     advances = truth("q_advances", q_advances)
     _check_append(arrays, interleaved, advances)
     bits = {"block_table": xla.TABLE, "q": xla.QUERIES, "rotary_cos": xla.ROTARY}
+    bits |= {"k_descale": xla.K_DESCALE, "v_descale": xla.V_DESCALE}
     given = sum(bit for name, bit in bits.items() if name in arrays)
     call = xla.Call(given, rotary_interleaved=interleaved, q_advances=advances)
 
@@ -576,7 +584,7 @@ def _check_append(arrays: dict[str, Any], interleaved: bool, advances: bool) -> 
             like[name] = np.empty(arrays[of].shape, arrays[of].dtype)
     names = (
         "k_cache", "v_cache", "k", "v", "seqused_k", "block_table", "q", "q_out", "rotary_cos",
-        "rotary_sin",
+        "rotary_sin", "k_descale", "v_descale",
     )  # fmt: skip
     try:
         _bindings.append(tuple(like.get(name) for name in names), interleaved, advances)

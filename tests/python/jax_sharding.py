@@ -326,12 +326,17 @@ def keys_of_8_bits_on_more_devices_than_key_heads() -> None:
 def appended(
     arrays: list[jax.Array], specs: tuple[P, ...], table: Any = None, moves: str = ""
 ) -> None:
-    """What one device would write, where it is, and nothing else moves."""
+    """What one device would write, where it is, and nothing else moves.
 
-    def append(k_cache: Any, v_cache: Any, k: Any, v: Any, used: Any, q: Any) -> Any:
+    The last of the arrays, those behind q, are descales.
+    """
+
+    def append(k_cache: Any, v_cache: Any, k: Any, v: Any, used: Any, q: Any, *scales: Any) -> Any:
+        scaled = dict(zip(("k_descale", "v_descale"), scales, strict=False))
         return kv_append(
-            k_cache, v_cache, k, v, used, block_table=table, q=q, rotary_cos=COS, rotary_sin=SIN
-        )
+            k_cache, v_cache, k, v, used, block_table=table, q=q, rotary_cos=COS, rotary_sin=SIN,
+            **scaled,
+        )  # fmt: skip
 
     want = append(*arrays)
     over = [jax.device_put(x, NamedSharding(TWO, s)) for x, s in zip(arrays, specs, strict=True)]
@@ -353,6 +358,15 @@ def append_to_a_sharded_cache() -> None:
     spec = P("x", None, "y")
     specs = (spec,) * 4 + (P("x"), spec)
     appended([k, v, -k[:, rows], -v[:, rows], used, q[:, rows]], specs)
+
+
+@check
+def append_8_bits_to_a_sharded_cache() -> None:
+    q, *caches, k_descale, v_descale = of_8_bits()
+    k, v = (-x[:, :5].astype(q.dtype) for x in qkvd()[1:3])
+    arrays = [*caches, k, v, jnp.array([0, 43, 20, 1], jnp.int32), q[:, :5], k_descale, v_descale]
+    spec = P("x", None, "y")
+    appended(arrays, ((spec,) * 4) + (P("x"), spec, P("x", "y"), P(None, "y")))
 
 
 @check

@@ -413,10 +413,3 @@ def test_there_is_no_backward():
         assert str(caught.value) == f"{name}: {line}"
         with pytest.raises(fs.Unsupported, match=rf"^{name}: {line}$"):
             fs.explain(q, keys, values, op="bwd")
-
-
-def test_nothing_is_appended():
-    q, k, v = (given()[name] for name in "qkv")
-    new = np.zeros((2, 1, 2, 32), q.dtype)
-    with pytest.raises(fs.InvalidArgument, match=r"^k_cache: dtype float8_e4m3fn; bfloat16, the "):
-        fs.kv_append(k, v, new, new, np.zeros(2, np.int32))

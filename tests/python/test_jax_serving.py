@@ -283,6 +283,67 @@ def test_append_is_the_core(options, dtype):
     same(got, (k_cache, v_cache, turned))
 
 
+EIGHT = jnp.float8_e4m3fn
+
+
+def cache_of_8_bits(dtype="bfloat16"):
+    """As appending(), the caches in 8 bits, and what they are divided by."""
+    k_cache, v_cache, *rest = appending(dtype)
+    factors = np.random.default_rng(1).uniform(0.01, 0.3, (3, 2)).astype(np.float32)
+    scaled = {"k_descale": factors, "v_descale": factors[:1]}
+    return *(x.astype(EIGHT) for x in (k_cache, v_cache)), *rest, scaled
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("given", ["both", "k_descale", "v_descale", ""])
+def test_append_of_8_bits_is_the_core(given, dtype):
+    k_cache, v_cache, k, v, q, cos, sin, scaled = cache_of_8_bits(dtype)
+    scaled = {name: x for name, x in scaled.items() if given in ("both", name)}
+    got = jax.jit(kv_append)(
+        k_cache, v_cache, k, v, USED, q=q, rotary_cos=cos, rotary_sin=sin, **scaled
+    )
+    before = k_cache.copy()
+    turned = fs.kv_append(
+        k_cache, v_cache, k, v, USED, q=q, rotary_cos=cos, rotary_sin=sin, **scaled
+    )
+    assert [x.dtype for x in got] == [EIGHT, EIGHT, k.dtype]
+    same(got, (k_cache, v_cache, turned))
+    assert not np.array_equal(before.view(np.uint8), k_cache.view(np.uint8))
+
+
+def test_pages_of_8_bits_are_donated():
+    _, _, k, v, *_, scaled = cache_of_8_bits()
+    table = np.random.default_rng(0).permutation(9).astype(np.int32).reshape(3, 3)
+    pages = [np.zeros((9, 8, *x.shape[2:]), EIGHT) for x in (k, v)]
+    over = [jnp.array(x) for x in pages]
+    places = [x.unsafe_buffer_pointer() for x in over]
+    append = functools.partial(kv_append, block_table=table, **scaled)
+    got = jax.jit(append, donate_argnums=(0, 1))(*over, k, v, USED)
+    fs.kv_append(*pages, k, v, USED, block_table=table, **scaled)
+    same(got, pages)
+    assert [x.unsafe_buffer_pointer() for x in got] == places
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (None, 0, None), (0, None, 0)], ids=str)
+def test_vmap_of_8_bits(axes):
+    k_cache, v_cache, k, v, *_, scaled = cache_of_8_bits()
+
+    def append(k_cache, k, k_descale):
+        more = {"k_descale": k_descale, "v_descale": scaled["v_descale"]}
+        return kv_append(k_cache, v_cache, k, v, USED, **more)
+
+    given = [
+        x if axis is None else np.stack([x, y])
+        for x, y, axis in zip(
+            (k_cache, k, scaled["k_descale"]), (-k_cache, -k, 2 * scaled["k_descale"]), axes
+        )
+    ]
+    got = jax.vmap(append, axes)(*given)
+    for n in range(2):
+        want = append(*(x if axis is None else x[n] for x, axis in zip(given, axes)))
+        same([x[n] for x in got], want)
+
+
 def test_append_to_pages():
     _, _, k, v, *_ = appending()
     table = np.random.default_rng(0).permutation(9).astype(np.int32).reshape(3, 3)
@@ -435,6 +496,10 @@ APPENDED = {
     "rotary_sin: not given; a tensor": {"rotary_cos": np.zeros((30, 4), np.float32)},
     "rotary_cos: not given; a tensor": {"rotary_sin": np.zeros((30, 4), np.float32)},
     "rotary_interleaved: 2; ": {"rotary_interleaved": 2},
+    "k_descale: given; none, as k_cache is float32": {"k_descale": np.ones((1, 1), np.float32)},
+    "k_cache: dtype float8_e4m3fn; float32, the dtype of k; in": {
+        "k_cache": np.zeros((3, 24, 2, 20), EIGHT), "v_cache": np.zeros((3, 24, 2, 12), EIGHT)
+    },
 }  # fmt: skip
 
 

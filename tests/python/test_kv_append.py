@@ -125,6 +125,14 @@ ERRORS = {
         {"rotary_cos": np.zeros((30, 4), np.float32)},
         "rotary_sin: not given; a tensor",
     ),
+    "no descale": (
+        {"k_descale": np.ones((1, 1), np.float32)},
+        "k_descale: given; none, as k_cache is float32 and no float8_e4m3fn",
+    ),
+    "nor of values": (
+        {"v_descale": np.ones((1, 1), np.float32)},
+        "v_descale: given; none, as k_cache is float32 and no float8_e4m3fn",
+    ),
     "dtype": (
         {"v": np.zeros((3, 5, 2, 12), np.float16)},
         "v: dtype float16; float32, the dtype of k",

@@ -162,6 +162,24 @@ except fs.Error:
 """
 
 
+APPEND_8 = """
+import ml_dtypes, numpy as np, flashsdk as fs
+cache = np.zeros((2, 30, 2, 16), ml_dtypes.float8_e4m3fn)
+new, used = np.zeros((2, 3, 2, 16), np.float16), np.zeros(2, np.int32)
+for k_descale in (None, np.ones((1, 1), np.float32)):
+    fs.kv_append(cache, cache.copy(), new, new, used, k_descale=k_descale)
+"""
+
+
+def test_kv_append_of_8_bits():
+    pytest.importorskip("ml_dtypes")
+    call = "flashsdk: kv_append k_cache (2,30,2,16) v_cache (2,30,2,16) k (2,3,2,16) float16 on cpu"
+    assert lines(APPEND_8, FLASHSDK_LOG="1") == [
+        f"{call}, float8_e4m3fn cache",
+        f"{call}, float8_e4m3fn cache, k_descale",
+    ]
+
+
 def test_kv_append():
     shapes = "k_cache (2,30,2,16) v_cache (2,30,2,16) k (2,3,2,16)"
     assert lines(APPEND, FLASHSDK_LOG="1") == [

@@ -98,15 +98,48 @@ def test_flash_attn_with_kvcache(torch_way):
             q, k, v, cache_seqlens=used, causal=True, return_softmax_lse=True, **descales
         )
         same(got, want)
-    new = torch.zeros(2, 1, 2, 32, dtype=q.dtype)
-    with pytest.raises(fs.Unsupported, match=r"^k: given; None, as nothing is appended to a cache"):
-        adapter.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=used)
     with pytest.raises(
         fs.InvalidArgument, match=r"^k_cache: dtype float8_e4m3fn; float32, the dty"
     ):
         adapter.flash_attn_with_kvcache(q.float(), k, v, cache_seqlens=used)
     with pytest.raises(fs.InvalidArgument, match=r"^k_descale: shape \(2,\); \(1 or batch 2, "):
         adapter.flash_attn_with_kvcache(q, k, v, k_descale=scaled["k_descale"][0])
+
+
+@pytest.mark.parametrize("rows", [None, [1, 0]], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attn_with_kvcache_appends(torch_way, causal, rows):
+    """As kv_append and attention do, one after the other."""
+    q, k_cache, v_cache, scaled = of_8_bits(seqlen_q=3)
+    new = [torch.randn(2, 3, 2, 32).to(q.dtype) for _ in "kv"]
+    angles = torch.arange(70)[:, None] / 2.0 ** torch.arange(5)
+    rotary = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": True}
+    used = lengths(60, 20)
+    index = None if rows is None else torch.tensor(rows, dtype=torch.int32)
+    table = None if index is None else index[:, None]
+    want_k, want_v = k_cache.clone(), v_cache.clone()
+    for descales in (scaled, {}):
+        turned = adapter.kv_append(
+            *(want_k, want_v, *new, used), block_table=table, q=q, q_advances=causal, **rotary,
+            **descales,
+        )  # fmt: skip
+        mask = fs.Causal() if causal else None
+        want = adapter.attention(
+            *(turned, want_k, want_v), seqused_k=used + 3, block_table=table, mask=mask, **descales
+        )
+        got = adapter.flash_attn_with_kvcache(
+            *(q, k_cache, v_cache, *new), cache_seqlens=used, cache_batch_idx=index, causal=causal,
+            **rotary, **descales,
+        )  # fmt: skip
+        same([got], [want])
+        for ours, theirs in ((k_cache, want_k), (v_cache, want_v)):
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    before = k_cache.view(torch.uint8).clone()
+    with pytest.raises(fs.InvalidArgument, match=r"^k_descale: shape \(3, 1\); \(1 or batch 2, "):
+        adapter.flash_attn_with_kvcache(
+            *(q, k_cache, v_cache, *new), cache_seqlens=used, k_descale=torch.ones(3, 1)
+        )
+    assert torch.equal(k_cache.view(torch.uint8), before)
 
 
 def test_autocast_leaves_them_alone(torch_way):
@@ -195,7 +228,10 @@ def test_descales_are_of_8_bits_alone(torch_way):
 
 
 def test_a_quantised_cache(place):
-    """As docs/serving.md does it: errors are those of e4m3, of three bits behind the point."""
+    """As docs/serving.md does it: errors are those of e4m3, of three bits behind the point.
+
+    And the bytes are those of PyTorch's own cast.
+    """
     q, k, v = (
         place.put(x) for x in qkv(seqlen_q=4, seqlen_k=300, heads_kv=2, dtype=torch.bfloat16)
     )
@@ -203,6 +239,10 @@ def test_a_quantised_cache(place):
     for name, x in (("k_descale", k), ("v_descale", v)):
         scaled[name] = x.abs().amax((1, 3)).float() / torch.finfo(FP8).max
         narrow.append(place.put((x / scaled[name][:, None, :, None]).to(FP8)))
+    written = [place.put(torch.zeros(x.shape).to(FP8)) for x in narrow]
+    adapter.kv_append(*written, k, v, place.put(lengths(0, 0)), **scaled)
+    for ours, theirs in zip(written, narrow, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
     want = adapter.attention(q, k, v)
     got = adapter.attention(q, *narrow, **scaled)
     if place.backend != "sm90":  # which leaves them to sm80

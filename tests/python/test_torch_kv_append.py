@@ -4,11 +4,20 @@ import flashsdk as fs
 import pytest
 from cases import assert_same_bits
 from flashsdk import _bindings
+from flashsdk._testing import verify
 
 torch = pytest.importorskip("torch")
 
 from flashsdk.torch import kv_append  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+
+FP8 = torch.float8_e4m3fn
+try:
+    torch.zeros(1).to(FP8).__dlpack__()
+    LENDS_FP8 = True
+except (RuntimeError, BufferError):
+    LENDS_FP8 = False
+of_8_bits = pytest.mark.skipif(not LENDS_FP8, reason="this PyTorch's DLPack lends none")
 
 BATCH, ROOM, HEADS, HEADS_KV, DIM, ADDED = 3, 40, 4, 2, 32, 4
 USED = torch.tensor([7, 0, 30], dtype=torch.int32)
@@ -54,6 +63,85 @@ def test_the_bytes_are_those_of_numpy(options):
         assert_same_bits([turned.numpy()], [want])
     else:
         assert turned is None is want
+
+
+SCALED = {"k_descale": torch.rand(BATCH, HEADS_KV) + 0.01, "v_descale": torch.rand(BATCH, 1) + 0.01}
+
+
+def of_cache(dtype=torch.bfloat16, pages=False):
+    """A cache of 8 bits, and q, k and v of 16."""
+    return [x.to(FP8) for x in caches(pages)], [x.to(dtype) for x in new()]
+
+
+def codes(*tensors):
+    return [x.view(torch.uint8).numpy() for x in tensors]
+
+
+@of_8_bits
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("scaled", [SCALED, {}], ids=["descales", "none"])
+def test_8_bits_are_those_of_numpy(scaled, pages, dtype):
+    pytest.importorskip("ml_dtypes")
+    ours, (q, k, v) = of_cache(dtype, pages)
+    theirs = [verify.from_torch(x.clone()) for x in ours]
+    again = [x.clone() for x in ours]
+    options = {"q": q, **ROTARY, **scaled, **({"block_table": TABLE} if pages else {})}
+    plain = {n: verify.from_torch(x) for n, x in options.items()}
+    turned = kv_append(*ours, k, v, USED, **options)
+    want = fs.kv_append(*theirs, *map(verify.from_torch, (k, v, USED)), **plain)
+    assert_same_bits(codes(*ours, turned), [x.view("uint8") for x in (*theirs, want)])
+    with torch.inference_mode():
+        in_place = fs.kv_append(*again, k, v, USED, **options)
+    assert_same_bits(codes(*again, in_place), codes(*ours, turned))
+
+
+@of_8_bits
+def test_compile_with_8_bits():
+    """One graph for every step, whose descales are tensors, too."""
+
+    def step(k_cache, v_cache, k, v, used, k_descale, v_descale):
+        scaled = {"k_descale": k_descale, "v_descale": v_descale}
+        return kv_append(k_cache, v_cache, k, v, used, q=k, **ROTARY, **scaled)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    ours, _ = of_cache()
+    theirs = [x.clone() for x in ours]
+    before = codes(*(x.clone() for x in ours))
+    for used, factor in ((USED, 1), (USED + ADDED, 3)):
+        _, (_, k, v) = of_cache()
+        scaled = [x * factor for x in SCALED.values()]
+        got = compiled(*ours, k, v, used, *scaled)
+        assert got.dtype is k.dtype
+        assert torch.equal(got, step(*theirs, k, v, used, *scaled))
+        assert_same_bits(codes(*ours), codes(*theirs))
+    assert counter.frame_count == 1
+    assert all((x != y).any() for x, y in zip(codes(*ours), before, strict=True))
+
+
+@of_8_bits
+def test_opcheck_with_8_bits():
+    ours, (q, k, v) = of_cache()
+    given = (*ours, k, v, USED, None, q, *ROTARY.values(), False, True, *SCALED.values())
+    torch.library.opcheck(
+        torch.ops.flashsdk.kv_append.default,
+        given,
+        test_utils="test_faketensor",  # the others compute with 8 bits, which PyTorch does not
+    )
+
+
+@of_8_bits
+def test_a_watched_call_is_the_operator():
+    ours, (_, k, v) = of_cache()
+    again = [x.clone() for x in ours]
+    with torch.profiler.profile() as profile:
+        kv_append(*ours, k, v, USED, **SCALED)
+    assert any(event.name == "flashsdk::kv_append" for event in profile.events())
+    kv_append(*again, k, v, USED, **SCALED)
+    assert_same_bits(codes(*ours), codes(*again))
+    with pytest.raises(fs.Unsupported, match=r"^k_descale: a tensor that requires a gradient; one"):
+        kv_append(*ours, k, v, USED, k_descale=SCALED["k_descale"].clone().requires_grad_())
 
 
 def test_runs_on_the_threads_of_pytorch(monkeypatch):
@@ -111,6 +199,11 @@ ERRORS = {
     "missing": ({"k": None}, "k: None; a tensor"),
     "no tensor": ({"seqused_k": [7, 0, 30]}, "seqused_k: [7, 0, 30]; a tensor"),
     "flag": ({"q_advances": 1}, "q_advances: 1; True or False"),
+    "no descale": ({"v_descale": 0.5}, "v_descale: 0.5; a tensor"),
+    "descale of 32 bits": (
+        {"v_descale": SCALED["v_descale"]},
+        "v_descale: given; none, as k_cache is float32 and no float8_e4m3fn",
+    ),
     "no room": ({"seqused_k": USED + 7}, "seqused_k: 37 of sequence 2; 0 to 36, as the "),
 }
 

@@ -36,7 +36,7 @@ def calls(q: Tensor, offsets: Tensor, wanted: bool) -> None:
     assert_type(varlen_attention(q, q, q, *lengths, softcap=2.0, sink=q), Tensor)
     assert_type(varlen_attention(q, q, q, *lengths, v_descale=q), Tensor)
     assert_type(varlen_attention(q, q, q, *lengths, return_lse=True), tuple[Tensor, Tensor])
-    assert_type(kv_append(q, q, q, q, offsets, q=q), Tensor | None)
+    assert_type(kv_append(q, q, q, q, offsets, q=q, k_descale=q, v_descale=None), Tensor | None)
     assert_type(context_parallel(q, q, q, mask=fs.Causal(), deterministic=True), Tensor)
     assert_type(context_parallel(q, q, q, return_lse=True), tuple[Tensor, Tensor])
     assert_type(shard_sequence(positions(8)), Tensor)

@@ -143,17 +143,23 @@ FLASHSDK_API void mha_varlen_bwd(const BackwardArgs& args, const LaunchOptions& 
 
 // What is written behind the used keys of a cache, and rotated on the way. All tensors are on one device.
 struct KvAppendArgs {
-  TensorView k_cache, v_cache;  // written: (batch, seqlen_k, num_heads_kv, head_dim or head_dim_v), or pages
-  TensorView k, v;              // (batch, seqlen_new, num_heads_kv, head_dim or head_dim_v)
-  TensorView seqused_k;         // int32 (batch): new key j of sequence b becomes key seqused_k[b] + j
-  TensorView block_table;       // of pages, as in AttentionArgs
-  TensorView q, q_out;          // optional: (batch, seqlen_q, num_heads, head_dim), and where it goes rotated
+  // Written: (batch, seqlen_k, num_heads_kv, head_dim or head_dim_v), or pages. Of the dtype of k, or beside one of 16
+  // bits float8_e4m3fn.
+  TensorView k_cache, v_cache;
+  TensorView k, v;         // (batch, seqlen_new, num_heads_kv, head_dim or head_dim_v)
+  TensorView seqused_k;    // int32 (batch): new key j of sequence b becomes key seqused_k[b] + j
+  TensorView block_table;  // of pages, as in AttentionArgs
+  TensorView q, q_out;     // optional: (batch, seqlen_q, num_heads, head_dim), and where it goes rotated
 
   // (positions, rotary_dim / 2), float32 or of the dtype of k: of the first rotary_dim elements pair n is turned by the
   // angle of its position. Pairs are (n, n + rotary_dim / 2), or neighbours (2n, 2n + 1). None of both: no rotation.
   TensorView rotary_cos, rotary_sin;
   bool rotary_interleaved = false;
   bool q_advances = true;  // query i stands at seqused_k[b] + i; else all stand at seqused_k[b]
+
+  // Of caches in float8_e4m3fn, which get rotated k / k_descale and v / v_descale, rounded once, and ±448 for what is
+  // beyond: float32 (batch, num_heads_kv), each of them or 1; not given: 1.
+  TensorView k_descale, v_descale;
 };
 
 // Appends k and v, on a GPU on options.stream; no workspace. seqused_k stays as it is: the caller adds seqlen_new.

@@ -21,12 +21,14 @@ struct RotaryParam {
 };
 
 struct AppendParams {
-  DType dtype = DType::kFloat32;
+  DType dtype = DType::kFloat32;        // of k, v, q and q_out
+  DType dtype_cache = DType::kFloat32;  // dtype, or kFloat8E4M3
   Device device;
   int batch = 0, added = 0;  // sequences, and new keys of each
   int queries = 0;           // of each that are rotated
   int num_heads = 0, num_heads_kv = 0, head_dim = 0, head_dim_v = 0;
   TensorParam k, v, k_cache, v_cache, q, q_out;
+  DescaleParam k_descale, v_descale;   // what a cache of 8 bits is divided by
   const std::int32_t* used = nullptr;  // (batch), before
   PageParam pages;
   RotaryParam rotary;

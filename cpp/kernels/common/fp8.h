@@ -1,0 +1,31 @@
+// From float32 to float8_e4m3fn in plain arithmetic, of which every CPU and GPU makes the same bits.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/host_device.h"
+
+namespace flashsdk {
+
+// The code of the nearest number, of two the even one. Beyond 448, the largest, it is 448, and NaN is 0x7f, as
+// processors differ in the sign that they give it.
+FLASHSDK_HD std::uint8_t fp8_from_float(float x) {
+  constexpr std::uint32_t kInfinity = 0x7f800000u, kLargest = 0x43e00000u, kSmallestNormal = 0x3c800000u;
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const std::uint32_t sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
+  const std::uint32_t finite = magnitude < kLargest ? magnitude : kLargest;
+  // Exponents are 120 apart, and mantissas 20 bits.
+  const std::uint32_t normal = (finite - (120u << 23) + 0x7ffffu + (finite >> 20 & 1u)) >> 20;
+  // Subnormals count units of 2^-9, the last place of 2^14: a sum with it rounds to them.
+  float value;
+  std::memcpy(&value, &finite, sizeof value);
+  value += 0x1p14f;
+  std::uint32_t sum;
+  std::memcpy(&sum, &value, sizeof sum);
+  const std::uint32_t code = finite < kSmallestNormal ? sum - 0x46800000u : normal;
+  return static_cast<std::uint8_t>(magnitude > kInfinity ? 0x7fu : sign | code);
+}
+
+}  // namespace flashsdk
