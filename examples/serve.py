@@ -99,6 +99,42 @@ def attend(
 # ---- the model
 
 
+@torch.no_grad()
+def layers_of(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """A key and a value of each layer, (1, num_heads_kv, 1, head_dim), by a run of one token.
+
+    A ValueError where ``attend`` would not see all of a layer's attention: the tokens would be
+    others than the model's, and nothing would say so.
+    """
+    seen: list[tuple[int | None, Tensor, Tensor, int | None]] = []
+
+    def look(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+        attention_mask: Tensor | None, *, step: object = None, sliding_window: int | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        if step is seen and attention_mask is None:  # else attend would lack one, or miss the other
+            seen.append((getattr(module, "layer_idx", None), key, value, sliding_window))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface().register(NAME, look)
+    model.set_attn_implementation(NAME)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    model(input_ids=token, position_ids=token, use_cache=False, step=seen)
+
+    config, name = model.config.get_text_config(), type(model).__name__
+    count = config.num_hidden_layers
+    one = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [one] * count
+    if others := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"{name}: {min(others)}; full_attention and sliding_attention")
+    if [layer for layer, *_ in seen] != list(range(count)):
+        raise ValueError(f"{name}: attention of its own; one call of AttentionInterface a layer")
+    if any(kinds[n] == "sliding_attention" and x[3] is None for n, x in enumerate(seen)):
+        raise ValueError(f"{name}: a window that only its mask has; sliding_window for attend")
+    return [(key, value) for _, key, value, _ in seen]
+
+
 class PagedModel:
     """A model whose keys and values lie in pages."""
 
@@ -112,20 +148,17 @@ class PagedModel:
         max_batch: int,
         rows: int = 0,  # to which all steps are filled up, for bits that depend on nothing else
     ):
-        AttentionInterface().register(NAME, attend)
-        model.set_attn_implementation(NAME)
         self.model, self.device = model, model.device
         self.pages, self.page_size, self.max_pages = pages, page_size, max_pages
         self.rows, self.num_splits = rows, 1 if rows else None
-        config = model.config.get_text_config()
-        heads_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        new = {"size": (pages, page_size, heads_kv, head_dim), "dtype": model.dtype}
         self.cache = [
-            (torch.empty(**new, device=self.device), torch.empty(**new, device=self.device))
-            for _ in range(config.num_hidden_layers)
+            (
+                key.new_empty(pages, page_size, key.shape[1], key.shape[3]),
+                value.new_empty(pages, page_size, value.shape[1], value.shape[3]),
+            )
+            for key, value in layers_of(model)
         ]
+        AttentionInterface().register(NAME, attend)
         sizes = {min(2**n, max_batch) for n in range(max_batch.bit_length() + 1)}
         self.decoders = [Decoder(self, size) for size in sorted(sizes)]
 
@@ -467,6 +500,12 @@ def check(done: list[Sequence], server: Server) -> int:
     return wrong
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}; 1 or more")
+    return int(text)
+
+
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -474,14 +513,14 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--prompts", type=Path, help="a file, a prompt a line; else random tokens")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="float32, on a GPU bfloat16")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
-    add("--requests", type=int, default=24, help="how many, of random ones (%(default)s)")
+    add("--requests", type=positive, default=24, help="how many, of random ones (%(default)s)")
     add("--rate", type=float, default=10.0, help="of these, a second (%(default)s)")
-    add("--max-new-tokens", type=int, default=64, help="of a prompt of a file (%(default)s)")
-    add("--max-batch", type=int, default=16, help="sequences of a step (%(default)s)")
-    add("--max-tokens", type=int, default=64, help="tokens of a step (%(default)s)")
-    add("--chunk", type=int, default=32, help="tokens of a prompt in a step (%(default)s)")
-    add("--page-size", type=int, default=16, help="keys of a page (%(default)s)")
-    add("--pages", type=int, help="of the cache; else as many as a full batch may need")
+    add("--max-new-tokens", type=positive, default=64, help="of a prompt of a file (%(default)s)")
+    add("--max-batch", type=positive, default=16, help="sequences of a step (%(default)s)")
+    add("--max-tokens", type=positive, default=64, help="tokens of a step (%(default)s)")
+    add("--chunk", type=positive, default=32, help="tokens of a prompt in a step (%(default)s)")
+    add("--page-size", type=positive, default=16, help="keys of a page (%(default)s)")
+    add("--pages", type=positive, help="of the cache; else as many as a full batch may need")
     add("--no-sharing", action="store_true", help="compute equal beginnings each time")
     add("--check", action="store_true", help="compare with each request alone; slower steps")
     args = parser.parse_args(arguments)
@@ -489,8 +528,12 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--max-tokens is less than --max-batch and --chunk together")
     if args.chunk % args.page_size:
         parser.error("--chunk is no multiple of --page-size")
+    if args.rate <= 0:
+        parser.error("--rate is not above 0")
     if args.prompts and not args.model:
         parser.error("--prompts needs --model, whose words they are")
+    if args.prompts and not args.prompts.is_file():
+        parser.error(f"--prompts: {args.prompts} is no file")
     return args
 
 
@@ -520,14 +563,17 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"--pages: {pages}; more than {max_pages}, which one request may need")
     ends = model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
-    paged = PagedModel(
-        model,
-        pages=pages,
-        page_size=args.page_size,
-        max_pages=max_pages,
-        max_batch=args.max_batch,
-        rows=args.max_tokens if args.check else 0,
-    )
+    try:
+        paged = PagedModel(
+            model,
+            pages=pages,
+            page_size=args.page_size,
+            max_pages=max_pages,
+            max_batch=args.max_batch,
+            rows=args.max_tokens if args.check else 0,
+        )
+    except ValueError as e:
+        sys.exit(f"--model: {e}")
     server = Server(paged, args.max_batch, args.max_tokens, args.chunk, not args.no_sharing, ends)
 
     started = time.perf_counter()

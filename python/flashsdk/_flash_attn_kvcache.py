@@ -14,7 +14,7 @@ from ._contents import can_check, first_of, raise_first
 from ._errors import Error, InvalidArgument, Unsupported, integer, renamed
 from ._flash_attn_func import mask_of
 from ._torch_checks import number, overridable, shape_of, switch, tensor
-from ._torch_eager import native, unwatched
+from ._torch_eager import last_contiguous, native, unwatched
 from ._torch_kv_append import kv_append
 from ._torch_more import more_of
 from ._torch_ops import attend
@@ -89,6 +89,12 @@ def flash_attn_with_kvcache(
     is an Error unless torch.no_grad().
     """
     _check_cache_call(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
+    # Copied as there, where their last dimension is not contiguous; the caches never are.
+    q = last_contiguous(q)
+    if k is not None and v is not None:
+        k, v = last_contiguous(k), last_contiguous(v)
+    if block_table is not None and tensor("block_table", block_table).dim() == 2:
+        block_table = last_contiguous(block_table)
     if block_table is not None:
         for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
             if x is not None:

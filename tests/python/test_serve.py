@@ -84,6 +84,57 @@ def test_the_tokens_are_those_of_generate(name, example):
         assert x.tokens == alone[0].tolist()
 
 
+def sizes_of(family):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "intermediate_size": 64, "pad_token_id": 0}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    routed = {"num_experts": 2, "num_experts_per_tok": 1}
+    experts = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1}
+    return sizes | {
+        "deepseek_v3": {**latent, **experts, "v_head_dim": 12, "moe_intermediate_size": 32},
+        "diffllama": {"num_key_value_heads": 2},
+        "doge": {"num_key_value_heads": 2},
+        "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+        "llama4_text": {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32},
+        "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 2} | routed,
+    }[family]  # fmt: skip
+
+
+def model_like(family):
+    """As small ones of transformers as these families have."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **sizes_of(family), eos_token_id=None)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_keys_and_values_of_unequal_head_dims(example):
+    model = model_like("deepseek_v3")
+    prompt = torch.randint(3, VOCABULARY, (1, 11))
+    alone = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    paged = example.PagedModel(model, pages=10, page_size=4, max_pages=9, max_batch=1)
+    assert [(k.shape[3], v.shape[3]) for k, v in paged.cache] == [(16, 12)] * 2
+    server = example.Server(paged, max_batch=1, max_tokens=16, chunk=8, share=True)
+    (done,) = example.serve(server, [example.Request(prompt[0].tolist(), 12)], show=False)
+    assert done.tokens == alone[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "family, line",
+    [
+        ("gpt_neo", "GPTNeoForCausalLM: attention of its own; one call of AttentionInterface"),
+        ("diffllama", "DiffLlamaForCausalLM: attention of its own; one call"),  # it makes two
+        ("doge", "DogeForCausalLM: attention of its own"),  # it makes a mask in each layer
+        ("llama4_text", "Llama4ForCausalLM: chunked_attention; full_attention and sliding_attenti"),
+        ("qwen2_moe", "Qwen2MoeForCausalLM: a window that only its mask has; sliding_window for"),
+    ],
+)
+def test_a_model_that_would_be_served_wrongly(family, line, example, capsys, tmp_path):
+    model_like(family).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit) as info:
+        example.main([*SMALL, "--model", str(tmp_path)])
+    assert str(info.value.code).startswith(f"--model: {line}")
+
+
 def test_prompts_of_a_file(example, capsys, folder):
     words = {f"w{n}": n for n in range(VOCABULARY)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
@@ -108,7 +159,11 @@ def test_prompts_of_a_file(example, capsys, folder):
         (["--max-tokens", "40"], "--max-tokens is less"),
         (["--page-size", "24"], "--chunk is no multiple"),
         (["--prompts", "file"], "--prompts needs --model"),
+        (["--prompts", "file", "--model", "x"], "--prompts: file is no file"),
         (["--pages", "3"], "--pages: 3; more than "),
+        (["--rate", "0"], "--rate is not above 0"),
+        (["--page-size", "0"], "--page-size: 0; 1 or more"),
+        (["--max-new-tokens", "0"], "--max-new-tokens: 0; 1 or more"),
     ],
 )
 def test_options_that_cannot_be(options, line, example, capsys):

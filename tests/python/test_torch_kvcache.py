@@ -210,6 +210,29 @@ def test_pages():
     assert torch.equal(out, flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=USED))
 
 
+def apart(x):
+    """The same with gaps between the elements of the last dimension, which flash-attn copies."""
+    return x.transpose(-2, -1).contiguous().transpose(-2, -1)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_what_is_not_contiguous_is_copied(compiles):
+    step = flash_attn_with_kvcache
+    if compiles:
+        step = torch.compile(step, fullgraph=True, backend="aot_eager")
+    q, k, v = new(2)
+    table = torch.randperm(15).view(3, 5).to(torch.int32)
+    pages = [torch.randn(15, 8, HEADS_KV, DIM) for _ in "kv"]
+    own = [x.clone() for x in pages]
+    given = [apart(x) for x in (q, k, v, table)]
+    assert all(x.stride(-1) > 1 for x in given)
+    out = step(given[0], *pages, *given[1:3], cache_seqlens=USED, block_table=given[3])
+    want = flash_attn_with_kvcache(q, *own, k, v, cache_seqlens=USED, block_table=table)
+    assert torch.equal(out, want)
+    for x, y in zip(pages, own, strict=True):
+        assert torch.equal(x, y)
+
+
 def test_compile():
     def step(q, k_cache, v_cache, k, v, used):
         return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=used, causal=True)
@@ -237,7 +260,12 @@ ERRORS = {
         {"cache_seqlens": 40},
         "cache_seqlens: 40 of sequence 0; 0 to 38, as the",
     ),
-    "new keys": ({"k": torch.zeros(3, 2, DIM, 2).transpose(2, 3)}, "k: strides of elements (128, "),
+    "cache": (
+        {"k_cache": torch.zeros(3, ROOM, DIM, 2).transpose(2, 3)},
+        "k_cache: strides of elements (2560, 64, 1, 2); ",
+    ),
+    "a list of pages": ({"block_table": [[0]]}, "block_table: [[0]]; a tensor"),
+    "parts": ({"num_splits": True}, "num_splits: True; an integer from 1 to 1073741824, or None"),
     "one of two": ({"v": None}, "k: given alone; k and v, or neither"),
     "no keys": ({"k": None, "v": None, "rotary_cos": torch.zeros(40, 4)}, "rotary_cos: given wit"),
     "beyond int32": (
