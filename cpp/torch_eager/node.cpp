@@ -129,7 +129,7 @@ class AttentionBackward final : public Node {
   static at::Tensor where_it_is_read(const at::Tensor& seed, const at::Tensor& q) {
     if (!seed.defined() || seed.device().is_meta())
       raise({"invalid_argument", "seed: another tensor; that of the forward"});
-    return seed.to(seed.numel() == 1 ? at::Device(at::kCPU) : q.device());
+    return seed.to(seed.sym_numel() == 1 ? at::Device(at::kCPU) : q.device());
   }
 
   Problem problem_;          // without its tensors

@@ -42,7 +42,13 @@ _function_modes: Any = getattr(_C, "_len_torch_function_stack", None)
 _interpreter: Any = getattr(_functorch, "peek_interpreter_stack", None)
 _tracing_state: Any = getattr(_C, "_get_tracing_state", None)
 _profiler: Any = getattr(getattr(_C, "_autograd", None), "_profiler_enabled", None)
-_CAN_ASK = None not in (_dispatch_modes, _function_modes, _interpreter, _tracing_state, _profiler)
+_included: Any = getattr(_C, "_dispatch_tls_is_dispatch_key_included", None)
+# Of modes that look on before autograd, which the counts of modes leave out.
+_before_autograd: Any = getattr(getattr(_C, "DispatchKey", None), "PreDispatch", None)
+_CAN_ASK = None not in (
+    *(_dispatch_modes, _function_modes, _interpreter, _tracing_state, _profiler),
+    *(_included, _before_autograd),
+)
 
 
 def is_watched() -> bool:
@@ -58,6 +64,7 @@ def is_watched() -> bool:
         or in_forward_mode()
         or _tracing_state() is not None
         or _profiler()
+        or _included(_before_autograd)
     )
 
 
@@ -144,8 +151,19 @@ def with_forward_mode() -> AbstractContextManager[Any]:
     return nullcontext() if turn is None else turn(True)
 
 
-# A Function that does not ask torch.func's levels to come one by one, as they do so by themselves.
-SingleLevelFunction: Any = getattr(torch.autograd.function, "_SingleLevelFunction", Function)
+_SingleLevel: Any = getattr(torch.autograd.function, "_SingleLevelFunction", Function)
+
+
+class SingleLevelFunction(_SingleLevel):  # type: ignore[misc]
+    """A Function that does not ask torch.func's levels one by one, as they come by themselves."""
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> Any:
+        """Compiled autograd asks each Function for it, and PyTorch's own of one level has none."""
+        key: Any = Function._compiled_autograd_key
+        return key(ctx)
+
+
 _utils = _module("torch._functorch.utils")
 # Around a call of it.
 single_level = getattr(_utils, "enable_single_level_autograd_function", nullcontext)

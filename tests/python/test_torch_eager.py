@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import flashsdk as fs  # noqa: E402
 from flashsdk import _torch_eager, _torch_ops  # noqa: E402
 from flashsdk.torch import attention, varlen_attention  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_cases import block_mask, qkv, with_gradients  # noqa: E402
 
@@ -147,11 +148,21 @@ def test_functional_tensors():
     assert torch.equal(torch._from_functional_tensor(out), want)
 
 
+def test_tracers_that_look_on_before_autograd():
+    """They set their mode aside while a function runs, and a key alone says that they are there."""
+    q, k, v = qkv()
+    graph = make_fx(lambda *x: attention(*x), pre_dispatch=True)(q, k, v)
+    targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert targets[0] == "flashsdk.mha_fwd.default"
+    assert torch.equal(graph(k, v, q), attention(k, v, q))
+
+
 OLD_TORCH = """
 import torch
 del torch.Tensor.__dlpack_c_exchange_api__  # as before it had one
 import flashsdk as fs
 from flashsdk.torch import attention
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode
 
 class Nothing(TorchDispatchMode):

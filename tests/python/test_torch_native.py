@@ -14,7 +14,7 @@ from flashsdk._torch_eager import recorded  # noqa: E402
 from flashsdk.integrations import _sdpa_kernels  # noqa: E402
 from flashsdk.torch import _attention, _sdpa  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch_cases import OFFSETS, SINK, USED, qkv, with_gradients  # noqa: E402
+from torch_cases import OFFSETS, SINK, USED, block_mask, qkv, with_gradients  # noqa: E402
 
 built = _torch_eager.native is not _torch_eager.InPython
 ADAPTERS = (_attention, _sdpa, _flash_attn_func, _flash_attn_kvcache)
@@ -429,9 +429,23 @@ COMPILED = {
 
 @pytest.mark.usefixtures("torch_way")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("call, inputs", COMPILED.values(), ids=COMPILED)
-def test_compiled_autograd(call, inputs):
-    assert_compiled_autograd_agrees(call, inputs)
+def test_compiled_autograd(call, inputs, dynamic):
+    assert_compiled_autograd_agrees(call, inputs, dynamic=dynamic)
+
+
+@pytest.mark.usefixtures("torch_way")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_autograd_of_operators():
+    """Who looks on at the forward makes it an operator with its own node, and so do some calls."""
+
+    def watched(*x):
+        with Watching():
+            return adapter.attention(*x, mask=CAUSAL)
+
+    assert_compiled_autograd_agrees(watched, qkv())
+    assert_compiled_autograd_agrees(with_sink(mask=block_mask(), softmax_scale=0.2), [*qkv(), SINK])
 
 
 @needs_native
@@ -441,13 +455,13 @@ def test_compiled_autograd_with_more_arguments(name):
     assert_compiled_autograd_agrees(*TAKEN[name])
 
 
-def assert_compiled_autograd_agrees(call, inputs):
+def assert_compiled_autograd_agrees(call, inputs, dynamic=None):
     torch._dynamo.reset()
     inputs = with_gradients(inputs)
     outs = call(*inputs)
     loss = (outs if isinstance(outs, torch.Tensor) else outs[0]).square().sum()
     want = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
-    compiler = torch.compile(backend="aot_eager")
+    compiler = torch.compile(backend="aot_eager", dynamic=dynamic)
     with torch._dynamo.compiled_autograd._enable(compiler):
         loss.backward()
     for x, y in zip(inputs, want, strict=True):
