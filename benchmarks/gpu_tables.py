@@ -316,7 +316,7 @@ def many_short_table(rows: list[Record]) -> str:
     text = (
         "bf16, 512 / head_dim heads, no mask. MiB: the peak of a call beyond its inputs and what "
         "it returns, of ours the workspace. FA2 on packed sequences is PyTorch's varlen_attn. A "
-        "call that names no backend gets the faster of the two (log-sm90-backward.md).\n\n"
+        "call that names no backend gets what log-sm90-backward.md says.\n\n"
     )
     return text + markdown_table(header, table, 5)
 

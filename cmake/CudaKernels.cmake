@@ -9,7 +9,7 @@ set(FLASHSDK_CUDA_HEAD_DIMS "" CACHE STRING
   "Head dimensions of the GPU kernels, part of: 32 64 96 128 192 256 576; empty: those of the subset")
 option(FLASHSDK_CUDA_JOIN_DTYPES "GPU kernels of all data types in one file a tile, whose code compresses better" OFF)
 
-# In place of `sources`, files that include those of them that differ in their dtype alone. nvcc compresses the code of
+# In place of `sources`, one file for all that differ in dtype alone, which includes them. nvcc compresses the code of
 # a file as one, and that of two dtypes is much the same: it takes two fifths less. Each kernel's code stays as it is.
 function(flashsdk_join_dtypes sources)
   set(joined "")
@@ -54,6 +54,7 @@ function(flashsdk_add_cuda_kernels)
     list(GET CMAKE_CUDA_ARCHITECTURES 0 one_architecture)
   endif()
   set(shared ${PROJECT_SOURCE_DIR}/cpp/kernels/cuda/cache/kv_append.cu)
+  # No product is fused with a sum, as in kv_append.cpp.
   set_source_files_properties(${shared} PROPERTIES COMPILE_OPTIONS -fmad=false)
   flashsdk_add_cuda_objects(flashsdk_cuda "${SOURCES_sm80};${shared}" ${one_architecture})
   set(objects $<TARGET_OBJECTS:flashsdk_cuda> $<TARGET_OBJECTS:flashsdk_cuda_host>)

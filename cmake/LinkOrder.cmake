@@ -2,7 +2,8 @@
 # code, and a wheel's compression only looks back 32 KiB: it is a quarter smaller for it.
 include(CheckCXXSourceCompiles)
 
-# For GNU's linker, and what takes its scripts; with any other a library is as its objects come. Says which it is by
+# For GNU's linker, and what takes its scripts, in Release builds, of which wheels are. With any other a library is as
+# its objects come. Says which it is by
 # FLASHSDK_LINKS_BY_SIZE.
 function(flashsdk_link_by_size target objects)
   set(FLASHSDK_LINKS_BY_SIZE OFF PARENT_SCOPE)

@@ -197,8 +197,14 @@ template <class Params, class Refuse>
 const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, std::optional<Backend> forced,
                                                           Refuse refuse) const {
   const table::Call call = table::call_of(p);
-  if (!forced && table::is_short_for_sm90(call))
-    if (const Row<Params>* row = search(p, call, forced, true, refuse)) return row;
+  if (!forced && table::is_short_for_sm90(call)) {
+    std::vector<std::pair<const Row<Params>*, const char*>> refused;  // of no interest where nothing is found
+    auto keep = [&](const Row<Params>& row, const char* reason) { refused.emplace_back(&row, reason); };
+    if (const Row<Params>* found = search(p, call, forced, true, keep)) {
+      for (const auto& [row, reason] : refused) refuse(*row, reason);
+      return found;
+    }
+  }
   return search(p, call, forced, false, refuse);
 }
 
@@ -228,7 +234,7 @@ const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, const
     }
     const char* reason = row.entry.can_implement == nullptr ? nullptr : row.entry.can_implement(p);
     if (reason == nullptr && is_short && row.key().backend == Backend::kSm90) {
-      if (row.arch_rank == refused_arch) return false;
+      if (row.arch_rank == refused_arch) return false;  // once for all that would take it
       refused_arch = row.arch_rank;
       reason = "sm80 is faster for sequences so short";
     }

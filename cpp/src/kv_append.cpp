@@ -48,7 +48,7 @@ void copy(const T* from, int count, float descale, To* to) {
 }
 
 // Of one head at a position; `from` and `to` are other memory. No product is fused with a sum, neither here nor in
-// kv_append.cu, as CMakeLists.txt asks of both files: the bits are the same everywhere.
+// kv_append.cu, as CMakeLists.txt and CudaKernels.cmake ask: the bits are the same everywhere.
 template <class T, class To>
 void rotate(const RotaryParam& r, std::int64_t position, const T* from, int dim, float descale, To* to) {
   for (int n = 0; n < r.pairs; ++n) {

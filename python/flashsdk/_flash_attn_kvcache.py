@@ -89,7 +89,8 @@ def flash_attn_with_kvcache(
     is an Error unless torch.no_grad().
     """
     _check_cache_call(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
-    # Copied as there, where their last dimension is not contiguous; the caches never are.
+    # flash-attn copies these where their last dimension is not contiguous. Caches are not copied:
+    # they are written in place.
     q = last_contiguous(q)
     if k is not None and v is not None:
         k, v = last_contiguous(k), last_contiguous(v)

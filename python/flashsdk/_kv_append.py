@@ -48,7 +48,8 @@ def kv_append(
         (GPT-NeoX, Llama).
     k_descale, v_descale
         float32 (batch | 1, num_heads_kv | 1), as in ``mha_fwd``: a cache in float8_e4m3fn gets
-        k, once rotated, and v divided by them in float32, rounded once; ±448 is for all beyond.
+        k, once rotated, and v, divided by them in float32 and rounded once. What lies beyond
+        448 becomes ±448.
 
     On a GPU it runs on the stream that k's framework works on; lengths and tables are read there,
     and what they contain is the caller's word. ``flashsdk.torch.kv_append`` is the same on

@@ -292,7 +292,8 @@ def kv_append(
         (GPT-NeoX, Llama). It and q_advances are Python's.
     k_descale, v_descale
         float32 (batch | 1, num_heads_kv | 1), as in ``attention``: a cache in float8_e4m3fn gets
-        k, once rotated, and v divided by them in float32, rounded once; ±448 is for all beyond.
+        k, once rotated, and v, divided by them in float32 and rounded once. What lies beyond
+        448 becomes ±448.
 
     There is no gradient. Shapes and dtypes are checked while it is traced, on a CPU lengths, pages
     and positions when it runs. A cache of pages is sharded by heads alone.

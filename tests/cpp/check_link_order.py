@@ -23,6 +23,8 @@ def main() -> int:
     rows = [line.split() for line in listing.splitlines()]
     kernels = [row for row in rows if len(row) == 4 and "8flashsdk3cpu" in row[3]]
     sizes = [int(size, 16) for _, size, kind, _ in kernels if kind in "tTwW"]
+    if len(sizes) < 50:
+        sys.exit(f"{arguments.library}: {len(sizes)} functions of kernels; symbols are needed")
     # Some share a section with others, and lie ahead. In the order of their objects it is a half.
     rising = sum(a <= b for a, b in itertools.pairwise(sizes))
     print(f"{rising} of {len(sizes)} functions are no larger than the next one")

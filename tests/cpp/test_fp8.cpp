@@ -26,8 +26,9 @@ int expected(double x) { return encode_fp8(std::clamp(x, -448., 448.)); }
 
 TEST(Fp8, EveryNumberStaysItself) {
   for (int code = 0; code < 256; ++code)
-    if ((code & 0x7F) != 0x7F)
+    if ((code & 0x7F) != 0x7F) {
       EXPECT_EQ(fp8_from_float(static_cast<float>(decode_fp8(static_cast<std::uint8_t>(code)))), code);
+    }
 }
 
 TEST(Fp8, RoundsToTheNearest) {
@@ -39,7 +40,9 @@ TEST(Fp8, RoundsToTheNearest) {
   // Floats of every size, whose last bits are all zeros or all ones.
   for (std::uint32_t n = 0; n < 1u << 18; ++n) {
     const float x = float_of(n << 14 | (n % 2 != 0 ? 0x3FFFu : 0u));
-    if (!std::isnan(x)) ASSERT_EQ(fp8_from_float(x), expected(x)) << x;
+    if (!std::isnan(x)) {
+      ASSERT_EQ(fp8_from_float(x), expected(x)) << x;
+    }
   }
 }
 

@@ -235,8 +235,8 @@ TEST(KernelRegistry, ShortSequencesTakeTheSmallerTilesOfSm80) {
   EXPECT_EQ(backend_of(registry, fwd, 128, 32, 32), "sm80");
   EXPECT_EQ(backend_of(registry, fwd, 128, 33, 32), "sm90");
   EXPECT_EQ(backend_of(registry, fwd, 128, 32, 33), "sm90");
-  EXPECT_EQ(backend_of(registry, fwd, 256, 48, 48), "sm80");
-  EXPECT_EQ(backend_of(registry, fwd, 256, 49, 49), "sm90");
+  EXPECT_EQ(backend_of(registry, fwd, 256, 32, 32), "sm80");
+  EXPECT_EQ(backend_of(registry, fwd, 256, 33, 33), "sm90");
   EXPECT_EQ(backend_of(registry, bwd, 64, 64, 64), "sm80");
   EXPECT_EQ(backend_of(registry, bwd, 64, 64, 65), "sm90");
   EXPECT_EQ(backend_of(registry, bwd, 128, 8, 8), "sm90");
@@ -247,6 +247,7 @@ TEST(KernelRegistry, ShortSequencesTakeTheSmallerTilesOfSm80) {
   p.device = {DeviceType::kCUDA, 0};
   p.seqlen_q = p.seqlen_k = 8;
   EXPECT_EQ(reasons(registry.explain(p, {})), Reasons{"sm80 is faster for sequences so short"});  // once
+  EXPECT_EQ(reasons(KernelRegistry({{forward[1]}, {}}, "").explain(p, {})), Reasons{});           // sm90 took it
 }
 
 TEST(KernelRegistry, Fp8KeysHaveKernelsOfTheirOwnOnAGpu) {

@@ -162,7 +162,6 @@ import torch
 del torch.Tensor.__dlpack_c_exchange_api__  # as before it had one
 import flashsdk as fs
 from flashsdk.torch import attention
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode
 
 class Nothing(TorchDispatchMode):

@@ -438,7 +438,7 @@ def test_compiled_autograd(call, inputs, dynamic):
 @pytest.mark.usefixtures("torch_way")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_autograd_of_operators():
-    """Who looks on at the forward makes it an operator with its own node, and so do some calls."""
+    """Forwards that are watched, and some calls by themselves, record the operator's own node."""
 
     def watched(*x):
         with Watching():

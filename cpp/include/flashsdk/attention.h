@@ -143,8 +143,8 @@ FLASHSDK_API void mha_varlen_bwd(const BackwardArgs& args, const LaunchOptions& 
 
 // What is written behind the used keys of a cache, and rotated on the way. All tensors are on one device.
 struct KvAppendArgs {
-  // Written: (batch, seqlen_k, num_heads_kv, head_dim or head_dim_v), or pages. Of the dtype of k, or beside one of 16
-  // bits float8_e4m3fn.
+  // Written: (batch, seqlen_k, num_heads_kv, head_dim or head_dim_v), or pages. Of k's dtype. Where k has 16
+  // bits, float8_e4m3fn too.
   TensorView k_cache, v_cache;
   TensorView k, v;         // (batch, seqlen_new, num_heads_kv, head_dim or head_dim_v)
   TensorView seqused_k;    // int32 (batch): new key j of sequence b becomes key seqused_k[b] + j
@@ -157,8 +157,8 @@ struct KvAppendArgs {
   bool rotary_interleaved = false;
   bool q_advances = true;  // query i stands at seqused_k[b] + i; else all stand at seqused_k[b]
 
-  // Of caches in float8_e4m3fn, which get rotated k / k_descale and v / v_descale, rounded once, and ±448 for what is
-  // beyond: float32 (batch, num_heads_kv), each of them or 1; not given: 1.
+  // float32 (batch or 1, num_heads_kv or 1), of caches in float8_e4m3fn. These get rotated k / k_descale and
+  // v / v_descale, rounded once; what lies beyond 448 becomes ±448. Not given: nothing is divided.
   TensorView k_descale, v_descale;
 };
 

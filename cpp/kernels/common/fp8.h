@@ -8,15 +8,15 @@
 
 namespace flashsdk {
 
-// The code of the nearest number, of two the even one. Beyond 448, the largest, it is 448, and NaN is 0x7f, as
-// processors differ in the sign that they give it.
+// The code of the nearest number; a tie goes to the even code. What lies beyond 448, the largest, becomes ±448. NaN is
+// 0x7f whatever its sign, which processors set differently.
 FLASHSDK_HD std::uint8_t fp8_from_float(float x) {
   constexpr std::uint32_t kInfinity = 0x7f800000u, kLargest = 0x43e00000u, kSmallestNormal = 0x3c800000u;
   std::uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   const std::uint32_t sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
   const std::uint32_t finite = magnitude < kLargest ? magnitude : kLargest;
-  // Exponents are 120 apart, and mantissas 20 bits.
+  // The biases of exponents differ by 120, and the mantissa is 20 bits shorter.
   const std::uint32_t normal = (finite - (120u << 23) + 0x7ffffu + (finite >> 20 & 1u)) >> 20;
   // Subnormals count units of 2^-9, the last place of 2^14: a sum with it rounds to them.
   float value;

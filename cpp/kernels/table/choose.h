@@ -80,13 +80,14 @@ constexpr bool is_asked(const KernelKey& key, const Call& call) {
          !(has_other_keys(key, call) && (key.fp8_kv || key.splits_keys));
 }
 
-// Whether sequences are so short that sm80's kernels, of smaller tiles, take less time than sm90's on the same GPU
-// (benchmarks/results/short_sequences.csv). A call that names its backend is not asked.
+// Whether sequences are so short that sm80's kernels, of smaller tiles, take less time than sm90's on the same GPU: from
+// one sequence on (benchmarks/results/short_sequences.csv). A call that names its backend is not asked.
 constexpr bool is_short_for_sm90(const Call& call) {
-  if (call.features != kNone || call.mask == MaskKind::kBlockSparse) return false;
+  if (call.on_cpu || call.mask == MaskKind::kBlockSparse) return false;
   const int head_dim = max_of(call.head_dim.qk, call.head_dim.v);
-  if (call.backward) return head_dim <= 64 && call.longest <= 64;
-  return head_dim > 96 && call.longest <= (head_dim > 128 ? 48 : 32);
+  if (!call.backward) return call.features == kNone && head_dim > 96 && call.longest <= 32;
+  const bool gains = call.features == kNone || call.features == kAlibi || call.features == kDropout;
+  return gains && head_dim <= 64 && call.longest <= 64;
 }
 
 // The first kernel that the call asks and that `takes` it, else null. kernels: pointers to what has a key(), in the
