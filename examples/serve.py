@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 NAME = "paged_fsdk"  # of ``attend`` among transformers' attention functions
+LOOK = f"{NAME}_look"  # of ``look``; models that are served meanwhile keep ``attend``
 NOBODYS = 0  # the page that rows without a sequence write to
 
 
@@ -111,25 +112,38 @@ def layers_of(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     def look(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
         attention_mask: Tensor | None, *, step: object = None, sliding_window: int | None = None,
-        **_: Any,
+        is_causal: bool | None = None, **_: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        if step is seen and attention_mask is None:  # else attend would lack one, or miss the other
+        if is_causal is None:  # the keyword comes first in transformers' own functions too
+            is_causal = getattr(module, "is_causal", True)
+        # ``attend`` needs the step, sees no mask, and no keys behind a query.
+        if step is seen and attention_mask is None and is_causal:
             seen.append((getattr(module, "layer_idx", None), key, value, sliding_window))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
-    AttentionInterface().register(NAME, look)
-    model.set_attn_implementation(NAME)
+    name, config = type(model).__name__, model.config
+    configs = {"": config} | {x: getattr(config, x, None) for x in config.sub_configs}
+    own = {x: y._attn_implementation for x, y in configs.items() if y is not None}
+    AttentionInterface().register(LOOK, look)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    model(input_ids=token, position_ids=token, use_cache=False, step=seen)
+    try:
+        model.set_attn_implementation(LOOK)
+        model(input_ids=token, position_ids=token, use_cache=False, step=seen)
+    except Exception as e:
+        line = str(e).partition("\n")[0]
+        raise ValueError(f"{name}: a run of one token: {type(e).__name__}: {line}") from e
+    finally:
+        model.set_attn_implementation(own)
 
-    config, name = model.config.get_text_config(), type(model).__name__
+    config = config.get_text_config()
     count = config.num_hidden_layers
     one = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     kinds = getattr(config, "layer_types", None) or [one] * count
     if others := set(kinds) - {"full_attention", "sliding_attention"}:
         raise ValueError(f"{name}: {min(others)}; full_attention and sliding_attention")
     if [layer for layer, *_ in seen] != list(range(count)):
-        raise ValueError(f"{name}: attention of its own; one call of AttentionInterface a layer")
+        wanted = "one call of AttentionInterface a layer, causal and without a mask of its own"
+        raise ValueError(f"{name}: not {wanted}")
     if any(kinds[n] == "sliding_attention" and x[3] is None for n, x in enumerate(seen)):
         raise ValueError(f"{name}: a window that only its mask has; sliding_window for attend")
     return [(key, value) for _, key, value, _ in seen]
@@ -159,6 +173,7 @@ class PagedModel:
             for key, value in layers_of(model)
         ]
         AttentionInterface().register(NAME, attend)
+        model.set_attn_implementation(NAME)
         sizes = {min(2**n, max_batch) for n in range(max_batch.bit_length() + 1)}
         self.decoders = [Decoder(self, size) for size in sorted(sizes)]
 
@@ -500,7 +515,7 @@ def check(done: list[Sequence], server: Server) -> int:
     return wrong
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}; 1 or more")
     return int(text)
@@ -513,14 +528,14 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--prompts", type=Path, help="a file, a prompt a line; else random tokens")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="float32, on a GPU bfloat16")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
-    add("--requests", type=positive, default=24, help="how many, of random ones (%(default)s)")
+    add("--requests", type=positive_int, default=24, help="how many, of random ones (%(default)s)")
     add("--rate", type=float, default=10.0, help="of these, a second (%(default)s)")
-    add("--max-new-tokens", type=positive, default=64, help="of a prompt of a file (%(default)s)")
-    add("--max-batch", type=positive, default=16, help="sequences of a step (%(default)s)")
-    add("--max-tokens", type=positive, default=64, help="tokens of a step (%(default)s)")
-    add("--chunk", type=positive, default=32, help="tokens of a prompt in a step (%(default)s)")
-    add("--page-size", type=positive, default=16, help="keys of a page (%(default)s)")
-    add("--pages", type=positive, help="of the cache; else as many as a full batch may need")
+    add("--max-new-tokens", type=positive_int, default=64, help="of a file's prompts (%(default)s)")
+    add("--max-batch", type=positive_int, default=16, help="sequences of a step (%(default)s)")
+    add("--max-tokens", type=positive_int, default=64, help="tokens of a step (%(default)s)")
+    add("--chunk", type=positive_int, default=32, help="tokens of a prompt in a step (%(default)s)")
+    add("--page-size", type=positive_int, default=16, help="keys of a page (%(default)s)")
+    add("--pages", type=positive_int, help="of the cache; else as many as a full batch may need")
     add("--no-sharing", action="store_true", help="compute equal beginnings each time")
     add("--check", action="store_true", help="compare with each request alone; slower steps")
     args = parser.parse_args(arguments)
@@ -528,7 +543,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--max-tokens is less than --max-batch and --chunk together")
     if args.chunk % args.page_size:
         parser.error("--chunk is no multiple of --page-size")
-    if args.rate <= 0:
+    if not args.rate > 0:  # nan too
         parser.error("--rate is not above 0")
     if args.prompts and not args.model:
         parser.error("--prompts needs --model, whose words they are")

@@ -92,8 +92,13 @@ def sizes_of(family):
     experts = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1}
     return sizes | {
         "deepseek_v3": {**latent, **experts, "v_head_dim": 12, "moe_intermediate_size": 32},
+        "deepseek_v32": {
+            **latent, **experts, "v_head_dim": 12, "moe_intermediate_size": 32,
+            "index_n_heads": 2, "index_head_dim": 16,
+        },
         "diffllama": {"num_key_value_heads": 2},
         "doge": {"num_key_value_heads": 2},
+        "electra": {"embedding_size": 32},
         "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
         "llama4_text": {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32},
         "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 2} | routed,
@@ -121,9 +126,11 @@ def test_keys_and_values_of_unequal_head_dims(example):
 @pytest.mark.parametrize(
     "family, line",
     [
-        ("gpt_neo", "GPTNeoForCausalLM: attention of its own; one call of AttentionInterface"),
-        ("diffllama", "DiffLlamaForCausalLM: attention of its own; one call"),  # it makes two
-        ("doge", "DogeForCausalLM: attention of its own"),  # it makes a mask in each layer
+        ("gpt_neo", "GPTNeoForCausalLM: not one call of AttentionInterface a layer, causal and"),
+        ("diffllama", "DiffLlamaForCausalLM: not one call"),  # it makes two
+        ("doge", "DogeForCausalLM: not one call"),  # it makes a mask in each layer
+        ("electra", "ElectraForCausalLM: not one call"),  # it is an encoder
+        ("deepseek_v32", "DeepseekV32ForCausalLM: a run of one token: TypeError: "),
         ("llama4_text", "Llama4ForCausalLM: chunked_attention; full_attention and sliding_attenti"),
         ("qwen2_moe", "Qwen2MoeForCausalLM: a window that only its mask has; sliding_window for"),
     ],
@@ -133,6 +140,26 @@ def test_a_model_that_would_be_served_wrongly(family, line, example, capsys, tmp
     with pytest.raises(SystemExit) as info:
         example.main([*SMALL, "--model", str(tmp_path)])
     assert str(info.value.code).startswith(f"--model: {line}")
+    assert "\n" not in str(info.value.code)
+
+
+@pytest.mark.parametrize("family", ["electra", "deepseek_v32"])  # of which one's run raises
+def test_a_refused_model_leaves_others_as_they_are(family, example):
+    sizes = {"pages": 10, "page_size": 4, "max_pages": 9, "max_batch": 1}
+    paged = example.PagedModel(model_of(DECODERS["llama"], "eager"), **sizes)
+    request = example.Request(torch.randint(3, VOCABULARY, (11,)).tolist(), 12)
+
+    def tokens():
+        server = example.Server(paged, max_batch=1, max_tokens=16, chunk=8, share=True)
+        (done,) = example.serve(server, [request], show=False)
+        return done.tokens
+
+    before, refused = tokens(), model_like(family)
+    refused.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=type(refused).__name__):
+        example.PagedModel(refused, **sizes)
+    assert refused.config._attn_implementation == "eager"
+    assert tokens() == before
 
 
 def test_prompts_of_a_file(example, capsys, folder):
@@ -162,6 +189,8 @@ def test_prompts_of_a_file(example, capsys, folder):
         (["--prompts", "file", "--model", "x"], "--prompts: file is no file"),
         (["--pages", "3"], "--pages: 3; more than "),
         (["--rate", "0"], "--rate is not above 0"),
+        (["--rate", "nan"], "--rate is not above 0"),
+        (["--requests", "x"], "--requests: invalid positive_int value: 'x'"),
         (["--page-size", "0"], "--page-size: 0; 1 or more"),
         (["--max-new-tokens", "0"], "--max-new-tokens: 0; 1 or more"),
     ],
