@@ -80,8 +80,8 @@ constexpr bool is_asked(const KernelKey& key, const Call& call) {
          !(has_other_keys(key, call) && (key.fp8_kv || key.splits_keys));
 }
 
-// Whether sequences are so short that sm80's kernels, of smaller tiles, take less time than sm90's on the same GPU: from
-// one sequence on (benchmarks/results/short_sequences.csv). A call that names its backend is not asked.
+// Whether sequences are so short that sm80's kernels, of smaller tiles, take less time than sm90's on the same GPU,
+// however few they are (benchmarks/results/short_sequences.csv). A call that names its backend is not asked.
 constexpr bool is_short_for_sm90(const Call& call) {
   if (call.on_cpu || call.mask == MaskKind::kBlockSparse) return false;
   const int head_dim = max_of(call.head_dim.qk, call.head_dim.v);
