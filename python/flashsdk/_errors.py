@@ -195,9 +195,10 @@ def _no_number(value: object) -> bool:
     """A bool, also a tensor of one, which is an integer to ``operator.index``, or a masked one."""
     if isinstance(value, np.ma.MaskedArray):
         return bool(np.ma.is_masked(value))
-    # NumPy's refuse bools themselves, and torch.compile cannot read their dtype.
+    # NumPy 1.26 takes its own bools for integers, with a warning. torch.compile cannot read the
+    # dtype of NumPy's numbers.
     if isinstance(value, (int, np.generic, np.ndarray)):
-        return isinstance(value, bool)
+        return isinstance(value, (bool, np.bool_))
     return str(getattr(value, "dtype", "")).rpartition(".")[2] == "bool"  # torch.bool
 
 
