@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "cpu_features.h"
+#include "table/choose.h"
 #if FLASHSDK_HAVE_CUDA
 #include "cuda/host/device.h"
 #endif
@@ -197,24 +198,11 @@ template <class Params, class Refuse>
 const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, std::optional<Backend> forced,
                                                           Refuse refuse) const {
   const table::Call call = table::call_of(p);
-  if (!forced && table::is_short_for_sm90(call)) {
-    std::vector<std::pair<const Row<Params>*, const char*>> refused;  // of no interest where nothing is found
-    auto keep = [&](const Row<Params>& row, const char* reason) { refused.emplace_back(&row, reason); };
-    if (const Row<Params>* found = search(p, call, forced, true, keep)) {
-      for (const auto& [row, reason] : refused) refuse(*row, reason);
-      return found;
-    }
-  }
-  return search(p, call, forced, false, refuse);
-}
-
-template <class Params, class Refuse>
-const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, const table::Call& call,
-                                                          std::optional<Backend> forced, bool is_short,
-                                                          Refuse& refuse) const {
   int refused_arch = -1;
+  const bool is_short = !forced && table::is_short_for_sm90(call);
+  const Row<Params>* passed_over = nullptr;  // of sm90, which takes the call where no other does
   const auto& competing = rows<Params>().bucket(call.dtype, call.mask, call.features != Features::kNone);
-  return table::choose(competing, call, [&](const Row<Params>& row) {
+  const Row<Params>* taken = table::choose(competing, call, [&](const Row<Params>& row) {
     const char* refusal = nullptr;
     if (!row.available()) {
       refusal = row.machine_refusal.c_str();
@@ -234,13 +222,14 @@ const KernelRegistry::Row<Params>* KernelRegistry::search(const Params& p, const
     }
     const char* reason = row.entry.can_implement == nullptr ? nullptr : row.entry.can_implement(p);
     if (reason == nullptr && is_short && row.key().backend == Backend::kSm90) {
-      if (row.arch_rank == refused_arch) return false;  // once for all that would take it
-      refused_arch = row.arch_rank;
+      if (passed_over != nullptr) return false;
+      passed_over = &row;
       reason = "sm80 is faster for sequences so short";
     }
     if (reason != nullptr) refuse(row, reason);
     return reason == nullptr;
   });
+  return taken != nullptr ? taken : passed_over;
 }
 
 void KernelRegistry::check_isa(Device device) const {
@@ -282,6 +271,7 @@ Explanation KernelRegistry::explain(const Params& p, std::optional<Backend> forc
     result.refused.push_back({refused.name, reason});
   });
   if (row == nullptr) return result;
+  std::erase_if(result.refused, [&](const auto& refusal) { return refusal.kernel == row->name; });  // passed over first
   result.kernel = row->name;
   result.tile_m = row->entry.tile.m;
   result.tile_n = row->entry.tile.n;

@@ -9,7 +9,6 @@
 
 #include "common/kernel_entry.h"
 #include "flashsdk/registry.h"
-#include "table/choose.h"
 
 namespace flashsdk {
 
@@ -86,10 +85,6 @@ class KernelRegistry {
   // The first row that takes the problem, or null; `refuse(row, reason)` hears of those before it.
   template <class Params, class Refuse>
   const Row<Params>* search(const Params& p, std::optional<Backend> forced, Refuse refuse) const;
-  // is_short: as table::is_short_for_sm90() says.
-  template <class Params, class Refuse>
-  const Row<Params>* search(const Params& p, const table::Call& call, std::optional<Backend> forced, bool is_short,
-                            Refuse& refuse) const;
   void check_isa(Device device) const;
 
   Rows<ForwardParams> forward_;

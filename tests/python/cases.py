@@ -90,6 +90,23 @@ def into_pages(
     return *pages, table
 
 
+def rotated(
+    x: np.ndarray, cos: np.ndarray, sin: np.ndarray, start: int, interleaved: bool,
+    advances: bool = True, dtype: Any = np.float64,
+) -> np.ndarray:  # fmt: skip
+    """x (rows, heads, dim) of one sequence, each product and sum rounded to ``dtype``."""
+    x = x.astype(dtype)
+    positions = start + np.arange(len(x)) * advances
+    cos, sin = (t.astype(dtype)[positions][:, None] for t in (cos, sin))
+    pairs = cos.shape[-1]
+    step = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+    first, second = step if interleaved else (slice(0, pairs), slice(pairs, 2 * pairs))
+    result = x.copy()
+    result[..., first] = x[..., first] * cos - x[..., second] * sin
+    result[..., second] = x[..., second] * cos + x[..., first] * sin
+    return result
+
+
 def both(q: Any, k: Any, v: Any, dout: Any, **keywords: Any) -> tuple[Any, ...]:
     """out, lse, dq, dk, dv."""
     out, lse = fs.mha_fwd(q, k, v, **keywords)

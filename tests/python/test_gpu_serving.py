@@ -28,6 +28,46 @@ def lengths(*values):
     return torch.tensor(values, device="cuda", dtype=torch.int32)
 
 
+class Append:
+    """New keys and values of 40 and 24 numbers for three caches of 48 keys, or for their pages."""
+
+    def __init__(self, page_size, interleaved, advances):
+        self.batch, self.room, self.added = 3, 48, 5
+        self.shape = (self.batch, self.room)
+        self.table = None
+        if page_size is not None:
+            self.shape = (self.batch * self.room // page_size, page_size)
+            self.table = torch.randperm(self.shape[0]).to(torch.int32).reshape(self.batch, -1)
+        self.used = torch.tensor([0, 7, 43], dtype=torch.int32)
+        self.rotary = rotary(60, 12)
+        self.how = {"rotary_interleaved": interleaved, "q_advances": advances}
+
+    def random(self, heads, dim, dtype):
+        return torch.randn(self.batch, self.added, heads, dim).to(dtype)
+
+    def on(self, device, filled, dtype, new, q, scales=(None, None)):
+        """The caches, full of one number before, and q rotated; as bytes on a CPU."""
+        caches = [
+            torch.full((*self.shape, HEADS_KV, d), filled, device=device).to(dtype)
+            for d in (40, 24)
+        ]
+        cos, sin, k_descale, v_descale, table = (
+            None if x is None else x.to(device) for x in (*self.rotary, *scales, self.table)
+        )
+        turned = fs.kv_append(
+            *caches,
+            *(x.to(device) for x in (*new, self.used)),
+            block_table=table,
+            q=q.to(device),
+            rotary_cos=cos,
+            rotary_sin=sin,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            **self.how,
+        )
+        return [x.cpu().view(torch.uint8) for x in (*caches, turned)]
+
+
 @pytest.mark.parametrize("page_size", [None, 1, 3, 16])
 @pytest.mark.parametrize("interleaved, advances", [(False, True), (True, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, F16, BF16], ids=str)
@@ -35,31 +75,10 @@ def test_append_is_that_of_a_cpu(backend, dtype, interleaved, advances, page_siz
     """To the bit: no product is fused with a sum."""
     if backend != "sm80":
         pytest.skip("one kernel appends on every GPU")
-    batch, room, added = 3, 48, 5
-    shape = (batch, room) if page_size is None else (batch * room // page_size, page_size)
-    table = None
-    if page_size is not None:
-        table = torch.randperm(shape[0]).to(torch.int32).reshape(batch, -1)
-    used = torch.tensor([0, 7, 43], dtype=torch.int32)
-    cos, sin = rotary(60, 12)
-    new = [torch.randn(batch, added, HEADS_KV, d).to(dtype) for d in (40, 24)]
-    q = torch.randn(batch, added, HEADS, 40).to(dtype)
-    results = []
-    for device in ("cpu", "cuda"):
-        caches = [
-            torch.full((*shape, HEADS_KV, d), 7.0, device=device, dtype=dtype) for d in (40, 24)
-        ]
-        turned = fs.kv_append(
-            *caches,
-            *(x.to(device) for x in (*new, used)),
-            block_table=None if table is None else table.to(device),
-            q=q.to(device),
-            rotary_cos=cos.to(device),
-            rotary_sin=sin.to(device),
-            rotary_interleaved=interleaved,
-            q_advances=advances,
-        )
-        results.append([x.cpu() for x in (*caches, turned)])
+    append = Append(page_size, interleaved, advances)
+    new = [append.random(HEADS_KV, d, dtype) for d in (40, 24)]
+    q = append.random(HEADS, 40, dtype)
+    results = [append.on(device, 7.0, dtype, new, q) for device in ("cpu", "cuda")]
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -71,17 +90,12 @@ def test_append_of_8_bits_is_that_of_a_cpu(backend, dtype, interleaved, advances
     """To the bit, with descales of every shape, and numbers of every kind."""
     if backend != "sm80":
         pytest.skip("one kernel appends on every GPU")
-    batch, room, added = 3, 48, 5
-    shape = (batch, room) if page_size is None else (batch * room // page_size, page_size)
-    table = None
-    if page_size is not None:
-        table = torch.randperm(shape[0]).to(torch.int32).reshape(batch, -1)
-    used = torch.tensor([0, 7, 43], dtype=torch.int32)
-    cos, sin = rotary(60, 12)
-    k, v = (30 * torch.randn(batch, added, HEADS_KV, d).to(dtype) for d in (40, 24))
-    for x in (k, v):
+    append = Append(page_size, interleaved, advances)
+    new = [30 * append.random(HEADS_KV, d, dtype) for d in (40, 24)]
+    for x in new:
         x[0, 0, 0, :7] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-5, 6e4])
-    q = torch.randn(batch, added, HEADS, 40).to(dtype)
+    q = append.random(HEADS, 40, dtype)
+    batch = append.batch
     wide = torch.rand(2 * batch, 2 * HEADS_KV) + 0.01
     factors = {
         "all": (wide[::2, ::2], wide[1::2, 1::2]),
@@ -90,25 +104,10 @@ def test_append_of_8_bits_is_that_of_a_cpu(backend, dtype, interleaved, advances
         "none": (None, None),
     }
     for name, scales in factors.items():
-        results = []
-        for device in ("cpu", "cuda"):
-            caches = [
-                torch.zeros(*shape, HEADS_KV, d, device=device).to(torch.float8_e4m3fn)
-                for d in (40, 24)
-            ]
-            turned = fs.kv_append(
-                *caches,
-                *(x.to(device) for x in (k, v, used)),
-                block_table=None if table is None else table.to(device),
-                q=q.to(device),
-                rotary_cos=cos.to(device),
-                rotary_sin=sin.to(device),
-                rotary_interleaved=interleaved,
-                q_advances=advances,
-                k_descale=None if scales[0] is None else scales[0].to(device),
-                v_descale=None if scales[1] is None else scales[1].to(device),
-            )
-            results.append([x.cpu().view(torch.uint8) for x in (*caches, turned)])
+        results = [
+            append.on(device, 0.0, torch.float8_e4m3fn, new, q, scales)
+            for device in ("cpu", "cuda")
+        ]
         assert results[0][0].any(), name
         for ours, theirs in zip(*results, strict=True):
             assert torch.equal(ours, theirs), name

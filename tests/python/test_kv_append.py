@@ -3,25 +3,11 @@
 import flashsdk as fs
 import numpy as np
 import pytest
-from cases import CPU_DTYPES, assert_same_bits, bits, normal
+from cases import CPU_DTYPES, assert_same_bits, bits, normal, rotated
 from flashsdk._testing.problems import numpy_dtype
 
 BATCH, ROOM, HEADS, HEADS_KV, DIM, DIM_V = 3, 24, 4, 2, 20, 12
 USED = np.array([0, 7, 19], np.int32)
-
-
-def rotated(x, cos, sin, start, interleaved, advances=True):
-    """x (rows, heads, dim) of one sequence, in float64."""
-    x = x.astype(np.float64)
-    positions = start + np.arange(len(x)) * advances
-    cos, sin = (t.astype(np.float64)[positions][:, None] for t in (cos, sin))
-    pairs = cos.shape[-1]
-    step = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
-    first, second = step if interleaved else (slice(0, pairs), slice(pairs, 2 * pairs))
-    result = x.copy()
-    result[..., first] = x[..., first] * cos - x[..., second] * sin
-    result[..., second] = x[..., second] * cos + x[..., first] * sin
-    return result
 
 
 def arrays(dtype="float32", added=5, queries=5, pairs=6, rotary_dtype="float32"):

@@ -3,7 +3,7 @@
 import flashsdk as fs
 import numpy as np
 import pytest
-from cases import assert_same_bits
+from cases import assert_same_bits, rotated
 from flashsdk._testing.problems import numpy_dtype
 
 pytest.importorskip("ml_dtypes")
@@ -21,19 +21,6 @@ def stored(x, descale=1.0):
         quotient = np.float32(x) / np.float32(descale)
     codes = quotient.clip(-448, 448).astype(FP8).view(np.uint8)
     return np.where(np.isnan(quotient), np.uint8(0x7F), codes).view(FP8)
-
-
-def turned(x, cos, sin, start, interleaved):
-    """x (rows, heads, dim) of one sequence in float32, each product and sum rounded."""
-    x = x.astype(np.float32)
-    cos, sin = (t.astype(np.float32)[start : start + len(x), None] for t in (cos, sin))
-    pairs = cos.shape[-1]
-    step = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
-    first, second = step if interleaved else (slice(0, pairs), slice(pairs, 2 * pairs))
-    result = x.copy()
-    result[..., first] = x[..., first] * cos - x[..., second] * sin
-    result[..., second] = x[..., second] * cos + x[..., first] * sin
-    return result
 
 
 def append(values, dtype, descale=None):
@@ -159,14 +146,15 @@ def test_rows_behind_the_used_ones(dtype, shapes, interleaved):
         given |= {"rotary_cos": rotary[0], "rotary_sin": rotary[1], "v_descale": factors[1]}
         q_turned = fs.kv_append(*ours, k, v, USED, q=q, **given)
         for b, used in enumerate(USED):
-            keys = turned(k[b], *rotary, used, interleaved)
+            keys = rotated(k[b], *rotary, used, interleaved, dtype=np.float32)
             whole = slice(used, used + ADDED)
             want = stored(keys, of_heads(factors[0])[b]), stored(v[b], of_heads(factors[1])[b])
             assert_same_bits([x[b, whole] for x in ours], want)
             others = np.r_[0:used, used + ADDED : ROOM]
             assert_same_bits([x[b, others] for x in ours], [x[b, others] for x in before])
             assert_same_bits(
-                [q_turned[b]], [turned(q[b], *rotary, used, interleaved).astype(q.dtype)]
+                [q_turned[b]],
+                [rotated(q[b], *rotary, used, interleaved, dtype=np.float32).astype(q.dtype)],
             )
 
 
@@ -178,7 +166,7 @@ def test_keys_are_rounded_once():
         ours = caches()
         fs.kv_append(*ours, k, v, USED, rotary_cos=cos, rotary_sin=sin)
         for b, used in enumerate(USED):
-            keys = turned(k[b], cos, sin, used, False)
+            keys = rotated(k[b], cos, sin, used, False, dtype=np.float32)
             assert_same_bits([ours[0][b, used : used + ADDED]], [stored(keys)])
             different += (stored(keys.astype(k.dtype)) != stored(keys)).sum()
     assert different > 0
