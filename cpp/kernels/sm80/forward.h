@@ -32,8 +32,27 @@ __device__ float scale_of_out(const ScoreParam& score) {
   return cuda::has_dropout(kFeatures) ? cuda::scale_of_kept<Element>(score.dropout) : 1.f;
 }
 
-// Of all keys that the tile's queries see.
-struct AllKeys {};
+// A thread block sees all keys that its queries see: the other choice is KeySplit.
+struct AllKeys {
+  static constexpr bool kSplit = false;
+  OwnRows shared;
+};
+
+// Of which sequence the thread block has which part of the keys. False: of none.
+__device__ inline bool take_part(const AllKeys&, cuda::TileWork&, KeyPart&) { return true; }
+__device__ inline bool take_part(const KeySplit& keys, cuda::TileWork& work, KeyPart& part) {
+  if (keys.ends != nullptr) cuda::wait_for_kernel_before();
+  part = keys.part(blockIdx.y, work.batch);
+  work.batch = part.batch;
+  return part.parts != 0;
+}
+
+__device__ inline TileWalk walk_of_part(const AllKeys&, const TileWalk& walk, const KeyPart&) { return walk; }
+__device__ inline TileWalk walk_of_part(const KeySplit&, const TileWalk& walk, const KeyPart& part) {
+  const TileWalk of_part = walk.part(part.index, part.parts);
+  cuda::allow_next_kernel();
+  return of_part;
+}
 
 // Behind K and V in shared memory. Few queries, whose keys are split, have little of a bias.
 template <class Traits, cuda::Features kFeatures, class Keys>
@@ -194,9 +213,7 @@ class ForwardScores {
 
  private:
   static __device__ int head_kv(const ForwardParams& p, const cuda::TileWork& work, const Rows& rows) {
-    int head = work.head;
-    if constexpr (Rows::kShared) head = rows.head(head, 0);
-    return head / p.heads_per_group();
+    return rows.head(work.head, 0) / p.heads_per_group();
   }
 
   const ForwardParams& p_;
@@ -224,12 +241,24 @@ struct SharedQueryRows {
   __device__ const Element* any() const { return first; }
 };
 
+// q: of the first of the heads.
+template <class Io, class Smem, class Element>
+__device__ void load_queries(const Io& io, Smem& smem, const Element* q, const TensorParam& t, OwnRows, int m0,
+                             int rows) {
+  io.load(smem, q + m0 * t.row, t.row, rows - m0);
+}
+template <class Io, class Smem, class Element>
+__device__ void load_queries(const Io& io, Smem& smem, const Element* q, const TensorParam& t, SharedRows shared, int m0,
+                             int rows) {
+  io.load(smem, SharedQueryRows<Element>{q, t, shared}, m0, rows - m0);
+}
+
 // Keys: AllKeys, or KeySplit, where the grid's second dimension is for its parts.
 template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ cuda::TileSchedule schedule,
                    const __grid_constant__ Keys keys) {
-  constexpr bool kSplit = std::is_same_v<Keys, KeySplit>;
+  constexpr bool kSplit = Keys::kSplit;
   using Element = typename Traits::Element;
   using Mma = typename Traits::Mma;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN;
@@ -244,26 +273,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   static_assert(!kSplit || !std::is_same_v<Policy, BlockSparsePolicy>, "tiles of a part follow each other");
 
   cuda::TileWork work = schedule.work(blockIdx.x);
-  [[maybe_unused]] KeyPart part;
-  if constexpr (kSplit) {
-    if (keys.ends != nullptr) cuda::wait_for_kernel_before();
-    part = keys.part(blockIdx.y, work.batch);
-    if (part.parts == 0) return;
-    work.batch = part.batch;
-  }
+  KeyPart part;
+  if (!take_part(keys, work, part)) return;
   const SeqlenInfo seq(p, work.batch);
-  const auto shared = [&] {
-    if constexpr (kSplit)
-      return keys.shared;
-    else
-      return OwnRows{};
-  }();
-  const int m0 = work.block * kBlockM;
-  int rows = seq.seqlen_q, head = work.head;
-  if constexpr (kSplit) {
-    rows *= shared.heads;
-    head *= shared.heads;
-  }
+  const auto shared = keys.shared;
+  const int m0 = work.block * kBlockM, rows = seq.seqlen_q * shared.heads, head = shared.head(work.head, 0);
   if (m0 >= rows) return;
 
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
@@ -309,19 +323,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
   ForwardScores<Traits, Policy, kFeatures, decltype(shared)> scores(p, seq, work, shared);
   const Bias bias(p.score, seq, work.batch, work.head, smem_bytes + Traits::kSmemBytes);
-  TileWalk walk = scores.walk(work.block);
-  if constexpr (kSplit) {
-    walk = walk.part(part.index, part.parts);
-    cuda::allow_next_kernel();
-  }
+  TileWalk walk = walk_of_part(keys, scores.walk(work.block), part);
   TileRef tile;
   bool more = walk.next(tile);
 
   const Element* q = seq.head_q<const Element>(p.q, work.batch, head);
-  if constexpr (kSplit)
-    QIo(thread, p.head_dim).load(sQ, SharedQueryRows<Element>{q, p.q, shared}, m0, rows - m0);
-  else
-    QIo(thread, p.head_dim).load(sQ, q + m0 * p.q.row, p.q.row, rows - m0);
+  load_queries(QIo(thread, p.head_dim), sQ, q, p.q, shared, m0, rows);
   if (more) {
     ask_pages(tile.index);
     load_k(tile, 0);

@@ -13,7 +13,7 @@ template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     fp8_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ cuda::TileSchedule schedule,
                        const __grid_constant__ Keys keys) {
-  constexpr bool kSplit = std::is_same_v<Keys, KeySplit>;
+  constexpr bool kSplit = Keys::kSplit;
   using Element = typename Traits::Element;
   using Mma = typename Traits::Mma;
   constexpr int kBlockM = Traits::kBlockM, kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
@@ -23,26 +23,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   static_assert(!kSplit || !std::is_same_v<Policy, BlockSparsePolicy>, "tiles of a part follow each other");
 
   cuda::TileWork work = schedule.work(blockIdx.x);
-  [[maybe_unused]] KeyPart part;
-  if constexpr (kSplit) {
-    if (keys.ends != nullptr) cuda::wait_for_kernel_before();
-    part = keys.part(blockIdx.y, work.batch);
-    if (part.parts == 0) return;
-    work.batch = part.batch;
-  }
+  KeyPart part;
+  if (!take_part(keys, work, part)) return;
   const SeqlenInfo seq(p, work.batch);
-  const auto shared = [&] {
-    if constexpr (kSplit)
-      return keys.shared;
-    else
-      return OwnRows{};
-  }();
-  const int m0 = work.block * kBlockM;
-  int rows = seq.seqlen_q, head = work.head;
-  if constexpr (kSplit) {
-    rows *= shared.heads;
-    head *= shared.heads;
-  }
+  const auto shared = keys.shared;
+  const int m0 = work.block * kBlockM, rows = seq.seqlen_q * shared.heads, head = shared.head(work.head, 0);
   if (m0 >= rows) return;
 
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
@@ -66,19 +51,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
 
   ForwardScores<Traits, Policy, kFeatures, decltype(shared)> scores(p, seq, work, shared);
   const cuda::NoBiasTile bias;
-  TileWalk walk = scores.walk(work.block);
-  if constexpr (kSplit) {
-    walk = walk.part(part.index, part.parts);
-    cuda::allow_next_kernel();
-  }
+  TileWalk walk = walk_of_part(keys, scores.walk(work.block), part);
   TileRef tile;
   bool more = walk.next(tile);
 
   const Element* q = seq.head_q<const Element>(p.q, work.batch, head);
-  if constexpr (kSplit)
-    QIo(thread, p.head_dim).load(sQ, SharedQueryRows<Element>{q, p.q, shared}, m0, rows - m0);
-  else
-    QIo(thread, p.head_dim).load(sQ, q + m0 * p.q.row, p.q.row, rows - m0);
+  load_queries(QIo(thread, p.head_dim), sQ, q, p.q, shared, m0, rows);
   if (more) load(k_io, p.k, tile);
   cute::cp_async_fence();
   if (more) load(v_io, p.v, tile);

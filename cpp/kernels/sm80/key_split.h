@@ -19,6 +19,8 @@ inline constexpr int kMostSplitTiles = 65535;  // heads of all sequences: a dime
 // Rows of a tile that are queries of one head.
 struct OwnRows {
   static constexpr bool kShared = false;
+  static constexpr int heads = 1;
+  FLASHSDK_HD int head(int tile_head, int) const { return tile_head; }
 };
 // Rows that the heads of a group share, as they read the same keys: row r of a tile's head is query r / heads of the
 // r % heads-th of them.
@@ -258,6 +260,7 @@ struct RowState {
 // part · batch + b is that of a part of sequence b; with a plan, those of a sequence are neighbours. Rows that packed
 // sequences do not have are never touched.
 struct KeySplit {
+  static constexpr bool kSplit = true;
   int batch, parts, slots;  // parts: of a sequence, at most
   int columns;              // of out: head_dim_v
   SharedRows shared;
