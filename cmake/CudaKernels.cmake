@@ -7,26 +7,6 @@ set(FLASHSDK_CUDA_DTYPES "" CACHE STRING
   "Data types of the GPU kernels, part of: float16 bfloat16; empty: those of the subset")
 set(FLASHSDK_CUDA_HEAD_DIMS "" CACHE STRING
   "Head dimensions of the GPU kernels, part of: 32 64 96 128 192 256 576; empty: those of the subset")
-option(FLASHSDK_CUDA_JOIN_DTYPES "GPU kernels of all data types in one file a tile, whose code compresses better" OFF)
-
-# In place of `sources`, one file for all that differ in dtype alone, which includes them. nvcc compresses the code of
-# a file as one, and that of two dtypes is much the same: it takes two fifths less. Each kernel's code stays as it is.
-function(flashsdk_join_dtypes sources)
-  set(joined "")
-  foreach(file IN LISTS ${sources})
-    cmake_path(GET file PARENT_PATH folder)
-    cmake_path(GET file FILENAME name)
-    string(REGEX REPLACE "_b?float16_" "_" name ${name})
-    list(APPEND joined ${folder}/${name})
-    string(APPEND text_${name} "#include \"${file}\"\n")
-  endforeach()
-  list(REMOVE_DUPLICATES joined)
-  foreach(file IN LISTS joined)
-    cmake_path(GET file FILENAME name)
-    file(CONFIGURE OUTPUT ${file} CONTENT "${text_${name}}" @ONLY)
-  endforeach()
-  set(${sources} ${joined} PARENT_SCOPE)
-endfunction()
 
 # An object library of kernels, for architectures of its own where any are given.
 function(flashsdk_add_cuda_objects target sources)
@@ -44,10 +24,6 @@ function(flashsdk_add_cuda_kernels)
   flashsdk_write_sources(gpu cuda
     CMAKE_CUDA_ARCHITECTURES FLASHSDK_CUDA_SUBSET FLASHSDK_CUDA_DTYPES FLASHSDK_CUDA_HEAD_DIMS)
   find_package(CUDAToolkit REQUIRED)
-  if(FLASHSDK_CUDA_JOIN_DTYPES)
-    flashsdk_join_dtypes(SOURCES_sm80)
-    flashsdk_join_dtypes(SOURCES_sm90)
-  endif()
 
   set(one_architecture "")
   if(FLASHSDK_CUDA_SUBSET STREQUAL "ci")

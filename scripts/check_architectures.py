@@ -20,15 +20,15 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "architectures"
 # The smallest and largest tiles of each kind, those for 99 KiB of shared memory among them.
 FILES = (
-    "sm80_forward_bfloat16_d64_16x16",
-    "sm80_fp8_split_forward_bfloat16_d256_16x64",
-    "sm80_split_forward_bfloat16_d64_64x128",
-    "sm80_forward_bfloat16_d256_64x64",
-    "sm80_backward_bfloat16_d256_16x32",
-    "sm80_backward_bfloat16_d128_64x128",
-    "sm80_forward_bfloat16_d576x512_16x16",
-    "sm80_backward_bfloat16_d512_16x16",
-    "sm80_fp8_forward_bfloat16_d256_64x32",
+    "sm80_forward_d64_16x16",
+    "sm80_fp8_split_forward_d256_16x64",
+    "sm80_split_forward_d64_64x128",
+    "sm80_forward_d256_64x64",
+    "sm80_backward_d256_16x32",
+    "sm80_backward_d128_64x128",
+    "sm80_forward_d576x512_16x16",
+    "sm80_backward_d512_16x16",
+    "sm80_fp8_forward_d256_64x32",
 )
 KERNEL = re.compile(
     r"for '(sm_\w+)'\n(?:.*\n){1,3}?"
@@ -68,7 +68,8 @@ def main() -> None:
     args = parser.parse_args(given[:end])
     architectures = ";".join(f"{a}-real" for a in args.architectures)
     options = [f"-DCMAKE_CUDA_ARCHITECTURES={architectures}", "-DFLASHSDK_CUDA=ON"]
-    options += ["-DFLASHSDK_BUILD_TORCH=OFF", "-DFLASHSDK_CPU_ISAS=portable", *given[end + 1 :]]
+    options += ["-DFLASHSDK_BUILD_TORCH=OFF", "-DFLASHSDK_CPU_ISAS=portable"]
+    options += ["-DFLASHSDK_CUDA_DTYPES=bfloat16", *given[end + 1 :]]  # float16 is much the same
     configure = ["cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", "--log-level=WARNING", *options]
     subprocess.run(configure, check=True)
     for file in args.files:

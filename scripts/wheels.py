@@ -186,7 +186,6 @@ def options(cuda: bool, given: list[str]) -> dict[str, str]:
             "FLASHSDK_CUDA": "ON",
             "CMAKE_CUDA_ARCHITECTURES": ";".join(ARCHITECTURES),
             "CMAKE_CUDA_FLAGS": "--compress-mode=size",
-            "FLASHSDK_CUDA_JOIN_DTYPES": "ON",
         }
     for option in given:
         name, equals, value = option.removeprefix("-D").partition("=")
