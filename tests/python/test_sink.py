@@ -42,11 +42,19 @@ def test_logits_whose_row_sums_are_taken_anew(runner, magnitude):
         )
 
 
-def test_keys_that_weigh_less_than_a_rounding_of_the_sink(runner):
-    """The lse of every third row is the sink's to the last bit, as where no key is seen."""
+@pytest.mark.parametrize("seqlen_k", [60, 1])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.9])
+def test_keys_that_weigh_less_than_a_rounding_of_the_sink(runner, seqlen_k, dropout_p):
+    """The lse of every third row is the sink's to the last bit, as where no key is seen.
+
+    So is its out where the one key is dropped, but not its gradient: lse has one.
+    """
     for dtype in runner.dtypes:
-        bias = (dtype, (1, 2, 40, 60))
-        runner.check(problem((40, 60), 2, 64, dtype=dtype, bias=bias, low_bias=-30.0, sink=True))
+        bias = (dtype, (1, 2, 40, seqlen_k))
+        runner.check(
+            problem((40, seqlen_k), 2, 64, dtype=dtype, bias=bias, low_bias=-30.0, sink=True,
+                    dropout_p=dropout_p, dlse=True)
+        )  # fmt: skip
 
 
 def test_random_problems_have_sinks():

@@ -59,6 +59,8 @@ __device__ void for_each_query_tile(const ForwardParams& p, Body&& body) {
 // taken anew: at 1e9 the lse no longer tells one key from twenty.
 inline constexpr float kMaxTrustedLse = 1024.f;
 __device__ __forceinline__ bool trusted(float lse) { return !(fabsf(lse) > kMaxTrustedLse) || lse == -INFINITY; }
+// Stands in lse_log2 of such rows until then. An lse that is NaN may be taken for it: so is the sum of its row.
+inline constexpr float kTakenAnew = NAN;
 
 // Of several rows at once, so that their loads are under way together: this lane's part of the sum of dout∘out.
 template <bool kVectors, int kLanes, int kRows, class Element>
@@ -84,12 +86,10 @@ __device__ __forceinline__ void add_row_products(const BackwardParams& p, const 
   }
 }
 
-// Whether a query whose lse is the sink's sees no key. One whose keys weigh less than a rounding of the sink has the
-// same lse, but gradients of its own: its out is not all zeros.
 template <class Element>
-__device__ __noinline__ bool sees_nothing(const Element* out, int head_dim_v) {
-  for (int c = 0; c < head_dim_v; ++c) {
-    if (static_cast<float>(out[c]) != 0.f) return false;
+__device__ __noinline__ bool all_zeros(const Element* row, int columns) {
+  for (int c = 0; c < columns; ++c) {
+    if (static_cast<float>(row[c]) != 0.f) return false;
   }
   return true;
 }
@@ -101,7 +101,7 @@ __device__ __forceinline__ float sink_term(float sink, float lse, float minus_de
 
 // delta = rowsum(dout∘out) − dlse and lse in units of log2, for one tile of queries. kVectors: rows of out and dout are
 // known to be vector_rows(); kClears: clears the tile's part of dq_accum, as a deterministic call always does. Eight
-// lanes a row. Returns whether the lse of some row is not trusted.
+// lanes a row. Returns whether the sum of some row is to be taken anew.
 template <class Element, int kThreads, int kTileRows, bool kVectors, bool kClears>
 __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& ws, int m_block, int head, int batch) {
   constexpr int kLanes = 8, kStep = kThreads / kLanes, kRows = kTileRows > kStep ? 2 : 1;
@@ -116,11 +116,10 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
   const bool vectors =
       kVectors || (vector_rows(out, p.out.row, p.head_dim_v) && vector_rows(dout, p.dout.row, p.head_dim_v));
   LseTile<kTileRows>& of_tile = ws.lse_of<kTileRows>(tile);
-  // The lse of a row that sees no key. A sink that is not trusted may be the lse of others, too: RowSums tells them.
+  // The lse of a row that sees no key.
   const float unseen = p.sink.ptr == nullptr ? -INFINITY : *p.sink.of(head, 0);
-  const bool known = trusted(unseen);
   const bool huge_scale = fabsf(p.score.softmax_scale) >= kScaleLimit;
-  bool blind = false, untrusted = false;
+  bool blind = false, any_anew = false;
   for (int first = threadIdx.x / kLanes; first < ws.tile_rows; first += kRows * kStep) {
     int rows[kRows];
     float sums[kRows] = {}, row_lse[kRows];
@@ -140,17 +139,22 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
       const int r = first + i * kStep;
       if (threadIdx.x % kLanes != 0 || r >= ws.tile_rows) continue;
       const bool valid = m0 + r < seq.seqlen_q;
-      // To a row that sees nothing, lse +inf gives probabilities of zero. Its dout may hold anything, and its out where
-      // there is no sink.
-      const bool sees = valid && !(known && row_lse[i] == unseen &&
-                                   (p.sink.ptr == nullptr || sees_nothing(out + rows[i] * p.out.row, p.head_dim_v)));
-      of_tile.lse_log2[r] = sees ? row_lse[i] * kLog2e : INFINITY;
+      // With a sink, a row of that lse and of an out of zeros sees no key, or keys that weigh less than a rounding of
+      // the sink and are dropped, or whose values are zeros: the row's sum tells. Its dout may hold anything.
+      const bool in_doubt =
+          p.sink.ptr != nullptr && row_lse[i] == unseen && all_zeros(out + rows[i] * p.out.row, p.head_dim_v);
+      // To a row that sees nothing, lse +inf gives probabilities of zero. Its dout and out may hold anything.
+      const bool sees = valid && (p.sink.ptr != nullptr || row_lse[i] != -INFINITY);
+      const bool anew = valid && (in_doubt || !trusted(row_lse[i]));
+      of_tile.lse_log2[r] = anew ? kTakenAnew : sees ? row_lse[i] * kLog2e : INFINITY;
       const float dlse = valid && p.dlse.ptr != nullptr ? seq.rows(p.dlse, batch, head)[rows[i] * p.dlse.row] : 0.f;
       const std::int64_t place = tile * ws.tile_rows + r;
-      ws.minus_delta[place] = sees ? dlse - sums[i] : 0.f;
-      if (ws.sink_terms != nullptr) ws.sink_terms[place] = sees ? sink_term(unseen, row_lse[i], dlse - sums[i]) : dlse;
+      const float minus_delta = !sees ? 0.f : in_doubt ? dlse : dlse - sums[i];
+      ws.minus_delta[place] = minus_delta;
+      if (ws.sink_terms != nullptr)
+        ws.sink_terms[place] = in_doubt || !sees ? minus_delta : sink_term(unseen, row_lse[i], minus_delta);
       blind |= !sees && valid;  // rows behind the end are zeros wherever they are read
-      untrusted |= valid && !trusted(row_lse[i]);
+      any_anew |= anew;
     }
   }
 
@@ -161,12 +165,12 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
   }
   if (threadIdx.x < ws.parts) ws.dq_order[tile * ws.parts + threadIdx.x] = 0;
 
-  const bool marked = __syncthreads_or(blind || untrusted || huge_scale) != 0;
+  const bool marked = __syncthreads_or(blind || any_anew || huge_scale) != 0;
   float* top = ws.top + tile * ws.tile_rows;
   if (threadIdx.x == 0) of_tile.top = marked ? top : nullptr;
   if (!marked) return false;
   for (int r = threadIdx.x; r < ws.tile_rows; r += kThreads) top[r] = of_tile.lse_log2[r] == INFINITY ? INFINITY : 0.f;
-  return __syncthreads_or(untrusted) != 0;
+  return __syncthreads_or(any_anew) != 0;
 }
 
 // Grid: query_tile_grid(). RowSums: see cuda/pass/row_sums.h; a loop of their own, so that what they need is not kept
@@ -176,11 +180,11 @@ __global__ void __launch_bounds__(kThreads, 5)  // what row sums need beyond the
     backward_prepare_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace ws) {
   allow_next_kernel();
   if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) *ws.next_work = 0;
-  bool untrusted = false;
+  bool any_anew = false;
   for_each_query_tile<kPacked, RowSums::kTileRows>(p, [&](int m_block, int head, int batch) {
-    untrusted |= prepare_tile<Element, kThreads, RowSums::kTileRows, kVectors, kClears>(p, ws, m_block, head, batch);
+    any_anew |= prepare_tile<Element, kThreads, RowSums::kTileRows, kVectors, kClears>(p, ws, m_block, head, batch);
   });
-  if (!untrusted) return;
+  if (!any_anew) return;
   for_each_query_tile<kPacked, RowSums::kTileRows>(p, [&](int m_block, int head, int batch) {
     const SeqlenInfo seq(p, batch);
     RowSums::template take<kThreads>(p, ws, seq, m_block, head, batch);

@@ -30,25 +30,25 @@ class RowSums {
  public:
   static constexpr int kTileRows = kBlockM;
 
-  // By a whole thread block, of one tile of queries: its top becomes the maximum of each row whose lse is not trusted,
-  // and lse_log2 the logarithm of its sum.
+  // By a whole thread block, of one tile of queries: where lse_log2 is kTakenAnew it becomes the logarithm of the row's
+  // sum, and top the row's maximum.
   template <int kThreads>
   static __device__ void take(const BackwardParams& p, const BackwardWorkspace& ws, const SeqlenInfo& seq, int m_block,
                               int head, int batch) {
     const std::int64_t tile = ws.tile<kTileRows>(p, seq, batch, head, m_block);
-    const float* lse = seq.rows(p.lse, batch, head);
+    const float(&lse_log2)[kTileRows] = ws.lse_of<kTileRows>(tile).lse_log2;
     const int first = m_block * kBlockM, end = min_of(first + kBlockM, seq.seqlen_q);
     for (int q0 = first + threadIdx.x / Product::kThreads * kQueries; q0 < end;
          q0 += kThreads / Product::kThreads * kQueries) {
       const int row = q0 + threadIdx.x % kQueries;
-      if (__any_sync(0xffffffffu, row < end && !trusted(lse[row * p.lse.row])) == 0) continue;
+      if (__any_sync(0xffffffffu, row < end && isnan(lse_log2[row - first])) == 0) continue;
       float row_top[2], sum[2], sink[2];
       visit_keys(p, seq, m_block, q0, head, batch, row_top, sum, sink);
       const int mine = threadIdx.x % Product::kThreads;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int query = q0 + mine % 4 * 2 + i;
-        if (mine < 4 && query < end && !trusted(lse[query * p.lse.row]))
+        if (mine < 4 && query < end && isnan(lse_log2[query - first]))
           write(ws, tile, query - first, row_top[i], sum[i], sink[i]);
       }
     }
@@ -66,7 +66,7 @@ class RowSums {
       lse_log2 = fmaxf(sink, 0.f) + log2f(total);
       if (ws.sink_terms != nullptr)
         ws.sink_terms[place] = ws.minus_delta[place] * (sink > 0.f ? 1.f : smaller) * reciprocal(total);
-    } else if (ws.sink_terms != nullptr) {  // sees no key: as prepare_tile() does where it knows
+    } else if (ws.sink_terms != nullptr) {  // sees no key
       ws.top[place] = lse_log2 = INFINITY;
       ws.minus_delta[place] = 0.f;
     }
