@@ -267,16 +267,20 @@ constexpr bool of_some_tile(const Call& call, Holds holds) {
     }
   return false;
 }
-// A call that some sm90 kernel would take is never left to sm80 because the tile that it is given is in no row.
+// A call is given the tiles of the first row that it asks: never one that is in no row, which would leave it to sm80,
+// nor one that only rows of a larger head_dim have.
 template <int kHeadDim, int kHeadDimV>
 struct CheckedSm90Calls {
   static constexpr bool has_its_tiles(const Call& call) {
-    return chosen<kSm90ForwardKernels>(call, [](const TableKernel&) { return true; }) == nullptr ||
-           !of_some_tile(call, [&](Tile tile) { return chosen_sm90(call, tile) == nullptr; });
+    const TableKernel* first = chosen<kSm90ForwardKernels>(call, [](const TableKernel&) { return true; });
+    return first == nullptr || !of_some_tile(call, [&](Tile tile) {
+      const TableKernel* kernel = chosen_sm90(call, tile);
+      return kernel == nullptr || kernel->of.head_dim != first->of.head_dim;
+    });
   }
   static constexpr bool kHasNone = kHeadDim > widest(kSm90Forward).qk || kHeadDimV > widest(kSm90Forward).v;
   static_assert(kHasNone || of_every_call(sm90_call({kHeadDim, kHeadDimV}), has_its_tiles),
-                "choose_forward_tile(): gives calls of these head_dims a tile that no row has for their features");
+                "choose_forward_tile(): gives calls of these head_dims a tile that no row of theirs has");
 };
 // Whether some call takes a kernel of this row.
 constexpr bool is_chosen(std::size_t row) {
@@ -369,9 +373,10 @@ constexpr auto each(auto check) {
     (check(std::integral_constant<std::size_t, kIndices>()), ...);
   };
 }
-// And that no row of a table has a kernel of another.
+// And that no row of a table has a kernel of another. auto: what is wrong with a row is told ahead of what follows from
+// it, as the compiler cannot put off a body whose type it has to know.
 template <const auto& kTable>
-constexpr void check_rows(auto check_row) {
+constexpr auto check_rows(auto check_row) {
   each([check_row](auto i) {
     check_row(i);
     CheckedAlone<kTable[i], times(kTable, kTable[i])>();
