@@ -17,6 +17,8 @@ SHAPES = {
     "features": ((40, 50), {"dropout_p": 0.2, "softcap": 4.0, "alibi": "heads", "dlse": True}),
     "used": ((40, 50), {"used_q": (11, 40), "used_k": (50, 0), "dlse": True}),
     "no keys": ((4, 0), {"dlse": True}),
+    "scale 0": ((40, 20), {"mask": BandSpec(5, 0, "bottom_right"), "softmax_scale": 0.0}),
+    "scale 0, no keys": ((4, 0), {"softmax_scale": 0.0, "dlse": True}),
 }
 
 

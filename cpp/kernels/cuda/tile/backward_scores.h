@@ -1,6 +1,8 @@
 // From Sᵀ and dPᵀ to Pᵀ and dSᵀ in place: the element-wise half of the backward, the same on every architecture.
 #pragma once
 
+#include <limits>
+
 #include "cuda/schedule/tile_scheduler.h"
 #include "cuda/tile/dropout.h"
 #include "cuda/tile/fragments.h"
@@ -224,18 +226,19 @@ class BackwardScores {
   __device__ float sign() const { return scale_ < 0.f ? -1.f : 1.f; }
   // Of a sink over a finished score the difference in units of log2.
   __device__ float exponent_of(float sink, float score) const {
-    return fmaf(-unit_of_scores() * score, fabsf(scale_), sink * kLog2e);
+    return fmaf(-unit_of_scores() * score, factor(), sink * kLog2e);
   }
   // Of two finished scores likewise.
-  __device__ float exponent(float score, float top) const {
-    return lowered(score, top, unit_of_scores()) * fabsf(scale_);
-  }
+  __device__ float exponent(float score, float top) const { return lowered(score, top, unit_of_scores()) * factor(); }
 
  private:
   // Probabilities times the derivative are handed over in 16 bits, and where softcap is far exceeded are too small for
   // fp16: as multiples of 2⁻¹⁴ they have as many digits as the dS that they become. P may be up to 4 then.
   static constexpr float kFactorOne = 16384.f;
 
+  // Of finished scores. A scale of 0, which would make a hidden one NaN, is the smallest number: of scores up to the
+  // largest it makes less than 1e-6.
+  __device__ float factor() const { return fmaxf(fabsf(scale_), std::numeric_limits<float>::denorm_min()); }
   // A scale beyond the limit is halved: all tiles are marked then, and scores doubled.
   __device__ bool halved() const { return !modified_ && fabsf(p_.score.softmax_scale) >= kScaleLimit; }
   __device__ float unit_of_scores() const { return halved() ? 2.f : 1.f; }
