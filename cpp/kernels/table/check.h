@@ -274,9 +274,9 @@ struct CheckedSm90Calls {
   static constexpr bool has_its_tiles(const Call& call) {
     const TableKernel* first = chosen<kSm90ForwardKernels>(call, [](const TableKernel&) { return true; });
     return first == nullptr || !of_some_tile(call, [&](Tile tile) {
-      const TableKernel* kernel = chosen_sm90(call, tile);
-      return kernel == nullptr || kernel->of.head_dim != first->of.head_dim;
-    });
+             const TableKernel* kernel = chosen_sm90(call, tile);
+             return kernel == nullptr || kernel->of.head_dim != first->of.head_dim;
+           });
   }
   static constexpr bool kHasNone = kHeadDim > widest(kSm90Forward).qk || kHeadDimV > widest(kSm90Forward).v;
   static_assert(kHasNone || of_every_call(sm90_call({kHeadDim, kHeadDimV}), has_its_tiles),

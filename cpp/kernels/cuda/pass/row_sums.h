@@ -36,7 +36,7 @@ class RowSums {
   static __device__ void take(const BackwardParams& p, const BackwardWorkspace& ws, const SeqlenInfo& seq, int m_block,
                               int head, int batch) {
     const std::int64_t tile = ws.tile<kTileRows>(p, seq, batch, head, m_block);
-    const float(&lse_log2)[kTileRows] = ws.lse_of<kTileRows>(tile).lse_log2;
+    const float (&lse_log2)[kTileRows] = ws.lse_of<kTileRows>(tile).lse_log2;
     const int first = m_block * kBlockM, end = min_of(first + kBlockM, seq.seqlen_q);
     for (int q0 = first + threadIdx.x / Product::kThreads * kQueries; q0 < end;
          q0 += kThreads / Product::kThreads * kQueries) {

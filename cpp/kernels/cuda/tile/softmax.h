@@ -262,7 +262,7 @@ class OnlineSoftmax {
 
   float scale_;
   float max_[kRows], sum_[kRows];
-  float offset_[kRows];  // of the exponents by this maximum; −inf, which no trial outlives, where there is none to try
+  float offset_[kRows];  // of the exponents by this maximum; −inf, which no try outlives, where there is none to try
 };
 
 }  // namespace flashsdk::cuda

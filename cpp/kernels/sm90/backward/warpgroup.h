@@ -1,7 +1,12 @@
 // What a computing warpgroup of the SM90 backward does for head dimensions up to 128: it owns 64 keys.
 //
-// dQ needs dS of all warpgroups; it is computed one step late, so that warpgroups need not meet: while one does its
-// exponentials, the tensor cores work for another.
+// Of each tile of queries, with K and V of these keys (FlashAttention-2, algorithm 2, transposed):
+//
+//   Sᵀ = K·Qᵀ    Pᵀ = exp(scale·Sᵀ − lse)    dV += Pᵀ·dO
+//   dPᵀ = V·dOᵀ  dSᵀ = Pᵀ∘(dPᵀ − delta)      dK += dSᵀ·Q    dQᵀ = Kᵀ·dSᵀ over the keys of all warpgroups
+//
+// dQ is computed one step late, so that warpgroups need not meet: while one does its exponentials, the tensor cores
+// work for another.
 #pragma once
 
 #include "cuda/tile/backward_scores.h"
@@ -82,7 +87,8 @@ class BackwardWarpgroup {
     if (dq_after_gradients && work.visited) hand_over_dq(acc_dq);
   }
 
-  // One tile of queries; dQ of the tile before. Returns whether it was the last.
+  // One tile of queries; dQ of the tile before. Returns whether it was the last. The three ways from S and dP to P and
+  // dS: with dropout alone, with softcap (and what else is compiled in with it), and all others.
   template <bool kFirst, class AccDk, class AccDv>
   __device__ __forceinline__ bool step(const Scores& scores, const SeqlenInfo& seq, AccDk& acc_dk, AccDv& acc_dv) {
     const auto slot = RingSlot<kStagesDo>::after(steps_);
@@ -112,7 +118,7 @@ class BackwardWarpgroup {
     auto q_t = smem_tensor<typename Traits::SmemQ::Transposed>(smem_.q)(cute::_, cute::_, stage);
     auto acc_s = accumulator<MmaScores, kBlockM>();
     auto acc_dp = accumulator<MmaScores, kBlockM>();
-    start_gemm<MmaScores>(operand_a<MmaScores>(k), operand_b<MmaScores>(q), acc_s, false);
+    start_gemm<MmaScores>(operand_a<MmaScores>(k), operand_b<MmaScores>(q), acc_s, false);  // Sᵀ = K·Qᵀ
     if constexpr (kReadsAhead && !kFirst) publish_dq();
     if constexpr (!kReadsAhead) step = smem_.step[stage];
 
@@ -125,7 +131,7 @@ class BackwardWarpgroup {
     // The scores of these rows, which are being computed, do not count.
     if (!kRagged && top.marked()) clear_blind_queries<Traits, kRagged>(smem_, stage, stage, warpgroup_);
     if constexpr (kFirst && kLateV) wait_v();
-    start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);
+    start_gemm<MmaScores>(operand_a<MmaScores>(v), operand_b<MmaScores>(dout), acc_dp, false);  // dPᵀ = V·dOᵀ
     if constexpr (kDraws) draw(scores, step);
     const auto alibi = scores.alibi(step.head);
 
@@ -133,6 +139,7 @@ class BackwardWarpgroup {
       cute::cp_async_wait<0>();
       __syncwarp();
     }
+    // Pᵀ = exp(scale·Sᵀ − lse), under dPᵀ
     cute::warpgroup_wait<1>();
     finished(acc_s);
     if constexpr (kBias)
@@ -141,6 +148,7 @@ class BackwardWarpgroup {
       scores.exponentials(as_matrix(acc_s), at, tile, lse_log2, top, alibi);
     const auto minus_delta = rows(smem_.minus_delta[stage], at);
     if constexpr (!kCaps) scores.hide(as_matrix(acc_s), at, step.head, tile);
+    // dSᵀ = Pᵀ∘(dPᵀ − delta)
     cute::warpgroup_wait<0>();
     finished(acc_dp);
     if (Traits::kKeysAhead && step.last) release_v();
@@ -163,11 +171,11 @@ class BackwardWarpgroup {
     auto ds = convert<Element>(acc_dp);
 
     store_ds(ds, ds_slot);
-    start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout_t), acc_dv, !kFirst);
+    start_gemm<MmaDv>(as_operand_a(probabilities), operand_b<MmaDv>(dout_t), acc_dv, !kFirst);  // dV += Pᵀ·dO
     publish(smem_.ds_ring, ds_slot, thread_);
     auto acc_dq = accumulator<MmaDq, Traits::kDqColumns>();
     if constexpr (!kFirst) start_dq(acc_dq);
-    start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q_t), acc_dk, !kFirst);
+    start_gemm<MmaDk>(as_operand_a(ds), operand_b<MmaDk>(q_t), acc_dk, !kFirst);  // dK += dSᵀ·Q
     cute::warpgroup_wait<1>();
     finished(acc_dv);
     smem_.dout_ring.release(slot, thread_);
