@@ -65,7 +65,8 @@ TESTS = {
     ),
     "torch": (
         *("torch", "torch_compile", "torch_dtensor", "torch_eager", "torch_errors"),
-        *("torch_flash_attn", "torch_native", "torch_operators", "torch_seeds", "torch_threads"),
+        *("torch_flash_attn", "torch_fp8", "torch_kv_append", "torch_kvcache", "torch_more"),
+        *("torch_native", "torch_operators", "torch_seeds", "torch_threads"),
         *("torch_sdpa", "torch_sdpa_distributed", "torch_sdpa_integration", "torch_sdpa_nested"),
         *("torch_sdpa_python", "torch_sdpa_traced", "flash_attn_module", "from_flex"),
     ),

@@ -40,6 +40,7 @@ struct DlManagedTensorVersioned {
   DlTensor tensor;
 };
 constexpr std::uint64_t kDlReadOnly = 1, kDlCopied = 2;
+constexpr std::uint8_t kDlFloat8E4M3FN = 10;
 struct DlExchangeApi {
   DlVersion version;
   void* previous;
@@ -267,26 +268,39 @@ TensorView ArrayImporter::from_array_struct(Role role, nb::handle array, Access 
   return t;
 }
 
+nb::object ArrayImporter::dlpack_capsule(nb::handle array) const {
+  const nb::object method = array.attr("__dlpack__");
+  nb::dict keywords;
+  if (gpu_stream && on_gpu(array)) {
+    // The producer makes this stream wait for its work. 0 is not allowed there: the default stream is 1.
+    const auto stream = reinterpret_cast<std::uintptr_t>(gpu_stream());
+    keywords["stream"] = stream != 0 ? stream : 1;
+  }
+  try {
+    keywords["max_version"] = nb::make_tuple(1, 0);
+    return method(**keywords);
+  } catch (nb::python_error& e) {
+    if (!e.matches(PyExc_TypeError)) throw;
+    PyDict_DelItemString(keywords.ptr(), "max_version");
+    return method(**keywords);  // a producer older than version 1
+  }
+}
+
 TensorView ArrayImporter::from_dlpack(Role role, nb::handle array, Access access) {
   nb::object capsule;
+  std::string float8;  // the dtype of an array that was lent as bytes
   try {
-    const nb::object method = array.attr("__dlpack__");
-    nb::dict keywords;
-    if (gpu_stream && on_gpu(array)) {
-      // The producer makes this stream wait for its work. 0 is not allowed there: the default stream is 1.
-      const auto stream = reinterpret_cast<std::uintptr_t>(gpu_stream());
-      keywords["stream"] = stream != 0 ? stream : 1;
-    }
-    try {
-      keywords["max_version"] = nb::make_tuple(1, 0);
-      capsule = method(**keywords);
-    } catch (nb::python_error& e) {
-      if (!e.matches(PyExc_TypeError)) throw;
-      PyDict_DelItemString(keywords.ptr(), "max_version");
-      capsule = method(**keywords);  // a producer older than version 1
-    }
+    capsule = dlpack_capsule(array);
   } catch (nb::python_error& e) {
-    refuse(role.name, array, e);
+    if (!e.matches(PyExc_Exception)) throw;
+    try {
+      const nb::object other = nb::module_::import_("flashsdk._frameworks").attr("lendable")(array);
+      if (other.is_none()) refuse(role.name, array, e);
+      capsule = dlpack_capsule(other[0]);
+      float8 = nb::cast<std::string>(other[1]);
+    } catch (nb::python_error& other_error) {
+      refuse(role.name, array, other_error);
+    }
   }
   DlTensor* tensor = nullptr;
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
@@ -303,7 +317,11 @@ TensorView ArrayImporter::from_dlpack(Role role, nb::handle array, Access access
     fail(role.name, "__dlpack__ returned " + class_name(capsule) + "; a DLPack capsule");
   }
   keep(capsule);  // not consumed: it frees what it lends when it goes
-  return view_of(role, *tensor);
+  if (float8.empty()) return view_of(role, *tensor);
+  if (float8 != "float8_e4m3fn") fail_dtype(role, float8);
+  DlTensor narrow = *tensor;
+  narrow.dtype.code = kDlFloat8E4M3FN;
+  return view_of(role, narrow);
 }
 
 namespace {

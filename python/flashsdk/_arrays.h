@@ -63,6 +63,7 @@ class ArrayImporter {
   TensorView from_exchange(Role role, nb::handle array, const Protocol& protocol);
   TensorView from_array_struct(Role role, nb::handle array, Access access);
   TensorView from_dlpack(Role role, nb::handle array, Access access);
+  nb::object dlpack_capsule(nb::handle array) const;
 
   // What frees the memory it lends, or the description of it, when it goes.
   const nb::object& keep(nb::object capsule);

@@ -43,6 +43,9 @@ class Framework(Protocol):
     def written(self, array: Any) -> Any:
         """An array of the caller's that now holds results, known to the framework as changed."""
 
+    def lendable(self, array: Any) -> tuple[Any, str] | None:
+        """What lends the memory of one that does not, and which float8 its bytes are, or ""."""
+
     def device(self, like: Any) -> Any:
         """The GPU that ``like`` is on, hashable; None for memory of the host."""
 
@@ -91,6 +94,9 @@ class _NumPy:
     def written(self, array: Any) -> Any:
         return array
 
+    def lendable(self, array: Any) -> tuple[Any, str] | None:
+        return None
+
     def device(self, like: Any) -> Any:
         return None
 
@@ -119,6 +125,7 @@ class _Torch(_NumPy):
         torch = sys.modules["torch"]
         self.cuda, self.from_numpy = torch.cuda, torch.from_numpy
         self.new, self.float32 = torch.empty, torch.float32  # faster than Tensor.new_empty
+        self.uint8 = torch.uint8
         self.new_like, self.row_major = torch.empty_like, torch.contiguous_format
         self.tensor, self.is_grad_enabled = torch.Tensor, torch.is_grad_enabled
         self.increment_version = torch.autograd.graph.increment_version
@@ -158,6 +165,13 @@ class _Torch(_NumPy):
         if not array.is_inference():
             self.increment_version(array)
         return array
+
+    def lendable(self, array: Any) -> tuple[Any, str] | None:
+        # Older releases refuse what requires a gradient, and all of float8: 2.6 does.
+        dtype = array.dtype
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            return array.detach().view(self.uint8), str(dtype).removeprefix("torch.")
+        return (array.detach(), "") if array.requires_grad else None
 
     def device(self, like: Any) -> Any:
         return like.device if like.is_cuda else None
@@ -367,6 +381,11 @@ def own(name: str, array: Any) -> Any:
 def written(array: Any) -> Any:
     """The array that ``own`` gave, after results were written into it."""
     return of(array).written(array)
+
+
+def lendable(array: Any) -> tuple[Any, str] | None:
+    """What the bindings ask of an array whose __dlpack__ raised."""
+    return of(array).lendable(array)
 
 
 # ---- what the bindings ask on a GPU

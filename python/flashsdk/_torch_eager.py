@@ -196,7 +196,10 @@ def recorded(tensors: Iterable[Tensor]) -> bool:
 
 
 def detached(x: Tensor) -> Tensor:
-    """Without autograd, whose tensors DLPack refuses where PyTorch has no C interface to it yet."""
+    """Without autograd, whose tensors DLPack refuses where PyTorch has no C interface to it yet.
+
+    The library finds a way to them, too, but only after an exception.
+    """
     return x.detach() if x.requires_grad and not _LENDS_ANY else x
 
 

@@ -83,7 +83,7 @@ def kv_append(
     rotary = {"q": q, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     given: dict[str, Any] = {**needed, "block_table": block_table, **rotary}
     descales = {"k_descale": k_descale, "v_descale": v_descale}
-    for name, x in (given | descales).items():
+    for name, x in {**given, **descales}.items():  # PyTorch 2.6 traces no |
         if x is not None or name in needed:
             _check(name, x)
     how = (flag("rotary_interleaved", rotary_interleaved), flag("q_advances", q_advances))

@@ -50,6 +50,10 @@ class More(NamedTuple):
     def tensors(self) -> dict[str, Tensor | None]:
         return {name: getattr(self, name) for name in _TENSORS}
 
+    def listed(self) -> list[Any]:
+        """PyTorch 2.6 traces a part of a list, but neither that of a named tuple nor _replace."""
+        return [*self]
+
     def with_both_lengths(self, q: Tensor, k: Tensor) -> More:
         """Of DTensors: PyTorch 2.11 takes a call with those of q alone for one with those of k."""
         seqused_q, seqused_k = self.seqused_q, self.seqused_k
@@ -57,7 +61,7 @@ class More(NamedTuple):
             seqused_q = torch.full_like(seqused_k, q.shape[1])
         if seqused_k is None and seqused_q is not None:
             seqused_k = torch.full_like(seqused_q, k.shape[1])
-        return self._replace(seqused_q=seqused_q, seqused_k=seqused_k)
+        return More(self.sink, seqused_q, seqused_k, *self.listed()[3:])
 
     def keywords(self, *, forward: bool) -> dict[str, Any]:
         """Those of ``flashsdk.ops``, which takes as many as a call may have."""
@@ -74,7 +78,7 @@ class More(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """out, lse. ``keywords`` are those of ``flashsdk.ops``, checked; ``lengths`` of packed."""
-        more = More(*self[:7], *lengths)
+        more = More(*self.listed()[:7], *lengths)
         if more.block_table is not None and recorded((q, k, v)):
             allowed = "none, as pages have no backward and a tensor requires a gradient"
             raise Unsupported(f"block_table: given; {allowed}")

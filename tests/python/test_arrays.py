@@ -203,8 +203,7 @@ def test_torch_tensors_that_record_gradients():
         with pytest.raises(fs.Unsupported, match=f"^{line}, flashsdk.attention, or torch.no_grad"):
             fs.mha_fwd(*inputs)
         with torch.no_grad():
-            if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # an older one's DLPack refuses
-                assert np.array_equal(fs.mha_fwd(*inputs)[0].numpy(), want)
+            assert np.array_equal(fs.mha_fwd(*inputs)[0].numpy(), want)
         assert fs.attention(*inputs).requires_grad
     packed = [torch.from_numpy(a[0]) for a in x]
     cu = torch.tensor([0, packed[0].shape[0]], dtype=torch.int32)
@@ -354,6 +353,53 @@ def test_torch_dtypes_of_8_bits_are_named():
     other = k.view(torch.float8_e5m2)
     with pytest.raises(fs.Error, match=r"^k: dtype float8_e5m2; float32, float16, bfloat16 or fl"):
         fs.mha_fwd(q.to(torch.float16), other, v)
+
+
+UNWILLING_TORCH = """
+import torch
+del torch.Tensor.__dlpack_c_exchange_api__  # as before it had one
+lend = torch.Tensor.__dlpack__
+
+def lend_like_2_6(self, stream=None):
+    if self.requires_grad or (self.dtype.is_floating_point and self.dtype.itemsize == 1):
+        raise RuntimeError("Can't export")
+    return lend(self, stream=stream)
+
+torch.Tensor.__dlpack__ = lend_like_2_6
+"""
+UNWILLING = """
+import flashsdk as fs, torch
+
+q, k, v = torch.randn(3, 1, 20, 2, 16).half().unbind()
+with torch.no_grad():
+    want, _ = fs.mha_fwd(q, k, v)
+    kept = torch.nn.Parameter(torch.zeros_like(q))
+    out, _ = fs.mha_fwd(*map(torch.nn.Parameter, (q, k, v)), out=kept)
+    assert out is kept
+    assert torch.equal(out, want)
+narrow = [x.to(torch.float8_e4m3fn).transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+want, _ = fs.mha_fwd(q, *(x.half() for x in narrow))
+assert torch.equal(fs.mha_fwd(q, *narrow)[0], want)
+fs.kv_append(*narrow, k[:, :4] + 1, v[:, :4] + 1, torch.tensor([7], dtype=torch.int32))
+assert torch.equal(narrow[0][:, 7:11].half(), (k[:, :4] + 1).to(torch.float8_e4m3fn).half())
+for dtype, line in (
+    (torch.float8_e4m3fn, "q: dtype float8_e4m3fn; float32, float16 or bfloat16"),
+    (torch.float8_e5m2, "q: dtype float8_e5m2; float32, float16 or bfloat16"),
+):
+    try:
+        fs.mha_fwd(q.to(dtype), k, v)
+    except fs.Error as e:
+        assert str(e) == line, e
+        print("refused")
+"""
+
+
+def test_torch_tensors_that_pytorch_2_6_does_not_lend():
+    torch = pytest.importorskip("torch")
+    by_itself = not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    code = UNWILLING if by_itself else UNWILLING_TORCH + UNWILLING
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["refused"] * 2, done.stderr
 
 
 def test_frameworks_mixed():

@@ -192,7 +192,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_compiles_into_one_graph(name):
     if name.startswith("numpy") and TORCH < (2, 11):
-        pytest.skip("the compiler knows no numbers of NumPy")
+        pytest.skip("PyTorch before 2.11: the compiler knows no numbers of NumPy")
     same_as_eager(FUNCTIONS[name], *qkv())
 
 
@@ -260,7 +260,7 @@ def test_the_compiler_leaves_masks_as_they_are(make, want):
     assert torch.equal(got, expected) and torch.equal(layer(*x), expected)
 
 
-@pytest.mark.skipif(TORCH < (2, 13), reason="the compiler's errors and exceptions were others")
+@pytest.mark.skipif(TORCH < (2, 13), reason="PyTorch before 2.13: other errors of the compiler")
 def test_refusals_where_a_graph_may_not_break():
     """Our line is in the compiler's error, and code that catches it stays in the graph."""
 

@@ -384,13 +384,25 @@ def work(rank):
     check_all(mesh)
     check_sinks_and_lengths(mesh)
     check_layouts(mesh)
-    if PAGE.exists():
-        check_modules()
     distributed.destroy_process_group()
 
 
 def test_two_processes():
     spawn(work, 2)
+
+
+def work_on_modules(rank):
+    distributed.init_process_group("gloo")
+    check_modules()
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="not a checkout")
+@pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="PyTorch 2.6: fully_shard is for GPUs"
+)
+def test_modules_in_two_processes():
+    spawn(work_on_modules, 2)
 
 
 def test_dtensors_may_be_imported_first():

@@ -191,7 +191,9 @@ print(all(torch.equal(a, b) for way in got for a, b in zip(way, want, strict=Tru
 """
 
 
-@pytest.mark.skipif(not _torch_eager._LENDS_ANY, reason="this PyTorch is such a one by itself")
+@pytest.mark.skipif(
+    not _torch_eager._LENDS_ANY, reason=f"PyTorch {torch.__version__} is such a one by itself"
+)
 def test_tensors_that_require_a_gradient_where_dlpack_refuses_them(torch_way):
     env = {**os.environ, "FLASHSDK_TORCH_NATIVE": "" if torch_way == "native" else "0"}
     command = [sys.executable, "-c", OLD_TORCH]

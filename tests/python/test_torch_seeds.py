@@ -370,7 +370,8 @@ def test_checkpoints_that_are_compiled(kind, backend, budget):
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(
-    not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="newer PyTorch's"
+    not hasattr(torch.autograd.graph, "region_activation_memory_budget"),
+    reason=f"PyTorch {torch.__version__} has no such regions",
 )
 @pytest.mark.parametrize("budget", [0.3, 0.0])
 def test_a_budget_of_memory_of_a_region(backend, budget):
@@ -422,7 +423,7 @@ def test_vmap_draws_as_its_randomness_says(randomness, compiled):
         assert torch.equal(first, second) == (randomness == "same")
 
 
-@pytest.mark.skipif(TORCH < (2, 7), reason="nothing tells a strict export from compiling")
+@pytest.mark.skipif(TORCH < (2, 7), reason="PyTorch 2.6: a strict export looks like compiling")
 def test_exported_programs_draw_by_operators_of_pytorch():
     class Module(torch.nn.Module):
         def forward(self, *x):

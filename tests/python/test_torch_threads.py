@@ -12,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from flashsdk import _torch_eager  # noqa: E402
+
 BEGIN = """
 import os, sys, threading, time
 import numpy as np
@@ -247,6 +249,8 @@ time.sleep(float(sys.argv[2]))
 @pytest.mark.parametrize("of, times", [("numpy", 3), ("torch", 1)])
 def test_the_interpreter_ends_under_a_call(of, times):
     """Daemon threads in calls without the GIL do not bring the process down (case 4)."""
+    if of == "torch" and _torch_eager.native is _torch_eager.InPython:
+        pytest.skip("no _torch_native: PyTorch's own torch.empty() ends a process that is ending")
     for i in range(times):
         command = [sys.executable, "-c", ENDS, of, str(0.1 + 0.001 * i)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100)
