@@ -248,8 +248,8 @@ __device__ void load_queries(const Io& io, Smem& smem, const Element* q, const T
   io.load(smem, q + m0 * t.row, t.row, rows - m0);
 }
 template <class Io, class Smem, class Element>
-__device__ void load_queries(const Io& io, Smem& smem, const Element* q, const TensorParam& t, SharedRows shared, int m0,
-                             int rows) {
+__device__ void load_queries(const Io& io, Smem& smem, const Element* q, const TensorParam& t, SharedRows shared,
+                             int m0, int rows) {
   io.load(smem, SharedQueryRows<Element>{q, t, shared}, m0, rows - m0);
 }
 
