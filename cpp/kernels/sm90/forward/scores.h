@@ -169,7 +169,8 @@ class ForwardScores {
     softmax_.finish();
     closed_ = softmax_;
   }
-  // The output of the queries closed last is divided by the row sums, in which a sink joins.
+  // The output of the queries closed last is divided by the row sums. Where a sink joins them, the maximum that is kept
+  // becomes the log-sum-exp: ahead of write().
   template <class Out>
   __device__ void normalize(Out& acc_out, const ForwardWork& of) {
     const float dropout_scale = cuda::has_dropout(kFeatures) ? cuda::scale_of_kept<Element>(p_.score.dropout) : 1.f;
@@ -241,7 +242,7 @@ class ForwardScores {
     const auto at = matrix_coordinates<typename Traits::MmaOut, 16>();
     const int row = second ? cute::get<0>(at(1, 0)) : cute::get<0>(at(0, 0));
     const float max = second ? closed_.max(1) : closed_.max(0);
-    const float value =
+    const float value =  // normalize() has been there
         has_sink() ? max : cuda::log_sum_exp(max, second ? closed_.sum(1) : closed_.sum(0), unit_.to_natural());
     if (lane_of_quad < kRows && row >= begin && row < end) lse[row * p_.lse.row] = value;
   }
