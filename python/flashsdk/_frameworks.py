@@ -89,7 +89,9 @@ class _NumPy:
         return False
 
     def first_recorded(self, q: Any, k: Any, v: Any) -> str:
-        return ""
+        if type(q) is type(k) is type(v):
+            return ""
+        return next((name for name, x in (("k", k), ("v", v)) if of(x).recorded(x)), "")
 
     def written(self, array: Any) -> Any:
         return array
@@ -158,7 +160,7 @@ class _Torch(_NumPy):
         try:  # each call pays for what is asked here
             return "q" if q.requires_grad else "k" if k.requires_grad else "v" * v.requires_grad
         except AttributeError:  # of another framework
-            return ""
+            return super().first_recorded(q, k, v)
 
     def written(self, array: Any) -> Any:
         # So that a backward which has saved it sees that it is another, as after torch's own out=.

@@ -396,6 +396,9 @@ def _forward(
     framework = _frameworks.of(q)
     if recorded := framework.first_recorded(q, k, v):
         raise _no_gradient(recorded, packed)
+    for name, i in _TRAINABLE:
+        if options[i] is not None and _frameworks.of(options[i]).recorded(options[i]):
+            raise _no_gradient(name, packed)
     new_out, new_lse = out is None, lse is None
     try:
         if new_out:
@@ -417,8 +420,15 @@ def _forward(
     return out, framework.finish(lse) if new_lse else _frameworks.written(lse)
 
 
+# Of options those that may be parameters of a model.
+_TRAINABLE = (("bias", 2), ("alibi_slopes", 3), ("sink", 13), ("k_descale", 16), ("v_descale", 17))
+
+
 def _no_gradient(name: str, packed: _bindings.Packed) -> Error:
     function = "mha_varlen_fwd" if packed else "mha_fwd"
+    if name not in ("q", "k", "v", "sink"):
+        given = f"requires a gradient, which {function} does not give"
+        return Unsupported(f"{name}: {given}; one without, or torch.no_grad()")
     ways = "flashsdk.torch.varlen_attention" if packed else "flashsdk.torch.attention"
     ways += "" if packed else ", flashsdk.attention"
     given = f"requires a gradient, which {function} does not give"

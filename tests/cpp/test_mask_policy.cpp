@@ -76,6 +76,32 @@ TEST(BandPolicy, RandomShapes) {
   }
 }
 
+// As a policy of a user's own may be: it tells neither an interval nor diagonals, and calls no tile full.
+class EveryOtherKey {
+ public:
+  static constexpr MaskKind kKind = MaskKind::kBand;
+  explicit EveryOtherKey(const SeqlenInfo& s) : seqlen_q_(s.seqlen_q), seqlen_k_(s.seqlen_k) {}
+  TileWalk row_walk(Tile tile, int) const { return all(ceil_div(seqlen_k_, tile.n)); }
+  TileWalk col_walk(Tile tile, int) const { return all(ceil_div(seqlen_q_, tile.m)); }
+  bool allowed(int i, int j) const { return (i + j) % 2 == 0; }
+
+ private:
+  static TileWalk all(int tiles) { return TileWalk::runs(0, tiles, tiles, tiles); }
+  int seqlen_q_, seqlen_k_;
+};
+
+TEST(OwnPolicy, RandomShapes) {
+  static_assert(!kHasKeyRange<EveryOtherKey> && !kHasDiagonals<EveryOtherKey>);
+  Rng rng(5);
+  for (int round = 0; round < 1000 && !::testing::Test::HasFailure(); ++round) {
+    const int seqlen_q = between(rng, 1, 80), seqlen_k = between(rng, 1, 80);
+    const Tile tile{between(rng, 1, 40), between(rng, 1, 40)};
+    const EveryOtherKey policy(sequence(seqlen_q, seqlen_k));
+    auto visible = [](int i, int j) { return (i + j) % 2 == 0; };
+    check_policy(policy, PolicyCheck<decltype(visible)>{seqlen_q, seqlen_k, tile, visible, 1, 1, false, "own"});
+  }
+}
+
 // As where tiles of queries are counted from the end of a sequence: the first may begin before it.
 TEST(BandPolicy, WalksFromAnyQuery) {
   Rng rng(5);

@@ -205,6 +205,18 @@ def test_torch_tensors_that_record_gradients():
         with torch.no_grad():
             assert np.array_equal(fs.mha_fwd(*inputs)[0].numpy(), want)
         assert fs.attention(*inputs).requires_grad
+    with pytest.raises(fs.Unsupported, match=r"^k: requires a gradient"):
+        fs.mha_fwd(x[0], torch.from_numpy(x[1]).requires_grad_(), x[2])
+    given = {
+        "bias": torch.zeros(1, 1, *(a.shape[1] for a in x[:2])),
+        "alibi_slopes": torch.ones(x[0].shape[2]),
+        "sink": torch.zeros(x[0].shape[2]),
+    }
+    for name, parameter in given.items():
+        with pytest.raises(fs.Unsupported, match=rf"^{name}: requires a gradient, .*no_grad\(\)$"):
+            fs.mha_fwd(*x, **{name: parameter.requires_grad_()})
+        with torch.no_grad():
+            fs.mha_fwd(*x, **{name: parameter})
     packed = [torch.from_numpy(a[0]) for a in x]
     cu = torch.tensor([0, packed[0].shape[0]], dtype=torch.int32)
     keys = torch.tensor([0, packed[1].shape[0]], dtype=torch.int32)
@@ -371,6 +383,11 @@ UNWILLING = """
 import flashsdk as fs, torch
 
 q, k, v = torch.randn(3, 1, 20, 2, 16).half().unbind()
+try:
+    fs.mha_fwd(q, k, v, sink=torch.nn.Parameter(torch.zeros(2)))
+except fs.Unsupported as e:
+    assert str(e).startswith("sink: requires a gradient"), e
+    print("refused")
 with torch.no_grad():
     want, _ = fs.mha_fwd(q, k, v)
     kept = torch.nn.Parameter(torch.zeros_like(q))
@@ -399,7 +416,7 @@ def test_torch_tensors_that_pytorch_2_6_does_not_lend():
     by_itself = not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
     code = UNWILLING if by_itself else UNWILLING_TORCH + UNWILLING
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["refused"] * 2, done.stderr
+    assert done.stdout.split() == ["refused"] * 3, done.stderr
 
 
 def test_frameworks_mixed():

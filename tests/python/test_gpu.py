@@ -35,8 +35,8 @@ def outputs(x):
 
 
 def looked_on():
-    """By who wants to see operators. PyTorch's profiler may abort a process of several GPUs as it
-    ends (2.11), where it has nothing to do with the GPU as well.
+    """By a mode, so that calls go through operators. Not by PyTorch's profiler: 2.11's may abort a
+    process of several GPUs as it ends, even where it looks at the CPU alone.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -47,9 +47,10 @@ def test_logits_whose_row_sums_are_taken_anew(runner, magnitude):
 @pytest.mark.parametrize("seqlen_k", [60, 1])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.9])
 def test_keys_that_weigh_less_than_a_rounding_of_the_sink(runner, seqlen_k, dropout_p):
-    """The lse of every third row is the sink's to the last bit, as where no key is seen.
+    """The lse of every third row, or of all, is the sink's, as where no key is seen.
 
-    So is its out where the one key is dropped, but not its gradient: lse has one.
+    Where the one key is dropped out is zeros as well, but lse has a gradient: one that bfloat16
+    has digits for.
     """
     for dtype in runner.dtypes:
         bias = (dtype, (1, 2, 40, seqlen_k))

@@ -56,11 +56,10 @@ __device__ inline TileWalk walk_of_part(const KeySplit&, const TileWalk& walk, c
 
 // Behind K and V in shared memory. Few queries, whose keys are split, have little of a bias.
 template <class Traits, cuda::Features kFeatures, class Keys>
-using ForwardBias =
-    std::conditional_t<cuda::has_bias(kFeatures) && std::is_same_v<Keys, AllKeys> && !Traits::kAnyAlignment,
-                       cuda::BiasTile<typename Traits::Element, Traits::kBlockM, Traits::kBlockN, Traits::kThreads, 1,
-                                      kFeatures == cuda::Features::kBias>,
-                       cuda::NoBiasTile>;
+using ForwardBias = std::conditional_t<cuda::has_bias(kFeatures) && !Keys::kSplit && !Traits::kAnyAlignment,
+                                       cuda::BiasTile<typename Traits::Element, Traits::kBlockM, Traits::kBlockN,
+                                                      Traits::kThreads, 1, kFeatures == cuda::Features::kBias>,
+                                       cuda::NoBiasTile>;
 
 // What products with fp8 keys are multiplied by; nothing of others.
 template <bool kFp8Kv>

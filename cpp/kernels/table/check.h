@@ -267,7 +267,7 @@ constexpr bool of_some_tile(const Call& call, Holds holds) {
     }
   return false;
 }
-// A call is given the tiles of the first row that it asks: never one that is in no row, which would leave it to sm80,
+// A call is given a tile of the head_dim that it asks first: never one that is in no row, which would leave it to sm80,
 // nor one that only rows of a larger head_dim have.
 template <int kHeadDim, int kHeadDimV>
 struct CheckedSm90Calls {

@@ -59,8 +59,8 @@ __device__ void for_each_query_tile(const ForwardParams& p, Body&& body) {
 // taken anew: at 1e9 the lse no longer tells one key from twenty.
 inline constexpr float kMaxTrustedLse = 1024.f;
 __device__ __forceinline__ bool trusted(float lse) { return !(fabsf(lse) > kMaxTrustedLse) || lse == -INFINITY; }
-// Stands in lse_log2 of such rows until then. An lse that is NaN may be taken for it: so is the sum of its row.
-inline constexpr float kTakenAnew = NAN;
+// Stands in lse_log2 of such rows until then: no other row that sees a key has it.
+inline constexpr float kTakenAnew = -INFINITY;
 
 // Of several rows at once, so that their loads are under way together: this lane's part of the sum of dout∘out.
 template <bool kVectors, int kLanes, int kRows, class Element>
@@ -139,13 +139,17 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
       const int r = first + i * kStep;
       if (threadIdx.x % kLanes != 0 || r >= ws.tile_rows) continue;
       const bool valid = m0 + r < seq.seqlen_q;
-      // With a sink, a row of that lse and of an out of zeros sees no key, or keys that weigh less than a rounding of
-      // the sink and are dropped, or whose values are zeros: the row's sum tells. Its dout may hold anything.
-      const bool in_doubt =
-          p.sink.ptr != nullptr && row_lse[i] == unseen && all_zeros(out + rows[i] * p.out.row, p.head_dim_v);
-      // To a row that sees nothing, lse +inf gives probabilities of zero. Its dout and out may hold anything.
-      const bool sees = valid && (p.sink.ptr != nullptr || row_lse[i] != -INFINITY);
+      // A row that sees nothing has the lse −inf or, with a sink, the sink's and an out of zeros. Its dout may hold
+      // anything. With a sink a row looks the same whose keys weigh less than a rounding of it and are dropped, have
+      // values of 0, or give an out that rounds to 0. Its lse has a gradient: with dlse its sum tells. Without dlse it
+      // may lose a dv of such weights (docs/numerics.md).
+      const bool has_sink = p.sink.ptr != nullptr;
+      const bool looks_blind =
+          row_lse[i] == unseen && (!has_sink || all_zeros(out + rows[i] * p.out.row, p.head_dim_v));
+      const bool in_doubt = looks_blind && has_sink && (p.dlse.ptr != nullptr || !trusted(unseen));
       const bool anew = valid && (in_doubt || !trusted(row_lse[i]));
+      // To a row that sees nothing, lse +inf gives probabilities of zero.
+      const bool sees = valid && (!looks_blind || in_doubt);
       of_tile.lse_log2[r] = anew ? kTakenAnew : sees ? row_lse[i] * kLog2e : INFINITY;
       const float dlse = valid && p.dlse.ptr != nullptr ? seq.rows(p.dlse, batch, head)[rows[i] * p.dlse.row] : 0.f;
       const std::int64_t place = tile * ws.tile_rows + r;

@@ -1,5 +1,5 @@
 // The sums of the softmax, taken anew for the backward where a float32 lse cannot say them (docs/numerics.md). It
-// happens to large scores alone, so it is short rather than fast.
+// happens to large scores, and beside a sink to rows that may see nothing, so it is short rather than fast.
 #pragma once
 
 #include "cuda/pass/backward_passes.h"
@@ -41,14 +41,14 @@ class RowSums {
     for (int q0 = first + threadIdx.x / Product::kThreads * kQueries; q0 < end;
          q0 += kThreads / Product::kThreads * kQueries) {
       const int row = q0 + threadIdx.x % kQueries;
-      if (__any_sync(0xffffffffu, row < end && isnan(lse_log2[row - first])) == 0) continue;
+      if (__any_sync(0xffffffffu, row < end && lse_log2[row - first] == kTakenAnew) == 0) continue;
       float row_top[2], sum[2], sink[2];
       visit_keys(p, seq, m_block, q0, head, batch, row_top, sum, sink);
       const int mine = threadIdx.x % Product::kThreads;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int query = q0 + mine % 4 * 2 + i;
-        if (mine < 4 && query < end && isnan(lse_log2[query - first]))
+        if (mine < 4 && query < end && lse_log2[query - first] == kTakenAnew)
           write(ws, tile, query - first, row_top[i], sum[i], sink[i]);
       }
     }
@@ -66,7 +66,7 @@ class RowSums {
       lse_log2 = fmaxf(sink, 0.f) + log2f(total);
       if (ws.sink_terms != nullptr)
         ws.sink_terms[place] = ws.minus_delta[place] * (sink > 0.f ? 1.f : smaller) * reciprocal(total);
-    } else if (ws.sink_terms != nullptr) {  // sees no key
+    } else {  // sees no key
       ws.top[place] = lse_log2 = INFINITY;
       ws.minus_delta[place] = 0.f;
     }

@@ -50,7 +50,7 @@ __device__ __forceinline__ RowEnd end_of_row(float max, float sum, float unit) {
   return {sum == 0.f ? 0.f : reciprocal(sum), log_sum_exp(max, sum, unit)};
 }
 // The same where a sink's logit joins the sum: relative to the larger of the two, so that nothing overflows. A row that
-// saw nothing has the sink as its lse, to the last bit: by that the backward knows it.
+// saw nothing has the sink as its lse, to the last bit, which the backward asks for.
 __device__ __forceinline__ RowEnd end_with_sink(float max, float sum, float unit, float sink) {
   if (sum == 0.f) return {0.f, sink};
   const float above = fmaf(-max, unit, sink);  // of the sink over the row's reference
