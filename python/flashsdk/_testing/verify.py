@@ -340,7 +340,7 @@ def _plain_errors(
     dims = {"out": vo, "dq": qk, "dk": qk, "dv": vo}
     dims = {name: of for name, of in dims.items() if name in exact}
     standard, flash = ({name: np.zeros(exact[name].shape) for name in of} for of in (dims, dims))
-    shuffled = *map(_taken, (q, k, v, dout), (qk, qk, vo, vo)), dlse
+    shuffled = _taken(q, qk), _taken(k, qk), _taken(v, vo), _taken(dout, vo), dlse
     for head in reference.heads(f, *shuffled, cu_seqlens):
         for name, part in naive.standard(head, q.dtype).items():
             if name in dims:
