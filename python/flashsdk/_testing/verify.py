@@ -7,6 +7,7 @@ report = check(problem, backend)      # report.failures is empty, or says what i
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -292,15 +293,19 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
     arrays = q, k, v, dout, dlse
     plain = [_plain_errors(f, arrays, cu_seqlens, exact, order) for order in range(ORDERS)]
     bound = {name: np.zeros(e.shape) for name, e in exact.items()}
-    size = {name: np.zeros(e.shape) for name, e in exact.items() if name != "lse"}
-    for head in reference.heads(f, *arrays, cu_seqlens):
-        m = naive.matrices(head, np.asarray)
-        for name, part in tolerance.bounds(head, m, problem.dtype).items():
-            if name in bound:
-                bound[name][_where(head, name)] += part
-        for name, part in tolerance.sizes(head, m).items():
-            if name in size:
-                size[name][_where(head, name)] += part
+    size = {name: 0.0 for name in exact if name != "lse"}
+
+    def sizes() -> Iterator[tuple[reference.Head, list[dict[str, Array]]]]:
+        for head in reference.heads(f, *arrays, cu_seqlens):
+            m = naive.matrices(head, np.asarray)
+            for name, part in tolerance.bounds(head, m, problem.dtype).items():
+                if name in bound:
+                    bound[name][_where(head, name)] += part
+            yield head, [tolerance.sizes(head, m)]
+
+    for name, _, total in _totals(sizes()):
+        if name in size:
+            size[name] = max(size[name], _largest(total))
     unit = tolerance.UNIT_ROUNDOFF[problem.dtype]
     for name in {"dk", "dv"} & set(bound):
         bound[name] += unit * np.abs(exact[name]) + tolerance.UNDERFLOW[problem.dtype]
@@ -309,7 +314,7 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
     return Expected(
         exact,
         {n: max(p[n] for p in plain) for n in plain[0]},
-        {n: _largest(x) for n, x in size.items()},
+        size,
         unit,
         bound,
     )
@@ -339,23 +344,43 @@ def _plain_errors(
     qk, vo = (rng.permutation(x.shape[-1]) if order else None for x in (q, v))
     dims = {"out": vo, "dq": qk, "dk": qk, "dv": vo}
     dims = {name: of for name, of in dims.items() if name in exact}
-    standard, flash = ({name: np.zeros(exact[name].shape) for name in of} for of in (dims, dims))
     shuffled = _taken(q, qk), _taken(k, qk), _taken(v, vo), _taken(dout, vo), dlse
-    for head in reference.heads(f, *shuffled, cu_seqlens):
-        for name, part in naive.standard(head, q.dtype).items():
-            if name in dims:
-                standard[name][_where(head, name)] += part
-        if len(dims) == 1:
-            continue
-        for name, part in naive.flash_backward(head, q.dtype, lag).items():
-            flash[name][_where(head, name)] += part
-    flash.pop("out")  # it has no forward of its own
+
+    def ways() -> Iterator[tuple[reference.Head, list[dict[str, Array]]]]:
+        for head in reference.heads(f, *shuffled, cu_seqlens):
+            flash = [naive.flash_backward(head, q.dtype, lag)] if len(dims) > 1 else []
+            yield head, [naive.standard(head, q.dtype), *flash]
+
+    round_to = naive.rounding(q.dtype)
     errors = dict.fromkeys(dims, 0.0)
-    for run in (standard, flash):
-        for name, total in run.items():
-            error = _largest(naive.rounding(q.dtype)(total) - _taken(exact[name], dims[name]))
+    for name, where, total in _totals(ways()):
+        if name in dims:
+            error = _largest(round_to(total) - _taken(exact[name][where], dims[name]))
             errors[name] = max(errors[name], error)
     return errors
+
+
+def _totals(
+    of_heads: Iterator[tuple[reference.Head, list[dict[str, Array]]]],
+) -> Iterator[tuple[str, Any, Array]]:
+    """Of outputs that are computed in one or more ways: name, place of a head, what is there.
+
+    dk and dv are those of all heads that share keys, which follow each other.
+    """
+    at_k: Any = None
+    shared: dict[tuple[int, str], Array] = {}
+    for head, ways in of_heads:
+        if head.at_k != at_k:
+            yield from ((name, at_k, total) for (_, name), total in shared.items())
+            at_k, shared = head.at_k, {}
+        for way, parts in enumerate(ways):
+            for name, part in parts.items():
+                if name in ("dk", "dv"):
+                    before = shared.get((way, name), 0.0)
+                    shared[way, name] = before + part.astype(np.float64)
+                else:
+                    yield name, _where(head, name), part
+    yield from ((name, at_k, total) for (_, name), total in shared.items())
 
 
 def _taken(x: Array, columns: Array | None) -> Array:
