@@ -117,7 +117,8 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
       kVectors || (vector_rows(out, p.out.row, p.head_dim_v) && vector_rows(dout, p.dout.row, p.head_dim_v));
   LseTile<kTileRows>& of_tile = ws.lse_of<kTileRows>(tile);
   // The lse of a row that sees no key.
-  const float unseen = p.sink.ptr == nullptr ? -INFINITY : *p.sink.of(head, 0);
+  const bool has_sink = p.sink.ptr != nullptr;
+  const float unseen = has_sink ? *p.sink.of(head, 0) : -INFINITY;
   const bool huge_scale = fabsf(p.score.softmax_scale) >= kScaleLimit;
   bool blind = false, any_anew = false;
   for (int first = threadIdx.x / kLanes; first < ws.tile_rows; first += kRows * kStep) {
@@ -143,7 +144,6 @@ __device__ bool prepare_tile(const BackwardParams& p, const BackwardWorkspace& w
       // anything. With a sink a row looks the same whose keys weigh less than a rounding of it and are dropped, have
       // values of 0, or give an out that rounds to 0. Its lse has a gradient: with dlse its sum tells. Without dlse it
       // may lose a dv of such weights (docs/numerics.md).
-      const bool has_sink = p.sink.ptr != nullptr;
       const bool looks_blind =
           row_lse[i] == unseen && (!has_sink || all_zeros(out + rows[i] * p.out.row, p.head_dim_v));
       const bool in_doubt = looks_blind && has_sink && (p.dlse.ptr != nullptr || !trusted(unseen));
