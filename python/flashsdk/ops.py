@@ -426,11 +426,10 @@ _TRAINABLE = (("bias", 2), ("alibi_slopes", 3), ("sink", 13), ("k_descale", 16),
 
 def _no_gradient(name: str, packed: _bindings.Packed) -> Error:
     function = "mha_varlen_fwd" if packed else "mha_fwd"
-    if name not in ("q", "k", "v", "sink"):
-        given = f"requires a gradient, which {function} does not give"
-        return Unsupported(f"{name}: {given}; one without, or torch.no_grad()")
-    ways = "flashsdk.torch.varlen_attention" if packed else "flashsdk.torch.attention"
-    ways += "" if packed else ", flashsdk.attention"
+    ways = "one without"
+    if name in ("q", "k", "v", "sink"):
+        ways = "flashsdk.torch.varlen_attention" if packed else "flashsdk.torch.attention"
+        ways += "" if packed else ", flashsdk.attention"
     given = f"requires a gradient, which {function} does not give"
     return Unsupported(f"{name}: {given}; {ways}, or torch.no_grad()")
 

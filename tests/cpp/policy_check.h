@@ -81,15 +81,14 @@ void check_policy(const Policy& policy, const PolicyCheck<Visible>& c) {
       const bool visited = found != by_row.end(), partial = visited && found->second;
       bool any = false, all = true, allowed_agrees = true, keys_agree = true, diagonals_agree = true;
       for (int i = m * c.tile.m; i < i_end; ++i) {
+        [[maybe_unused]] KeyRange keys{};
+        if constexpr (kHasKeyRange<Policy>) keys = policy.keys_of(i);
         for (int j = n * c.tile.n; j < j_end; ++j) {
           const bool see = c.visible(i, j);
           any |= see;
           all &= see;
           allowed_agrees &= policy.allowed(i, j) == see;
-          if constexpr (kHasKeyRange<Policy>) {
-            const KeyRange keys = policy.keys_of(i);
-            keys_agree &= (keys.begin <= j && j < keys.end) == see;
-          }
+          if constexpr (kHasKeyRange<Policy>) keys_agree &= (keys.begin <= j && j < keys.end) == see;
           if constexpr (kHasDiagonals<Policy>) {
             const KeyRange diagonals = policy.diagonals();
             diagonals_agree &= (diagonals.begin <= j - i && j - i < diagonals.end) == see;

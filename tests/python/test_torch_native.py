@@ -13,8 +13,15 @@ from flashsdk import torch as adapter  # noqa: E402
 from flashsdk._torch_eager import recorded  # noqa: E402
 from flashsdk.integrations import _sdpa_kernels  # noqa: E402
 from flashsdk.torch import _attention, _sdpa  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch_cases import OFFSETS, SINK, USED, block_mask, qkv, with_gradients  # noqa: E402
+from torch_cases import (  # noqa: E402
+    OFFSETS,
+    SINK,
+    USED,
+    Watching,
+    block_mask,
+    qkv,
+    with_gradients,
+)
 
 built = _torch_eager.native is not _torch_eager.InPython
 ADAPTERS = (_attention, _sdpa, _flash_attn_func, _flash_attn_kvcache)
@@ -275,11 +282,6 @@ def test_flash_attn_takes_a_tuple_of_four(lengths):
     rest = 0.0, None, False, (-1, -1), 0.0, None, False, False
     with pytest.raises(TypeError, match="a tuple of four"):
         _torch_eager.native.flash_attn(*(x[0] for x in qkv()), lengths, *rest)
-
-
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
 
 
 def test_a_graph_ends_with_its_outputs():

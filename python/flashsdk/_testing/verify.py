@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -295,16 +295,15 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
     bound = {name: np.zeros(e.shape) for name, e in exact.items()}
     size = {name: 0.0 for name in exact if name != "lse"}
 
-    def sizes() -> Iterator[tuple[reference.Head, list[dict[str, Array]]]]:
+    def bounds_and_sizes() -> OfHeads:
         for head in reference.heads(f, *arrays, cu_seqlens):
             m = naive.matrices(head, np.asarray)
-            for name, part in tolerance.bounds(head, m, problem.dtype).items():
-                if name in bound:
-                    bound[name][_where(head, name)] += part
-            yield head, [tolerance.sizes(head, m)]
+            yield head, [tolerance.bounds(head, m, problem.dtype), tolerance.sizes(head, m)]
 
-    for name, _, total in _totals(sizes()):
-        if name in size:
+    for way, name, where, total in _totals(bounds_and_sizes()):
+        if name in bound and way == 0:
+            bound[name][where] += total
+        elif name in size and way == 1:
             size[name] = max(size[name], _largest(total))
     unit = tolerance.UNIT_ROUNDOFF[problem.dtype]
     for name in {"dk", "dv"} & set(bound):
@@ -346,32 +345,39 @@ def _plain_errors(
     dims = {name: of for name, of in dims.items() if name in exact}
     shuffled = _taken(q, qk), _taken(k, qk), _taken(v, vo), _taken(dout, vo), dlse
 
-    def ways() -> Iterator[tuple[reference.Head, list[dict[str, Array]]]]:
+    def ways() -> OfHeads:
         for head in reference.heads(f, *shuffled, cu_seqlens):
             flash = [naive.flash_backward(head, q.dtype, lag)] if len(dims) > 1 else []
             yield head, [naive.standard(head, q.dtype), *flash]
 
     round_to = naive.rounding(q.dtype)
     errors = dict.fromkeys(dims, 0.0)
-    for name, where, total in _totals(ways()):
+    for _, name, where, total in _totals(ways()):
         if name in dims:
             error = _largest(round_to(total) - _taken(exact[name][where], dims[name]))
             errors[name] = max(errors[name], error)
     return errors
 
 
-def _totals(
-    of_heads: Iterator[tuple[reference.Head, list[dict[str, Array]]]],
-) -> Iterator[tuple[str, Any, Array]]:
-    """Of outputs that are computed in one or more ways: name, place of a head, what is there.
+# Of each head its outputs, in one or more ways.
+OfHeads: TypeAlias = Iterator[tuple[reference.Head, list[dict[str, Array]]]]
+
+
+def _totals(of_heads: OfHeads) -> Iterator[tuple[int, str, Any, Array]]:
+    """The number of the way, an output's name, the place of a head in it, and what is there.
 
     dk and dv are those of all heads that share keys, which follow each other.
     """
+
+    def of_keys() -> Iterator[tuple[int, str, Any, Array]]:
+        for (way, name), total in shared.items():
+            yield way, name, at_k, total
+
     at_k: Any = None
     shared: dict[tuple[int, str], Array] = {}
     for head, ways in of_heads:
         if head.at_k != at_k:
-            yield from ((name, at_k, total) for (_, name), total in shared.items())
+            yield from of_keys()
             at_k, shared = head.at_k, {}
         for way, parts in enumerate(ways):
             for name, part in parts.items():
@@ -379,8 +385,8 @@ def _totals(
                     before = shared.get((way, name), 0.0)
                     shared[way, name] = before + part.astype(np.float64)
                 else:
-                    yield name, _where(head, name), part
-    yield from ((name, at_k, total) for (_, name), total in shared.items())
+                    yield way, name, _where(head, name), part
+    yield from of_keys()
 
 
 def _taken(x: Array, columns: Array | None) -> Array:
