@@ -39,14 +39,15 @@ struct TileSchedule {
   }
 };
 
-// Heads whose operands of bytes_per_head stay in L2 together.
+// How wide a section is: heads whose operands, of bytes_per_head, stay in L2 together. uniform_tiles: all tiles take
+// equally long, as without a mask. Nothing is gained there by mixing heads, so that a section is one.
 inline int section_of(std::int64_t bytes_per_head, int heads_total, bool uniform_tiles, std::int64_t l2_share) {
   if (uniform_tiles || heads_total == 0) return 1;
   std::int64_t fit = l2_share / (bytes_per_head > 0 ? bytes_per_head : 1);
   return static_cast<int>(fit < 1 ? 1 : fit > heads_total ? heads_total : fit);
 }
 
-// The tiles of queries, whose heads share K and V in L2.
+// The tiles of queries, whose heads share K and V in L2. They descend: under a causal mask the last is the longest.
 inline TileSchedule forward_schedule(const ForwardParams& p, int tile_queries, std::size_t element_bytes,
                                      bool uniform_tiles) {
   constexpr std::int64_t kL2Share = 16 << 20;  // of 40 MiB (A100) to 60 MB (H200)
@@ -81,15 +82,15 @@ struct Workers {
   int count;
 };
 
-// Every key tile of a head reads its Q and dO and adds to its fp32 dQ. Under a band, and in deterministic calls, a
-// section holds no more heads than two thirds of L2 hold these of. With more, memory is read and written anew for
-// each tile: five times as much at head_dim 256 (docs/dev/sm90-backward.md, "Bytes"). Heads of a group count once, as
-// their tiles are walked one head after another.
-// Under a band the longest tiles of a section come first, and workers are idle at the end of the last one unless it has
-// kTilesEach tiles for each of them. So that one may hold twice the share, where a head has enough key tiles to use
-// often what is read once. Without a mask tiles are equally long, and one head after another is best. Key tiles of a
-// layout share less of what they read: a third of L2. In a deterministic call key tiles of a head take turns
-// (turn_order.h), and of more heads fewer queue for the same dQ.
+// Every key tile of a head reads its Q and dO and adds to its fp32 dQ. With more heads side by side than L2 holds these
+// of, memory is read and written anew for each tile: five times as much at head_dim 256 (docs/dev/sm90-backward.md,
+// "Bytes"). Heads of a group count once, as their tiles are walked one head after another. By the kind of call:
+//   no mask         one head: its tiles are equally long
+//   band            what two thirds of L2 hold; longest tiles first. At the end of the last section workers are idle
+//                   unless it has kTilesEach tiles for each: it may hold twice as much, where a head has enough key
+//                   tiles to use often what is read once
+//   layout          what a third holds: its key tiles share less of what they read
+//   deterministic   two thirds: key tiles of a head take turns (turn_order.h), of more heads fewer queue for one dQ
 inline BackwardSchedule backward_schedule(const ForwardParams& p, int tile_keys, std::size_t element_bytes,
                                           Workers workers) {
   constexpr int kTilesEach = 4, kUsedOften = 16;

@@ -86,9 +86,12 @@ __device__ __forceinline__ void load_pair_keys(const CUtensorMap& map, typename 
                        CacheHint::EVICT_NORMAL, cluster_rank() * SmemPeerK::kColumns);
 }
 
-// Takes key tiles off the schedule, walks the queries that see them, and tells all what comes. A walk does not fit the
-// few registers of these warps and is slow, so one thread does nothing else and is several steps ahead of the others.
-// kRagged: called by its whole warp.
+// One thread tells all warps what comes: it takes key tiles off the schedule and walks the queries that see them. A
+// walk does not fit the few registers of these warps and is slow, so this thread does nothing else and is up to
+// kPlannedSteps ahead. kRagged: called by its whole warp, of which lane 0 tells.
+//
+//   work_ring   one entry a key tile, and one that says there are no more: read by for_each_work()
+//   plan_ring   one entry a step, which is a tile of queries that sees the key tile: read by for_each_step()
 template <class Traits, class Policy, bool kRagged>
 __device__ void plan_steps(const BackwardParams& p, const cuda::BackwardWorkspace& ws,
                            const cuda::BackwardSchedule& schedule, typename Traits::Smem& smem) {
@@ -217,7 +220,11 @@ class DqAdder {
   }
 
   // The same when a key tile's turn has come (turn_order.h). To see a turn, to add and to pass the turn on takes longer
-  // than a step. So the warps alternate, and each adds all pieces of every second step.
+  // than a step. So the warps alternate, and each adds all pieces of every second step:
+  //   warp 0   step 0: wait for the turn │ add     │ step 2: wait … │ pass step 0's turn on, while adding step 2
+  //   warp 1            step 1: wait …             │ add            │ step 3: …
+  // A turn is passed on late, when what it added has surely arrived. Where nothing is there to add, it is passed at
+  // once, as others wait for it.
   __device__ void add_in_turn(int tile, unsigned step, int mine) {
     if (step % Traits::kWarpgroups != static_cast<unsigned>(warp_)) return;
     int* const taken = ws_.dq_order + piece_of(tile, 0, 0);

@@ -101,11 +101,12 @@ class ForwardScores {
 
   // Whether the next tile may be tried, if it is not the first of its queries.
   __device__ bool can_try() const { return can_try_; }
-  // Scores become probabilities, not yet divided by their sum. Most tiles do it by a maximum that they have not looked
-  // for: that so far, or, if the queries are new, that of a few keys (with ALiBi, of all), of which a mask must not
-  // hide the first. False, in the whole warpgroup, where one thread's sum fails or no try can be made: the scores then
-  // have to be computed once more, for apply(). kCommon: the tile is neither masked nor the first of its queries. A
-  // first one closes those before, also where it returns false.
+  // Scores become probabilities, not yet divided by their sum. Two functions do it:
+  //   try_apply()   by a maximum that nobody looked for: the one so far. New queries take that of a few keys (with
+  //                 ALiBi, of all), of which a mask must not hide the first. Most tiles end here.
+  //   apply()       by the tile's own maximum, after a try that failed: it wants the scores computed once more.
+  // A try is false in the whole warpgroup, where one thread's sum fails or where none can be made. kCommon: the tile is
+  // neither masked nor the first of its queries. A first one closes the queries before, also where it returns false.
   template <bool kCommon, class Accumulator>
   __device__ bool try_apply(Accumulator& acc, const ForwardStep& tile, const ForwardWork& of, const Visible& visible,
                             const Alibi& alibi) {
