@@ -97,6 +97,35 @@ def holds(record: Record) -> str:
     )
 
 
+def in_short(record: Record) -> str:
+    """How many times as fast as cuDNN, for each head_dim: the mean and the ends of its cells."""
+    ratios: dict[tuple[str, bool, int], list[float]] = {}
+    for (op, dim, causal, _), of in dense(record).items():
+        if {"sm90", "cudnn"} <= of.keys():
+            ratios.setdefault((op, causal, dim), []).append(of["sm90"] / of["cudnn"])
+    dims = sorted({dim for _, _, dim in ratios})
+    lengths = sorted({seqlen for *_, seqlen in dense(record)})
+    rows = [
+        [f"{DIRECTIONS[op]}, {'causal' if causal else 'no mask'}"]
+        + [mean_and_ends(ratios.get((op, causal, dim), [])) for dim in dims]
+        for op in DIRECTIONS
+        for causal in (False, True)
+    ]
+    header = ["", *(f"head_dim {dim}" for dim in dims)]
+    between = f"{length(lengths[0])} to {length(lengths[-1])} tokens"
+    cudnn = f"cuDNN {record['versions']['cuDNN']}"
+    return (
+        f"{record['device']}, bf16, {between}, timed alike on {record['date']}: how many times as "
+        f"fast as {cudnn}, in the mean (lowest–highest).\n\n{markdown_table(header, rows, 1)}"
+    )
+
+
+def mean_and_ends(ratios: list[float]) -> str:
+    if not ratios:
+        return NOT_MEASURED
+    return f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+
+
 def then() -> str:
     """What the run of the H100's yardstick says of ours, timed as the peers were."""
     rows = yardstick_of("h100")

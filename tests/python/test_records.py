@@ -436,6 +436,10 @@ def test_goals_are_counted(monkeypatch):
     ]
     assert mean[2:] == ["0 of 1", "1.002 (all 2)"]
     assert rest[0][2] == "–"  # nothing of the backward
+    run = {"device": "GPU", "date": "2026-01-01", "versions": {"cuDNN": "9.19.0"}, "dense": dense}
+    forward, _, backward, _ = goals.in_short(run).splitlines()[-4:]
+    assert forward == "| forward, no mask | 1.10 (1.00–1.20) |"
+    assert backward == "| backward, no mask | – |"
     (features,) = goals.features_off(
         {"features_off": [{"name": "sm80", "op": "bwd", "head_dim": 64, "compiled_in": "all",
                            "of_plain": 1.2}]}
