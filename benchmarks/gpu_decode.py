@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from flashsdk._commands.gpu_timing import Runs, timed
 from flashsdk._errors import first_line
 from gpu_calls import DEVICE, backends, fs, peer_forward
-from gpu_tables import FP8, READ
+from gpu_tables import FLASHINFER, FP8, READ
 from gpu_wanted import Row, Wanted
 
 BEYOND_CACHES = 300_000_000  # bytes
@@ -111,6 +112,37 @@ CACHES = (  # batch, queries, used keys, heads, heads of keys, head_dim
     (1, 512, 32768, 32, 8, 128),
 )
 PAGE_SIZES = (16, 64, 256)
+FLASHINFER_WORKSPACE = 128 << 20  # bytes, what its examples give it
+
+
+def flashinfer_call(q: Any, k: Any, table: Any, lengths: Any) -> Callable[..., Any] | None:
+    """FlashInfer's decoding over such pages, where it is installed.
+
+    It plans on the host, from lengths that the host knows: before the clock runs, as a server does
+    once for all layers.
+    """
+    try:
+        import flashinfer
+    except ImportError:
+        return None
+    page, heads_kv, dim = k.shape[1:]
+    heads = q.shape[2]
+    pages_of = [int(n) for n in (lengths + page - 1) // page]
+    ends = torch.tensor([0, *itertools.accumulate(pages_of)], dtype=torch.int32, device=DEVICE)
+    used = torch.cat([row[:n] for row, n in zip(table, pages_of, strict=True)])
+    workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=DEVICE)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace, "NHD", use_tensor_cores=heads > heads_kv
+    )
+    in_last = (lengths - 1) % page + 1
+    types = {"q_data_type": q.dtype, "kv_data_type": k.dtype}
+    wrapper.plan(ends, used, in_last, heads, heads_kv, dim, page, **types)
+    return lambda q, k, v: wrapper.run(q.squeeze(1), (k, v))
+
+
+def on_each(call: Callable[..., Any], qs: list[Any], kvs: list[Any]) -> None:
+    for q, (k, v) in zip(qs, kvs, strict=True):
+        call(q, k, v)
 
 
 def caches(wanted: Wanted) -> list[Row]:
@@ -159,6 +191,8 @@ def caches_of(
         table = torch.randperm(batch * each, device=DEVICE).int().view(batch, each)
         pages = [kv.view(2, batch * each, page, heads_kv, dim) for kv in cache]
         add(f"pages of {page}", pages, seqused_k=equal, block_table=table)
+        if queries == 1 and (peer := flashinfer_call(qs[0], pages[0][0], table, equal)):
+            runs[f"{FLASHINFER}, {page}"] = functools.partial(on_each, peer, qs, pages)
     row = {"batch": batch, "queries": queries, "keys": keys, "heads": heads}
     row |= {"heads_kv": heads_kv, "head_dim": dim, "bytes": size}
     rows = []

@@ -13,6 +13,7 @@ Record = dict[str, Any]
 PEERS = ("cudnn", "fa2")
 WITH_BIAS = ("cudnn", "efficient")
 OURS = ("sm80", "sm90")
+FLASHINFER = "flashinfer"  # and the size of its pages
 READ = "read"  # a sum over the bytes of K and V
 FP8 = "fp8"  # ours, of keys and values in float8_e4m3fn
 NAMES = {"cudnn": "cuDNN", "fa2": "FA2", "efficient": "efficient", "sm80": "sm80", "sm90": "sm90"}
@@ -293,6 +294,11 @@ def caches_table(rows: list[Record]) -> str:
         "of them. Pages lie in any order. Of a read: the rate beside that of PyTorch's sum over "
         "the bytes."
     )
+    if any(name.startswith(FLASHINFER) for name in names):
+        text += (
+            " flashinfer: the same pages, of so many keys; it has planned the lengths on the host, "
+            "ahead of the clock."
+        )
     header, table = with_spread(header, table, grouped(rows, shape).values(), "us")
     return f"{text}\n\n{markdown_table(header, table, 5)}"
 

@@ -10,7 +10,7 @@ from flashsdk._commands.machine import hash_of, header_of, source_root
 
 PEERS = (
     "torch", "transformers", "cupy-cuda13x", "cupy-cuda12x", "jax", "nvidia-cudnn-cu13",
-    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu12", "flashinfer-python",
 )  # fmt: skip
 DEVICE = "cuda"  # of PyTorch's tensors
 TESTS = Path("benchmarks", "results", "gpu_tests.json")
