@@ -6,6 +6,9 @@ import sys
 # The reference multiplies a row at a time: threads of NumPy would only be in the way. Read by NumPy
 # when it loads, so it has to come first.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# PyTorch's threads spin while they wait, on processors that other workers need, which costs several
+# times what they compute. They sleep instead, and are as many. Read by PyTorch when it loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # JAX takes most of a GPU's memory: what tests it there is a process of its own.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # scripts/test_gpu.py names the GPUs that its workers share. Read by CUDA when it starts.

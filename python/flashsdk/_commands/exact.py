@@ -118,6 +118,5 @@ def attention(
 def _of_keys(
     head: naive.Heads, m: naive.Matrices, keys: NDArray[np.bool_]
 ) -> tuple[naive.Heads, naive.Matrices]:
-    """What the gradients of some keys alone are made of."""
-    p, drop, slope = (x[:, keys] for x in (m.p, m.drop, m.slope))
-    return replace(head, k=head.k[keys], v=head.v[keys]), replace(m, p=p, drop=drop, slope=slope)
+    """What the gradients of some keys alone are made of; there is no dropout and no softcap."""
+    return replace(head, k=head.k[keys], v=head.v[keys]), replace(m, p=m.p[:, keys])

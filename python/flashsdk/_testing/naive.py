@@ -28,7 +28,7 @@ def rounding(storage: Any) -> Round:
 
     def round_to(x: Array) -> Array:
         with np.errstate(over="ignore"):
-            return np.asarray(x, held).astype(storage).astype(held)
+            return np.asarray(x, held).astype(storage, copy=False).astype(held, copy=False)
 
     return round_to
 
@@ -54,26 +54,17 @@ class Matrices:
 
     score: Array
     p: Array
-    drop: Array  # 0 or the scale of dropout
-    slope: Array  # d(score) / d(softmax_scale·q·k)
+    drop: Any  # 0 or the scale of dropout; 1.0 without
+    slope: Any  # d(score) / d(softmax_scale·q·k); 1.0 without softcap
     p_sink: Any = 0.0  # (seqlen_q,), what a sink takes of P
 
 
 def matrices(head: Head, round_to: Round) -> Matrices:
-    q, k = round_to(head.q), round_to(head.k)
-    score = round_to(q @ k.T)
-
-    def of_rows(row: Callable[[int], Array], dtype: Any) -> Array:
-        return np.array([row(i) for i in range(len(q))], dtype).reshape(score.shape)
-
-    added = visible = drop = None
-    if head.f.bias is not None or head.f.alibi_slopes is not None:
-        added = of_rows(head.bias, score.dtype)
-    if head.f.mask is not None or head.f.bias is not None:
-        visible = of_rows(head.visible, bool)
-    if head.f.dropout_threshold():
-        drop = of_rows(head.drop, score.dtype)
-    return from_products(head, score, added, visible, drop, round_to)
+    """Of a head whose q and k are rounded."""
+    score = round_to(head.q @ head.k.T)
+    added = None if head.added is None else head.added.astype(score.dtype, copy=False)
+    drop = head.drop.astype(score.dtype, copy=False) if head.f.dropout_threshold() else None
+    return from_products(head, score, added, head.visible, drop, round_to)
 
 
 def attention(
@@ -105,7 +96,7 @@ def from_products(
 ) -> Matrices:
     """S and P from q·k; of the head only its scale, softcap and sink."""
     score = round_to(qk * head.scale)
-    slope = xp.ones_like(score)
+    slope: Any = 1.0
     if head.f.softcap > 0:
         softcap = float(np.float32(head.f.softcap))
         tanh = round_to(xp.tanh(round_to(score / softcap)))
@@ -128,7 +119,7 @@ def from_products(
         total = e.sum(-1) + of_sink
         p_sink = of_sink / total
     p = round_to(e / total[..., None])
-    return Matrices(score, p, xp.ones_like(score) if drop is None else drop, slope, p_sink)
+    return Matrices(score, p, 1.0 if drop is None else drop, slope, p_sink)
 
 
 def has_sink(head: Any) -> bool:
@@ -178,14 +169,20 @@ def standard(head: Head, storage: Any) -> dict[str, Array]:
     """
     assert head.dout is not None
     round_to = rounding(storage)
-    m = matrices(head, round_to)
-    q, k, v, dout = (round_to(x) for x in (head.q, head.k, head.v, head.dout))
-    dropped = round_to(m.p * m.drop)
-    dp = round_to(round_to(dout @ v.T) * m.drop)
+
+    def times(x: Array, factor: Any) -> Array:
+        """Rounded, as x is."""
+        return x if isinstance(factor, float) and factor == 1 else round_to(x * factor)
+
+    given: Any = {name: round_to(getattr(head, name)) for name in ("q", "k", "v", "dout")}
+    q, k, v, dout = given.values()
+    m = matrices(replace(head, **given), round_to)
+    dropped = times(m.p, m.drop)
+    dp = times(round_to(dout @ v.T), m.drop)
     with np.errstate(invalid="ignore"):  # float16 may overflow
         ds = m.p * (dp - (m.p * dp).sum(axis=1, keepdims=True))
         ds = round_to(ds + m.p * head.dlse[:, None].astype(ds.dtype))
-        ds = round_to(round_to(ds * m.slope) * ds.dtype.type(head.scale))
+        ds = round_to(times(ds, m.slope) * ds.dtype.type(head.scale))
         return {
             "out": round_to(dropped @ v),
             "dq": round_to(ds @ k),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -120,28 +120,23 @@ def philox4x32(
     return [c0, c1, c2, c3]
 
 
-@lru_cache(maxsize=4096)
-def random_bytes(seed: int, offset: int, batch_head: int, row: int, seqlen_k: int) -> Array:
-    """The byte (seqlen_k,) that decides over each element of one row of P."""
+def random_bytes(seed: int, offset: int, batch_head: int, row: Any, seqlen_k: int) -> Array:
+    """The byte (seqlen_k,) that decides over each element of a row of P; of rows (n, 1) of each."""
     col = np.arange(seqlen_k)
     key = (seed & 0xFFFFFFFF, (seed >> 32 ^ offset >> 32) & 0xFFFFFFFF)
-    counter = (
-        row // 16 * 8 + row % 8,
-        col // 32 * 4 + col % 8 // 2,
-        batch_head,
-        offset & 0xFFFFFFFF,
-    )
-    words = np.stack(philox4x32(counter, key))  # (4, seqlen_k)
-    word = words[col % 32 // 8, col]
+    calls = np.arange(-(-seqlen_k // 32) * 4)  # of a row: one call is for eight columns
+    counter = (row // 16 * 8 + row % 8, calls, batch_head, offset & 0xFFFFFFFF)
+    words = np.stack(philox4x32(counter, key), -1)  # (calls, 4)
+    word = words[..., col // 32 * 4 + col % 8 // 2, col % 32 // 8]
     byte = row % 16 // 8 + 2 * (col % 2)
     drawn: Array = word >> (8 * byte).astype(np.uint64) & np.uint64(0xFF)
     return drawn
 
 
-def _in_band(band: Any, i: int, seqlen_q: int, seqlen_k: int) -> Bool:
+def _in_band(band: Any, i: Any, seqlen_q: int, seqlen_k: int) -> Bool:
     shift = 0 if band.alignment == "top_left" else seqlen_k - seqlen_q
     distance = np.arange(seqlen_k) - (i + shift)
-    visible = np.ones(seqlen_k, bool)
+    visible = np.ones(distance.shape, bool)
     if band.left is not None:
         visible &= distance >= -band.left
     if band.right is not None:
@@ -154,17 +149,17 @@ def _broadcast(x: Array, *index: int) -> Any:
     return x[tuple(0 if n == 1 else i for n, i in zip(x.shape, index, strict=False))]
 
 
-def visible_keys(mask: Any, b: int, h: int, i: int, seqlen_q: int, seqlen_k: int) -> Bool:
-    """Which keys (seqlen_k,) query i of batch b and head h sees."""
+def visible_keys(mask: Any, b: int, h: int, i: Any, seqlen_q: int, seqlen_k: int) -> Bool:
+    """Which keys (seqlen_k,) query i of batch b and head h sees; of queries i (n, 1) each."""
+    j = np.arange(seqlen_k)
     if mask is None or type(mask).__name__ == "Dense":
-        return np.ones(seqlen_k, bool)
+        return np.ones(np.broadcast(i, j).shape, bool)
     if isinstance(mask, np.ndarray):
-        return np.asarray(_broadcast(mask[:, :, i, :seqlen_k], b, h))
+        return np.asarray(_broadcast(mask, b, h)[i, j])
     if isinstance(mask, Blocks):
         block_q, block_k = mask.block_size
         full, partial = (
-            np.repeat(_broadcast(x, b, h)[i // block_q], block_k)[:seqlen_k]
-            for x in (mask.full, mask.partial)
+            _broadcast(x, b, h)[i // block_q, j // block_k] for x in (mask.full, mask.partial)
         )
         if mask.band is not None:
             partial = partial & _in_band(mask.band, i, seqlen_q, seqlen_k)
@@ -176,7 +171,7 @@ def visible_keys(mask: Any, b: int, h: int, i: int, seqlen_q: int, seqlen_k: int
 class Row:
     """One query of one head, over the keys it sees."""
 
-    keys: NDArray[np.intp]  # which
+    keys: Any  # which: their indices, or a slice where they follow each other
     p: Float64  # probabilities before dropout
     drop: Float64  # what dropout multiplies them with: 0 or 256 / (256 - threshold)
     slope: Float64  # d(score) / d(softmax_scale·q·k), 1 without softcap
@@ -190,7 +185,6 @@ class Head:
     f: Features
     sequence: int  # batch index, or the number of the packed sequence
     head: int
-    num_heads: int
     q: Float64  # (seqlen_q, head_dim)
     k: Float64  # (seqlen_k, head_dim)
     v: Float64  # (seqlen_k, head_dim_v)
@@ -201,70 +195,82 @@ class Head:
     at_k: Any
     at_lse: Any
 
-    @property
+    # (seqlen_q, seqlen_k): what the mask and a boolean bias show to each query
+    visible: Bool
+    added: Float64 | None  # bias and ALiBi; None: neither
+    drop: Float64  # what dropout multiplies P with: 0 or its scale
+
+    @cached_property
     def scale(self) -> float:
         return self.f.scale(self.q.shape[1])
 
     @property
     def alibi_slope(self) -> float:
-        if self.f.alibi_slopes is None:
-            return 0.0
-        return float(_broadcast(np.atleast_2d(self.f.alibi_slopes), self.sequence, self.head))
+        return _alibi_slope(self.f, self.sequence, self.head)
 
-    @property
+    @cached_property
     def sink(self) -> float:
         """-inf where there is none: it then counts for nothing."""
         return -np.inf if self.f.sink is None else float(self.f.sink[self.head])
 
-    def visible(self, i: int) -> Bool:
-        """Keys (seqlen_k,) that the mask and a boolean bias show to query i."""
-        seqlen = len(self.q), len(self.k)
-        seen = visible_keys(self.f.mask, self.sequence, self.head, i, *seqlen)
-        bias = self._bias(i)
-        return seen & bias if bias is not None and bias.dtype == bool else seen
-
-    def bias(self, i: int) -> Float64:
-        """What is added to the scores (seqlen_k,) of query i: bias and ALiBi."""
-        seqlen_q, seqlen_k = len(self.q), len(self.k)
-        added = -self.alibi_slope * np.abs(i + seqlen_k - seqlen_q - np.arange(seqlen_k))
-        bias = self._bias(i)
-        return added if bias is None or bias.dtype == bool else added + bias.astype(np.float64)
-
-    def _bias(self, i: int) -> Array | None:
-        if self.f.bias is None:
-            return None
-        bias = _broadcast(self.f.bias, self.sequence, self.head, i)
-        return np.broadcast_to(bias if len(bias) == 1 else bias[: len(self.k)], len(self.k))
-
-    def drop(self, i: int) -> Float64:
-        """What dropout multiplies the probabilities (seqlen_k,) of query i with: 0 or its scale."""
-        threshold = self.f.dropout_threshold()
-        if threshold == 0:
-            return np.ones(len(self.k))
-        seed, offset, index = self.f.dropout_of(self.sequence, self.head, self.num_heads)
-        byte = random_bytes(seed, offset, index, i, len(self.k))
-        return np.where(byte >= threshold, 256 / (256 - threshold), 0.0)
-
     def row(self, i: int) -> Row:
-        keys = np.flatnonzero(self.visible(i))
+        keys = _slice(np.flatnonzero(self.visible[i]))
         score = self.scale * (self.k[keys] @ self.q[i])
-        slope = np.ones(len(keys))
+        slope = np.ones(len(score))
         if self.f.softcap > 0:
             softcap = float(np.float32(self.f.softcap))
             tanh = np.tanh(score / softcap)
             score, slope = softcap * tanh, 1 - tanh**2
-        if self.f.bias is not None or self.f.alibi_slopes is not None:
-            score = score + self.bias(i)[keys]
+        if self.added is not None:
+            score = score + self.added[i, keys]
 
         shown = score != -np.inf  # a bias of -inf hides a key as well
-        keys, score, slope = keys[shown], score[shown], slope[shown]
-        drop = self.drop(i)[keys]
-        if len(keys) == 0:
+        if not shown.all():
+            keys = _slice(np.arange(len(self.k))[keys][shown])
+            score, slope = score[shown], slope[shown]
+        drop = self.drop[i, keys]
+        if len(score) == 0:
             return Row(keys, score, drop, slope, self.sink)
         top = max(score.max(), self.sink)
         e = np.exp(score - top)
         total = e.sum() + np.exp(self.sink - top)
         return Row(keys, e / total, drop, slope, float(top + np.log(total)))
+
+
+def _slice(keys: NDArray[np.intp]) -> Any:
+    """The same keys, as a slice where they follow each other: it copies nothing."""
+    if len(keys) == 0:
+        return slice(0)
+    first, end = int(keys[0]), int(keys[-1]) + 1
+    return slice(first, end) if end - first == len(keys) else keys
+
+
+def _alibi_slope(f: Features, sequence: int, head: int) -> float:
+    if f.alibi_slopes is None:
+        return 0.0
+    return float(_broadcast(np.atleast_2d(f.alibi_slopes), sequence, head))
+
+
+def _of_scores(
+    f: Features, sequence: int, head: int, num_heads: int, seqlen_q: int, seqlen_k: int
+) -> tuple[Bool, Float64 | None, Float64]:
+    """A Head's visible, added and drop, each (seqlen_q, seqlen_k)."""
+    i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)
+    visible = visible_keys(f.mask, sequence, head, i, seqlen_q, seqlen_k)
+    added: Any = None
+    if f.bias is not None or f.alibi_slopes is not None:
+        added = -_alibi_slope(f, sequence, head) * np.abs(i + seqlen_k - seqlen_q - j)
+    if f.bias is not None:
+        bias = _broadcast(f.bias, sequence, head)[:seqlen_q, :seqlen_k]
+        if bias.dtype == bool:
+            visible = visible & bias
+        else:
+            added = added + bias.astype(np.float64)
+    drop: Any = np.broadcast_to(1.0, visible.shape)
+    if threshold := f.dropout_threshold():
+        byte = random_bytes(*f.dropout_of(sequence, head, num_heads), i, seqlen_k)
+        drop = np.where(byte >= threshold, 256 / (256 - threshold), 0.0)
+    return visible, added, drop
 
 
 CuSeqlens = tuple[Array, Array] | None  # cu_seqlens_q and cu_seqlens_k of a packed problem
@@ -296,19 +302,20 @@ def heads(
         if cu_seqlens is not None:
             rows, rows_k = (slice(int(cu[b]), int(cu[b + 1])) for cu in cu_seqlens)
             at_q, at_k, at_lse = (rows, h), (rows_k, h_kv), (h, rows)  # type: ignore[assignment]
+        seqlen_q, seqlen_k = len(q[at_q]), len(k[at_k])
         yield Head(
             f,
             b,
             h,
-            num_heads,
             q[at_q].astype(np.float64),
             _descaled(k[at_k], f.k_descale, b, h_kv),
             _descaled(v[at_k], f.v_descale, b, h_kv),
             None if dout is None else dout[at_q].astype(np.float64),
-            np.zeros(len(q[at_q])) if dlse is None else dlse[at_lse].astype(np.float64),
+            np.zeros(seqlen_q) if dlse is None else dlse[at_lse].astype(np.float64),
             at_q,
             at_k,
             at_lse,
+            *_of_scores(f, b, h, num_heads, seqlen_q, seqlen_k),
         )
 
 
@@ -343,20 +350,21 @@ def forward_backward(
     dsink = np.zeros(q.shape[-2])
     for head in heads(Features(**features), q, k, v, dout, dlse, cu_seqlens):
         assert head.dout is not None
+        ds, dropped = np.zeros(head.visible.shape), np.zeros(head.visible.shape)
         for i in range(len(head.q)):
             row = head.row(i)
-            k_seen, v_seen = head.k[row.keys], head.v[row.keys]
-            dropped = row.p * row.drop
-            out[head.at_q][i] = dropped @ v_seen
-            lse[head.at_lse][i] = row.lse
+            v_seen, p = head.v[row.keys], row.p * row.drop
+            out_i = p @ v_seen
             dp = row.drop * (v_seen @ head.dout[i])
-            delta = head.dout[i] @ (dropped @ v_seen) - head.dlse[i]
+            delta = head.dout[i] @ out_i - head.dlse[i]
+            ds_i = head.scale * row.slope * row.p * (dp - delta)
             if head.sink != -np.inf:
                 dsink[head.head] -= np.exp(head.sink - row.lse) * delta
-            ds = head.scale * row.slope * row.p * (dp - delta)
-            dq[head.at_q][i] = ds @ k_seen
-            dk[head.at_k][row.keys] += np.outer(ds, head.q[i])
-            dv[head.at_k][row.keys] += np.outer(dropped, head.dout[i])
+            out[head.at_q][i], lse[head.at_lse][i] = out_i, row.lse
+            dq[head.at_q][i] = ds_i @ head.k[row.keys]
+            ds[i, row.keys], dropped[i, row.keys] = ds_i, p
+        dk[head.at_k] += ds.T @ head.q
+        dv[head.at_k] += dropped.T @ head.dout
     of_sink = (dsink,) if features.get("sink") is not None else ()
     return out, lse, dq, dk, dv, *of_sink
 

@@ -290,33 +290,32 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
     exact = dict(zip(_all_outputs(problem), of_all, strict=True))
 
     f = reference.Features(**features)
-    arrays = q, k, v, dout, dlse
-    plain = [_plain_errors(f, arrays, cu_seqlens, exact, order) for order in range(ORDERS)]
+    orders = [_Order.of(n, q.shape[-1], v.shape[-1]) for n in range(ORDERS)]
+    round_to = naive.rounding(q.dtype)
     bound = {name: np.zeros(e.shape) for name, e in exact.items()}
     size = {name: 0.0 for name in exact if name != "lse"}
+    plain_error = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
 
-    def bounds_and_sizes() -> OfHeads:
-        for head in reference.heads(f, *arrays, cu_seqlens):
+    def of_heads() -> OfHeads:
+        for head in reference.heads(f, q, k, v, dout, dlse, cu_seqlens):
             m = naive.matrices(head, np.asarray)
-            yield head, [tolerance.bounds(head, m, problem.dtype), tolerance.sizes(head, m)]
+            plain = (way for order in orders for way in order.plain(head, q.dtype))
+            yield head, [tolerance.bounds(head, m, problem.dtype), tolerance.sizes(head, m), *plain]
 
-    for way, name, where, total in _totals(bounds_and_sizes()):
-        if name in bound and way == 0:
+    for way, name, where, total in _totals(of_heads()):
+        if way == 0:
             bound[name][where] += total
-        elif name in size and way == 1:
+        elif way == 1:
             size[name] = max(size[name], _largest(total))
+        else:
+            error = _largest(round_to(total) - exact[name][where])
+            plain_error[name] = max(plain_error[name], error)
     unit = tolerance.UNIT_ROUNDOFF[problem.dtype]
-    for name in {"dk", "dv"} & set(bound):
+    for name in ("dk", "dv"):
         bound[name] += unit * np.abs(exact[name]) + tolerance.UNDERFLOW[problem.dtype]
     for each in bound.values():
         each *= 1 + 4 * unit  # roundings of what is rounded already
-    return Expected(
-        exact,
-        {n: max(p[n] for p in plain) for n in plain[0]},
-        size,
-        unit,
-        bound,
-    )
+    return Expected(exact, plain_error, size, unit, bound)
 
 
 def _where(head: reference.Head, name: str) -> Any:
@@ -325,38 +324,38 @@ def _where(head: reference.Head, name: str) -> Any:
     return at.get(name, head.at_k)
 
 
-def _plain_errors(
-    f: reference.Features,
-    arrays: tuple[Array, Array, Array, Array, Array | None],
-    cu_seqlens: tuple[Array, Array] | None,
-    exact: dict[str, Array],
-    order: int,
-) -> dict[str, float]:
-    """Largest error of standard attention, or of plain FlashAttention, for each output.
+@dataclass(frozen=True)
+class _Order:
+    """Of summation and rounding, in which standard attention and plain FlashAttention err.
 
-    ``order`` shuffles head_dim and lets the running maximum lag: other sums, other roundings. One
-    row that depends on a single rounding can decide the largest error, so one measure is no bound.
+    It shuffles head_dim and lets the running maximum lag: other sums, other roundings. One row
+    that depends on a single rounding can decide the largest error, so one measure is no bound.
     """
-    q, k, v, dout, dlse = arrays
-    rng = np.random.default_rng(order)
-    lag = float(rng.uniform(0, 8)) if order else 0.0
-    qk, vo = (rng.permutation(x.shape[-1]) if order else None for x in (q, v))
-    dims = {"out": vo, "dq": qk, "dk": qk, "dv": vo}
-    dims = {name: of for name, of in dims.items() if name in exact}
-    shuffled = _taken(q, qk), _taken(k, qk), _taken(v, vo), _taken(dout, vo), dlse
 
-    def ways() -> OfHeads:
-        for head in reference.heads(f, *shuffled, cu_seqlens):
-            flash = [naive.flash_backward(head, q.dtype, lag)] if len(dims) > 1 else []
-            yield head, [naive.standard(head, q.dtype), *flash]
+    lag: float
+    columns: dict[str, Array] | None  # of each array; None: as they lie
 
-    round_to = naive.rounding(q.dtype)
-    errors = dict.fromkeys(dims, 0.0)
-    for _, name, where, total in _totals(ways()):
-        if name in dims:
-            error = _largest(round_to(total) - _taken(exact[name][where], dims[name]))
-            errors[name] = max(errors[name], error)
-    return errors
+    @staticmethod
+    def of(number: int, head_dim: int, head_dim_v: int) -> _Order:
+        if number == 0:
+            return _Order(0.0, None)
+        rng = np.random.default_rng(number)
+        lag = float(rng.uniform(0, 8))
+        qk, vo = rng.permutation(head_dim), rng.permutation(head_dim_v)
+        return _Order(lag, {"q": qk, "k": qk, "v": vo, "dout": vo})
+
+    def plain(self, head: reference.Head, dtype: np.dtype[Any]) -> list[dict[str, Array]]:
+        """The head's outputs by both."""
+        of = self.columns
+        if of is not None:
+            taken: Any = {name: getattr(head, name).take(i, axis=-1) for name, i in of.items()}
+            head = replace(head, **taken)
+        ways = [naive.standard(head, dtype), naive.flash_backward(head, dtype, self.lag)]
+        if of is None:
+            return ways
+        back = {name: np.argsort(of[name.removeprefix("d")]) for name in ("dq", "dk", "dv")}
+        back["out"] = back["dv"]
+        return [{name: x.take(back[name], axis=-1) for name, x in way.items()} for way in ways]
 
 
 # Of each head its outputs, in one or more ways.
@@ -387,13 +386,6 @@ def _totals(of_heads: OfHeads) -> Iterator[tuple[int, str, Any, Array]]:
                 else:
                     yield way, name, _where(head, name), part
     yield from of_keys()
-
-
-def _taken(x: Array, columns: Array | None) -> Array:
-    """x[..., columns], as bits: NumPy is slow with types that it does not know."""
-    if columns is None:
-        return x
-    return x.view(f"u{x.itemsize}").take(columns, axis=-1).view(x.dtype)
 
 
 def _largest(x: Array) -> float:
