@@ -33,20 +33,6 @@ def test_import_leaves_the_gil_off():
     assert run(program, "-W", "error") == "False\n"
 
 
-NAMED = """
-import warnings
-warnings.filterwarnings("error", ".*flashsdk", RuntimeWarning)
-import torch, flashsdk.torch
-"""
-
-
-@without_gil
-def test_beside_torch_no_module_of_ours_turns_the_gil_on():
-    """Others may: PyTorch's package for kernels of a GPU, Triton, does so on Python 3.13."""
-    pytest.importorskip("torch")
-    run(NAMED)
-
-
 FIRST_CALLS = """
 import sys, threading
 import flashsdk as fs

@@ -174,7 +174,7 @@ def child(i, want):
 def main():
     torch.set_num_threads(2)
     want = both()  # PyTorch's pool is there, of which a child has no thread
-    workers = {"num_workers": 2, "multiprocessing_context": "fork"}  # not the default of Python 3.14
+    workers = {"num_workers": 2, "multiprocessing_context": "fork"}  # Python 3.14 has another
     for numbers in data.DataLoader(Items(), batch_size=None, **workers):
         assert tuple(numbers) == (1, 0, 0, want), numbers[:3]
     for _ in range(2):
