@@ -7,7 +7,8 @@ if(failed)
 endif()
 find_package(nanobind CONFIG REQUIRED)
 
-nanobind_add_module(_bindings STABLE_ABI NB_STATIC NOMINSIZE
+# FREE_THREADED: a Python without a GIL leaves it off, as nothing here needs it (CONTRIBUTING.md says what that asks).
+nanobind_add_module(_bindings STABLE_ABI FREE_THREADED NB_STATIC NOMINSIZE
   python/flashsdk/_bindings.cpp python/flashsdk/_arrays.cpp)
 # A wheel has the library once, for Python and for programs. A development build's extension has it inside: alone in its
 # file it can be copied, and two builds of it do not mix in one process.

@@ -61,7 +61,7 @@ PACKAGES = {
 TESTS = {
     "numpy": (
         *("arrays", "attention", "block_lists", "dlpack", "equivalences", "errors"),
-        *("layouts", "masks", "strides", "varlen"),
+        *("layouts", "masks", "strides", "threads", "varlen"),
     ),
     "torch": (
         *("torch", "torch_compile", "torch_dtensor", "torch_eager", "torch_errors"),
@@ -243,8 +243,9 @@ class Release:
     def versions(self) -> dict[str, str]:
         """What is really there, by name."""
         code = (
-            "import importlib.metadata as m, platform, sys\n"
-            "print('python', platform.python_version())\n"
+            "import importlib.metadata as m, platform, sys, sysconfig\n"
+            "t = 't' * bool(sysconfig.get_config_var('Py_GIL_DISABLED'))\n"
+            "print('python', platform.python_version() + t)\n"
             "for name in sys.argv[1:]:\n"
             "    if list(m.distributions(name=name)): print(name, m.version(name))"
         )

@@ -75,7 +75,7 @@ def try_sdpa(x: list[Any], expected: Any) -> None:
         return [out.detach(), *torch.autograd.grad(out.square().sum(), x)]
 
     theirs = call()
-    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+    if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):
         try:
             torch_sdpa.enable()
         except fs.Unsupported as e:

@@ -8,6 +8,7 @@
 
 #include <limits>
 
+#include "gil.h"
 #include "module.h"
 #include "watched.h"
 
@@ -62,9 +63,10 @@ bool read_flag(PyObject* given, bool& x) {
 }
 
 bool read_mask(PyObject* given, Problem& p) {
-  static PyObject* const left = PyUnicode_InternFromString("left");
-  static PyObject* const right = PyUnicode_InternFromString("right");
-  static PyObject* const alignment = PyUnicode_InternFromString("alignment");
+  static constinit python::MadeOnce kept_left, kept_right, kept_alignment;
+  PyObject* const left = kept_left.get([] { return PyUnicode_InternFromString("left"); });
+  PyObject* const right = kept_right.get([] { return PyUnicode_InternFromString("right"); });
+  PyObject* const alignment = kept_alignment.get([] { return PyUnicode_InternFromString("alignment"); });
   if (given == Py_None || reinterpret_cast<PyObject*>(Py_TYPE(given)) == g_dense) return true;
   if (reinterpret_cast<PyObject*>(Py_TYPE(given)) != g_band) return false;
   p.band = true;

@@ -379,7 +379,8 @@ PyObject* override_sdpa(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* g_watching = nullptr;  // a function
+// A function. Never given back: a call of another thread may be on its way to it.
+std::atomic<PyObject*> g_watching{nullptr};
 
 void tell(const Call& c, bool is_backward, bool taken) {
   const pybind11::gil_scoped_acquire gil;
@@ -390,9 +391,9 @@ void tell(const Call& c, bool is_backward, bool taken) {
       packed = pybind11::make_tuple(p->cu_seqlens_q, p->cu_seqlens_k, p->max_seqlen_q, p->max_seqlen_k);
     const auto rows_first = [&](const Tensor& t) { return c.heads_first && t.dim() == 4 ? t.transpose(1, 2) : t; };
     const MaybeTensor mask = given(c.mask) ? c.mask : std::nullopt;
-    pybind11::reinterpret_borrow<pybind11::function>(g_watching)(is_backward, taken, rows_first(c.q), rows_first(c.k),
-                                                                 rows_first(c.v), mask, band, c.scale, c.dropout_p,
-                                                                 packed);
+    pybind11::reinterpret_borrow<pybind11::function>(g_watching.load())(is_backward, taken, rows_first(c.q),
+                                                                        rows_first(c.k), rows_first(c.v), mask, band,
+                                                                        c.scale, c.dropout_p, packed);
   } catch (pybind11::error_already_set& e) {
     e.discard_as_unraisable("flashsdk: a watched call");
   } catch (const std::exception&) {  // no call fails for its log
@@ -400,8 +401,7 @@ void tell(const Call& c, bool is_backward, bool taken) {
 }
 
 PyObject* watch_sdpa(PyObject*, PyObject* function) {
-  PyObject* before = std::exchange(g_watching, Py_NewRef(function));
-  Py_XDECREF(before);
+  g_watching.store(Py_NewRef(function));
   set_sdpa_watcher(tell);
   Py_RETURN_NONE;
 }

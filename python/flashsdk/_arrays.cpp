@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "gil.h"
+
 namespace flashsdk::python {
 namespace {
 
@@ -115,8 +117,9 @@ bool is_masked(nb::handle type) {
 
 // Of PyTorch, whose views may say that their values are yet to be negated; that, too, their memory does not show.
 bool is_negative_view(nb::handle array) {
-  static PyObject* const name = PyUnicode_InternFromString("is_neg");
-  const nb::object answer = nb::steal(PyObject_CallMethodObjArgs(array.ptr(), name, nullptr));
+  static constinit MadeOnce name;
+  PyObject* const is_neg = name.get([] { return PyUnicode_InternFromString("is_neg"); });
+  const nb::object answer = nb::steal(PyObject_CallMethodObjArgs(array.ptr(), is_neg, nullptr));
   if (!answer.is_valid()) forget_exception();
   return answer.ptr() == Py_True;
 }

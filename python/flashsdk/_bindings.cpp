@@ -186,8 +186,8 @@ class CallStream {
  private:
   // The module is looked up once: on a GPU most calls ask it, and an import costs more than the question.
   static nb::handle frameworks() {
-    static PyObject* const module = nb::module_::import_("flashsdk._frameworks").release().ptr();
-    return module;
+    static constinit MadeOnce module;
+    return module.get([] { return nb::module_::import_("flashsdk._frameworks").release().ptr(); });
   }
 
   nb::handle array_, given_;

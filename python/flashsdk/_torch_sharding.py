@@ -86,13 +86,13 @@ def register() -> bool:
     global _registered
     if _registered or "torch.distributed.tensor" not in sys.modules:
         return _registered
-    _registered = True
     from torch.distributed.tensor.experimental import register_sharding
 
     for name in ("mha", "mha_varlen", "attention"):
         for direction in ("fwd", "bwd"):
             operator = getattr(torch.ops.flashsdk, f"{name}_{direction}").default
             register_sharding(operator)(_shardings_of(operator))
+    _registered = True  # last: threads that come meanwhile register the same once more
     return True
 
 

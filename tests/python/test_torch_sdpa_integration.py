@@ -503,7 +503,7 @@ def test_on_and_off():
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.nn.attention, "register_flash_attention_impl"),
+    not hasattr(torch.nn.attention, "restore_flash_attention_impl"),
     reason=f"PyTorch {torch.__version__} has no registry of flash attention",
 )
 def test_pytorchs_own_registry():

@@ -174,7 +174,8 @@ def child(i, want):
 def main():
     torch.set_num_threads(2)
     want = both()  # PyTorch's pool is there, of which a child has no thread
-    for numbers in data.DataLoader(Items(), batch_size=None, num_workers=2):
+    workers = {"num_workers": 2, "multiprocessing_context": "fork"}  # Python 3.14 has another
+    for numbers in data.DataLoader(Items(), batch_size=None, **workers):
         assert tuple(numbers) == (1, 0, 0, want), numbers[:3]
     for _ in range(2):
         pid = os.fork()

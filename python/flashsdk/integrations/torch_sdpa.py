@@ -40,8 +40,8 @@ __all__ = ["Enabled", "Explanation", "disable", "enable", "enabled", "explain"]
 
 _NAME = "flashsdk"
 _NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "softmax_scale": "scale"}
-# Of PyTorch 2.11 and newer. Each impl's kernels give way to the next one's.
-_REGISTRY = hasattr(torch_attention, "register_flash_attention_impl")
+# Of PyTorch 2.11 and newer: 2.10 has no way back. Each impl's kernels give way to the next one's.
+_REGISTRY = hasattr(torch_attention, "restore_flash_attention_impl")
 # What puts ours in the place of aten's: compiled for the PyTorch at hand, or in Python.
 _kernels: Any = _sdpa_kernels if built is InPython else built
 _switching = threading.Lock()  # two threads that enable at once would put ours on top of ours
