@@ -165,7 +165,14 @@ def integer(
         alone = isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0
         alone = alone and (tracing() or value.dtype.kind in "iu")  # type: ignore[attr-defined]
         plain: Any = value.item() if alone else value  # type: ignore[attr-defined]
-        number = None if _no_number(value) or _no_number(plain) else operator.index(plain)
+        if _no_number(value) or _no_number(plain):
+            number = None
+        elif alone and isinstance(plain, int):
+            number = int(
+                plain
+            )  # Dynamo of PyTorch 2.15 does not know the index of what item() gave
+        else:
+            number = operator.index(plain)
     except Exception:  # of the caller's type
         number = None
     if number is not None:
