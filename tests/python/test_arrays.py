@@ -1,10 +1,8 @@
-"""NumPy, PyTorch and JAX arrays, none of them copied; threads, processes."""
+"""NumPy, PyTorch and JAX arrays, none of them copied."""
 
 import os
 import subprocess
 import sys
-import threading
-import time
 import weakref
 
 import flashsdk as fs
@@ -497,104 +495,7 @@ def test_outputs_of_a_framework_with_gradients_of_its_own():
     assert done.stdout == "True\n", done.stderr
 
 
-# ---- threads and processes
-
-
-def test_several_threads_at_once():
-    problems = [qkv((64 + 7 * i, 90 - i), 2, 32, seed=i) for i in range(8)]
-    masks = [fs.Causal() if i % 2 else None for i in range(8)]
-    want = [both(*x, mask=m) for x, m in zip(problems, masks, strict=True)]
-    got, failures = {}, []
-
-    def work(i):
-        try:
-            for _ in range(5):
-                got[i] = both(*problems[i], mask=masks[i])
-                assert_same_bits(got[i], want[i])
-        except BaseException as e:
-            failures.append(e)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
-    assert not failures
-    assert len(got) == 8
-
-
-def test_the_number_of_threads_changes_while_calls_run():
-    x = qkv((130, 150), 4, 32)
-    want = both(*x)
-    stop = time.monotonic() + 1
-
-    def change():
-        n = 1
-        while time.monotonic() < stop:
-            fs.set_num_threads(n)
-            n = n % 4 + 1
-
-    thread = threading.Thread(target=change)
-    thread.start()
-    while time.monotonic() < stop:
-        assert_same_bits(both(*x), want)
-    thread.join()
-
-
-def test_other_python_threads_run_meanwhile():
-    """The GIL is released: a thread that counts is not held up by one that computes."""
-    q, k, v, dout = qkv(3000, 2, 64, batch=1)
-    fs.set_num_threads(1)
-    out, lse = fs.mha_fwd(q, k, v)
-    for call in (lambda: fs.mha_fwd(q, k, v), lambda: fs.mha_bwd(dout, q, k, v, out, lse)):
-        ticks, running = [], threading.Event()
-
-        def tick(ticks=ticks, running=running):
-            running.set()
-            while running.is_set():
-                ticks.append(time.monotonic())
-                time.sleep(0.001)
-
-        thread = threading.Thread(target=tick)
-        thread.start()
-        running.wait()
-        time.sleep(0.01)
-        start = time.monotonic()
-        call()
-        end = time.monotonic()
-        running.clear()
-        thread.join()
-        assert sum(start < t < end for t in ticks) > (end - start) / 0.02
-
-
-FORK = """
-import os, signal
-import numpy as np
-import flashsdk as fs
-
-fs.set_num_threads(3)
-x = np.random.default_rng(0).standard_normal((2, 150, 4, 32), np.float32)
-
-def both():
-    out, lse = fs.mha_fwd(x, x, x)
-    return b"".join(a.tobytes() for a in (out, lse, *fs.mha_bwd(x, x, x, x, out, lse)))
-
-want = both()
-for _ in range(3):
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        os._exit(0 if both() == want else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert both() == want
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_fork_after_use():
-    """A child process has none of its parent's threads, and computes all the same."""
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+# ---- how long what is lent is held
 
 
 def test_reference_counts_are_given_back():
