@@ -232,9 +232,17 @@ else:
     ) -> Band:
         """Query i sees ``left`` keys before its place, its own, and ``right`` after: a ``Band``.
 
-        ``isinstance(mask, SlidingWindow)`` is whether a mask is a band with a limit on both sides.
+        None is unlimited, and -1 is not. Raises Error where the two limits show no key to anybody,
+        left + right < 0: ``Band`` takes these. ``isinstance(mask, SlidingWindow)`` is whether a
+        mask is a band with a limit on both sides.
         """
-        return Band(left, right, alignment)
+        band = Band(left, right, alignment)
+        if band.left is not None and band.right is not None and band.left + band.right < 0:
+            raise InvalidArgument(
+                f"left: {shown(left)}, beside right {shown(right)}; limits between which a key "
+                "lies, or None for all"
+            )
+        return band
 
 
 def _density_warning() -> None:

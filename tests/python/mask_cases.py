@@ -14,7 +14,7 @@ BANDS = [
     SlidingWindow(-3, 40),
     SlidingWindow(None, -18),
     SlidingWindow(60, -30),
-    SlidingWindow(-7, 2, "top_left"),  # sees nothing
+    Band(-7, 2, "top_left"),  # sees nothing
     SlidingWindow(0, 0),
     SlidingWindow(11, None, "top_left"),
 ]

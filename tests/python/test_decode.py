@@ -210,7 +210,7 @@ def test_explain_tells():
         ("slopes", {"alibi_slopes": np.ones(8, np.float32)}),
         ("dropout", {"dropout_p": 0.1}),
         ("blocks", {"mask": fs.layouts.dense(1, 90, 16)}),
-        ("no key", {"mask": fs.SlidingWindow(-3, 2)}),
+        ("no key", {"mask": fs.Band(-3, 2)}),
         ("gradients of hidden keys", {"mask": fs.SlidingWindow(20, 0), "op": "bwd"}),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import flashsdk as fs
@@ -42,7 +43,10 @@ def run(*, every: bool, as_json: bool) -> int:
 def _isas(built: list[str], kernels: list[Kernel], used: str) -> str:
     runs = {k["arch"] for k in kernels if k["backend"] == "cpu" and k["available"]}
     names = [isa if isa in runs else f"({isa})" for isa in built]
-    note = "; in parentheses: not on this processor" if len(runs) < len(built) else ""
+    note = ""
+    if len(runs) < len(built):
+        note = "; in parentheses: not on this processor"
+        note += ", or ruled out by the variable" if "FLASHSDK_CPU_ISA" in os.environ else ""
     return f"{used} in use; built: {', '.join(names)}{note}  (FLASHSDK_CPU_ISA)"
 
 
