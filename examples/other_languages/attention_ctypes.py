@@ -68,6 +68,8 @@ def tensor(data: c.Array[c.c_float], *shape: int) -> Tensor:
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("attention_ctypes: one argument, the path of libflashsdk.so")
     lib = c.CDLL(sys.argv[1])
     lib.flashsdk_last_error.restype = lib.flashsdk_version.restype = c.c_char_p
     lib.flashsdk_plan_workspace_size.restype = c.c_size_t

@@ -103,9 +103,12 @@ def _real() -> str:
     except importlib.metadata.PackageNotFoundError:
         pass
     if _NAME in sys.modules:
-        return f"a module {_NAME}"
-    spec = importlib.util.find_spec(_NAME)
-    return "" if spec is None else f"a module {_NAME}"
+        place = getattr(sys.modules[_NAME], "__file__", None)
+    elif spec := importlib.util.find_spec(_NAME):
+        place = spec.origin
+    else:
+        return ""
+    return f"a module {_NAME}{f' ({place})' if place else ''}"
 
 
 def _modules() -> list[str]:
