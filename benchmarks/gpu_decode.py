@@ -115,16 +115,30 @@ PAGE_SIZES = (16, 64, 256)
 FLASHINFER_WORKSPACE = 128 << 20  # bytes, what its examples give it
 
 
-def flashinfer_call(q: Any, k: Any, table: Any, lengths: Any) -> Callable[..., Any] | None:
-    """FlashInfer's decoding over such pages, where it is installed.
+def flashinfer_call(q: Any, k: Any, v: Any, table: Any, lengths: Any) -> Callable[..., Any] | None:
+    """FlashInfer's decoding over such pages, where it is installed and computes what ours does.
 
     It plans on the host, from lengths that the host knows: before the clock runs, as a server does
-    once for all layers.
+    once a step, for all layers.
     """
     try:
-        import flashinfer
+        call = planned_by_flashinfer(q, k, table, lengths)
+        theirs = call(q, k, v).view(q.shape)
     except ImportError:
         return None
+    except (RuntimeError, ValueError, NotImplementedError) as e:  # it compiles when it is called
+        print(f"{FLASHINFER}: left out: {first_line(e)}", flush=True)
+        return None
+    ours = fs.torch.attention(q, k, v, seqused_k=lengths, block_table=table)
+    if (theirs.float() - ours.float()).abs().max() > 0.05:
+        print(f"{FLASHINFER}: left out: its output is another", flush=True)
+        return None
+    return call
+
+
+def planned_by_flashinfer(q: Any, k: Any, table: Any, lengths: Any) -> Callable[..., Any]:
+    import flashinfer
+
     page, heads_kv, dim = k.shape[1:]
     heads = q.shape[2]
     pages_of = [int(n) for n in (lengths + page - 1) // page]
@@ -191,7 +205,7 @@ def caches_of(
         table = torch.randperm(batch * each, device=DEVICE).int().view(batch, each)
         pages = [kv.view(2, batch * each, page, heads_kv, dim) for kv in cache]
         add(f"pages of {page}", pages, seqused_k=equal, block_table=table)
-        if queries == 1 and (peer := flashinfer_call(qs[0], pages[0][0], table, equal)):
+        if queries == 1 and (peer := flashinfer_call(qs[0], *pages[0], table, equal)):
             runs[f"{FLASHINFER}, {page}"] = functools.partial(on_each, peer, qs, pages)
     row = {"batch": batch, "queries": queries, "keys": keys, "heads": heads}
     row |= {"heads_kv": heads_kv, "head_dim": dim, "bytes": size}

@@ -113,10 +113,12 @@ def in_short(record: Record) -> str:
     ]
     header = ["", *(f"head_dim {dim}" for dim in dims)]
     between = f"{length(lengths[0])} to {length(lengths[-1])} tokens"
-    cudnn = f"cuDNN {record['versions']['cuDNN']}"
+    versions = record["versions"]
+    cudnn = f"cuDNN {versions.get('cuDNN', versions.get('nvidia-cudnn-cu13'))}"
     return (
-        f"{record['device']}, bf16, {between}, timed alike on {record['date']}: how many times as "
-        f"fast as {cudnn}, in the mean (lowest–highest).\n\n{markdown_table(header, rows, 1)}"
+        f"{record['device']}, bf16, {between}, batch × seqlen = 16384, heads × head_dim = 2048, "
+        f"timed alike on {record['date']}: how many times as fast as {cudnn}, in the geometric "
+        f"mean (lowest–highest).\n\n{markdown_table(header, rows, 1)}"
     )
 
 

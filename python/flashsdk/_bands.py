@@ -232,15 +232,15 @@ else:
     ) -> Band:
         """Query i sees ``left`` keys before its place, its own, and ``right`` after: a ``Band``.
 
-        None is unlimited, and -1 is not. Raises Error where the two limits show no key to anybody,
-        left + right < 0: ``Band`` takes these. ``isinstance(mask, SlidingWindow)`` is whether a
-        mask is a band with a limit on both sides.
+        None is unlimited. Raises Error where left + right < 0, as for flash-attn's (-1, -1): no key
+        is seen then. ``Band`` takes these. ``isinstance(mask, SlidingWindow)`` is whether a mask is
+        a band with a limit on both sides.
         """
         band = Band(left, right, alignment)
         if band.left is not None and band.right is not None and band.left + band.right < 0:
             raise InvalidArgument(
-                f"left: {shown(left)}, beside right {shown(right)}; limits between which a key "
-                "lies, or None for all"
+                f"left: {shown(left)}, beside right {shown(right)}; left + right >= 0, or None for "
+                "no limit"
             )
         return band
 

@@ -161,16 +161,15 @@ def integer(
         allowed += "" if maximum is None else f", at most {maximum}"
     try:
         # Dynamo of PyTorch 2.11 knows item() of NumPy's numbers, and neither their index nor their
-        # dtype. Times and objects have an item(), too.
+        # dtype; that of 2.15 does not know the index of what item() gave. Times and objects have an
+        # item(), too.
         alone = isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0
         alone = alone and (tracing() or value.dtype.kind in "iu")  # type: ignore[attr-defined]
         plain: Any = value.item() if alone else value  # type: ignore[attr-defined]
         if _no_number(value) or _no_number(plain):
             number = None
         elif alone and isinstance(plain, int):
-            number = int(
-                plain
-            )  # Dynamo of PyTorch 2.15 does not know the index of what item() gave
+            number = int(plain)
         else:
             number = operator.index(plain)
     except Exception:  # of the caller's type

@@ -91,7 +91,10 @@ def sliding_window(
     right: int | None,
     alignment: Alignment = "bottom_right",
 ) -> BlockMask:
-    """``SlidingWindow(left, right, alignment)`` as blocks; left and right in tokens."""
+    """``SlidingWindow(left, right, alignment)`` as blocks; left and right in tokens.
+
+    Raises what it raises, so also where left + right < 0.
+    """
     return _everywhere(seqlen_q, seqlen_k, block_size, SlidingWindow(left, right, alignment))
 
 
@@ -199,7 +202,7 @@ def longformer(
     crosses keep the window alone.
     """
     right = integer("right", right)
-    window = SlidingWindow(integer("left", left), right, alignment)
+    window = Band(integer("left", left), right, alignment)
     count = amount("global_blocks", global_blocks)
 
     def pattern(own: NDArray[np.int64], key: NDArray[np.int64]) -> Bools:

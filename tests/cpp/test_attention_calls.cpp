@@ -5,7 +5,9 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstdint>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "attention_fixture.h"

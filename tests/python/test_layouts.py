@@ -175,6 +175,8 @@ def test_longformer_autoregressive():
     assert np.array_equal(mask.to_dense()[0, 0], want)
     ahead = layouts.longformer(n, n, B, left=4, right=-2, global_blocks=3).to_dense()[0, 0]
     assert not ahead[j > i - 2].any()
+    without_window = layouts.longformer(n, n, B, left=0, right=-1).to_dense()[0, 0]
+    assert without_window.any() and not without_window[j > i - 1].any()
 
 
 def test_longformer_without_global_blocks_is_a_window():

@@ -144,9 +144,9 @@ def with_row_full(lists):
         (lambda: Band(0, 1.5), "right: 1.5; None or an integer"),
         (lambda: Band(True), "left: True; None or an integer"),
         # flash-attn's way to say "no window", which would show nothing to anybody.
-        (lambda: SlidingWindow(-1, -1), "left: -1, beside right -1; limits between which"),
-        (lambda: SlidingWindow(-1), "left: -1, beside right 0; limits between which"),
-        (lambda: SlidingWindow(3, -4), "left: 3, beside right -4; limits between"),
+        (lambda: SlidingWindow(-1, -1), "left: -1, beside right -1; left + right >= 0"),
+        (lambda: SlidingWindow(-1), "left: -1, beside right 0; left + right >= 0"),
+        (lambda: SlidingWindow(3, -4), "left: 3, beside right -4; left + right >= 0"),
         (lambda: Causal("centre"), """alignment: 'centre'; "bottom_right" or "top_left\""""),
         (lambda: Causal().to_dense(-1, 2), "seqlen_q: -1; an integer >= 0"),
         (lambda: Causal().visible_share(1, 2.0), "seqlen_k: 2.0; an integer >= 0"),

@@ -7,6 +7,7 @@ import pytest
 from cases import packed, problem, qkv
 from flashsdk._testing import naive, reference, verify
 from flashsdk._testing.problems import BandSpec, Blocks, generate, inputs, numpy_dtype, place
+from flashsdk.masks import Band
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,25 @@ def _exact(p):
 
 
 MUTATED = problem((20, 30), dtype="bfloat16", mask=BandSpec(4, 0, "bottom_right"))
+
+
+@pytest.mark.parametrize("name", ["q", "dout"])
+def test_a_query_that_is_no_number_reaches_the_keys_it_sees_alone(name):
+    rng = np.random.default_rng(0)
+    x = {n: rng.standard_normal((1, 4, 1, 8)) for n in ("q", "k", "v", "dout")}
+    for row, mask, reached in ((0, Band(None, 0), [0]), (0, Band(None, -1), [])):
+        given = {n: a.copy() for n, a in x.items()}
+        given[name][0, row] = np.nan
+        _, dk, dv = reference.backward(*(given[n] for n in ("dout", "q", "k", "v")), mask=mask)
+        _, dk_else, dv_else = reference.backward(
+            *(x[n] for n in ("dout", "q", "k", "v")), mask=mask
+        )
+        others = np.setdiff1d(np.arange(4), reached)
+        assert np.isnan(dk[0, reached]).all()
+        for found, want in ((dk, dk_else), (dv, dv_else)):
+            assert np.isfinite(found[0, others]).all()
+            # Its share is missing only where it was seen.
+            assert np.allclose(found[0, others], want[0, others])
 
 
 def test_exact_results_pass():

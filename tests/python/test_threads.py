@@ -135,7 +135,8 @@ def test_import_leaves_the_gil_off():
 
 
 FIRST_CALLS = """
-import sys, threading
+import faulthandler, sys, threading
+faulthandler.dump_traceback_later(200, exit=True)  # what it is to find is a deadlock
 import flashsdk as fs
 import numpy as np
 from cases import qkv

@@ -1,8 +1,8 @@
 """Attention by its definition, in float64: the oracle of the tests and of ``flashsdk verify``.
 
 It walks over every (batch, head, query) and works on the keys that this query sees, as
-docs/semantics.md defines them. It is slow, needs NumPy alone, and shares no code with the kernels
-or with the rest of the package.
+docs/semantics.md defines them. It is slow, holds matrices of a head's scores, needs NumPy alone,
+and shares no code with the kernels or with the rest of the package.
 
 Shapes, batched: q (batch, seqlen_q, num_heads, head_dim), k (batch, seqlen_k, num_heads_kv,
 head_dim), v (batch, seqlen_k, num_heads_kv, head_dim_v); packed: the same without batch, with
@@ -363,8 +363,14 @@ def forward_backward(
             out[head.at_q][i], lse[head.at_lse][i] = out_i, row.lse
             dq[head.at_q][i] = ds_i @ head.k[row.keys]
             ds[i, row.keys], dropped[i, row.keys] = ds_i, p
-        dk[head.at_k] += ds.T @ head.q
-        dv[head.at_k] += dropped.T @ head.dout
+        # A query that is not finite reaches the keys that it sees: by 0 * nan it would reach all.
+        whole = np.isfinite(head.q).all(1) & np.isfinite(head.dout).all(1)
+        dk[head.at_k] += ds[whole].T @ head.q[whole]
+        dv[head.at_k] += dropped[whole].T @ head.dout[whole]
+        for n in np.flatnonzero(~whole):
+            seen = head.row(int(n)).keys
+            dk[head.at_k][seen] += np.outer(ds[n, seen], head.q[n])
+            dv[head.at_k][seen] += np.outer(dropped[n, seen], head.dout[n])
     of_sink = (dsink,) if features.get("sink") is not None else ()
     return out, lse, dq, dk, dv, *of_sink
 

@@ -90,7 +90,8 @@ struct Workers {
 //                   unless it has kTilesEach tiles for each: it may hold twice as much, where a head has enough key
 //                   tiles to use often what is read once
 //   layout          what a third holds: its key tiles share less of what they read
-//   deterministic   two thirds: key tiles of a head take turns (turn_order.h), of more heads fewer queue for one dQ
+//   deterministic   whatever the mask, two thirds: key tiles of a head take turns (turn_order.h), and of more heads
+//                   fewer queue for one dQ
 inline BackwardSchedule backward_schedule(const ForwardParams& p, int tile_keys, std::size_t element_bytes,
                                           Workers workers) {
   constexpr int kTilesEach = 4, kUsedOften = 16;

@@ -221,10 +221,10 @@ class DqAdder {
 
   // The same when a key tile's turn has come (turn_order.h). To see a turn, to add and to pass the turn on takes longer
   // than a step. So the warps alternate, and each adds all pieces of every second step:
-  //   warp 0   step 0: wait for the turn │ add     │ step 2: wait … │ pass step 0's turn on, while adding step 2
-  //   warp 1            step 1: wait …             │ add            │ step 3: …
-  // A turn is passed on late, when what it added has surely arrived. Where nothing is there to add, it is passed at
-  // once, as others wait for it.
+  //   warp 0   step 0: add │ step 2, whose turn is there: add, and pass on that of step 0 beside it
+  //                        │ step 2, whose turn is not:   pass on that of step 0, wait, add
+  //   warp 1         step 1: …                            step 3: …
+  // Passed on late, a turn costs no wait for what it added to arrive.
   __device__ void add_in_turn(int tile, unsigned step, int mine) {
     if (step % Traits::kWarpgroups != static_cast<unsigned>(warp_)) return;
     int* const taken = ws_.dq_order + piece_of(tile, 0, 0);

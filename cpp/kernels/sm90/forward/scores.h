@@ -104,9 +104,10 @@ class ForwardScores {
   // Scores become probabilities, not yet divided by their sum. Two functions do it:
   //   try_apply()   by a maximum that nobody looked for: the one so far. New queries take that of a few keys (with
   //                 ALiBi, of all), of which a mask must not hide the first. Most tiles end here.
-  //   apply()       by the tile's own maximum, after a try that failed: it wants the scores computed once more.
-  // A try is false in the whole warpgroup, where one thread's sum fails or where none can be made. kCommon: the tile is
-  // neither masked nor the first of its queries. A first one closes the queries before, also where it returns false.
+  //   apply()       by the larger of the maximum so far and the tile's: where kTries is off, where no try can be made,
+  //                 or after one that failed, for which the scores are computed once more.
+  // A try is false, in the whole warpgroup, where one thread's sum fails or where none can be made. kCommon: the tile
+  // is neither masked nor the first of its queries. A first one closes the queries before, also where it returns false.
   template <bool kCommon, class Accumulator>
   __device__ bool try_apply(Accumulator& acc, const ForwardStep& tile, const ForwardWork& of, const Visible& visible,
                             const Alibi& alibi) {
