@@ -184,11 +184,8 @@ def caches_of(
     runs: Runs = {}
 
     def add(name: str, inputs: list[Any], **given: Any) -> None:
-        def run() -> None:
-            for q, (k, v) in zip(qs, inputs, strict=True):
-                fs.torch.attention(q, k, v, mask=mask, **given)
-
-        runs[name] = run
+        call = functools.partial(fs.torch.attention, mask=mask, **given)
+        runs[name] = functools.partial(on_each, call, qs, inputs)
 
     alone = [random(2, batch, keys, heads_kv, dim) for _ in turns]
     add("alone", alone)

@@ -50,9 +50,14 @@ def table(record: Record) -> str:
     return markdown_table(["goal", "asked", "reached in", "range"], rows, 2)
 
 
+def cudnn_version(record: Record) -> str:
+    """As it was loaded; of older records as it was installed."""
+    return record["versions"].get("cuDNN") or record["versions"].get("nvidia-cudnn-cu13", "")
+
+
 def text(record: Record) -> str:
     """The table, and what it can be held against."""
-    version = record["versions"].get("cuDNN") or record["versions"].get("nvidia-cudnn-cu13", "")
+    version = cudnn_version(record)
     parts = [
         "What is asked of the kernels, in how many cells this run shows it, and the lowest and "
         "highest of them. Why some are missed: [gpu.md](gpu.md). A cell's goal is the fastest "
@@ -81,12 +86,7 @@ def holds(record: Record) -> str:
     """In how many cells ours is at least as fast as cuDNN in the same run."""
     found = []
     for op, direction in DIRECTIONS.items():
-        ratios = [
-            of["sm90"] / of["cudnn"]
-            for cell, of in dense(record).items()
-            if cell[0] == op and {"sm90", "cudnn"} <= of.keys()
-        ]
-        if ratios:
+        if ratios := [x for cell, x in over_cudnn(record).items() if cell[0] == op]:
             found.append(
                 f"in {sum(x >= 1 for x in ratios)} of {len(ratios)} cells of the {direction} "
                 f"({min(ratios):.2f} of its speed at the lowest)"
@@ -97,14 +97,20 @@ def holds(record: Record) -> str:
     )
 
 
+def over_cudnn(record: Record) -> dict[tuple[Any, ...], float]:
+    """How many times as fast as cuDNN ours is, of each cell that has both."""
+    both = {"sm90", "cudnn"}
+    cells = dense(record).items()
+    return {cell: of["sm90"] / of["cudnn"] for cell, of in cells if both <= of.keys()}
+
+
 def in_short(record: Record) -> str:
     """How many times as fast as cuDNN, for each head_dim: the mean and the ends of its cells."""
     ratios: dict[tuple[str, bool, int], list[float]] = {}
-    for (op, dim, causal, _), of in dense(record).items():
-        if {"sm90", "cudnn"} <= of.keys():
-            ratios.setdefault((op, causal, dim), []).append(of["sm90"] / of["cudnn"])
+    for (op, dim, causal, _), ratio in over_cudnn(record).items():
+        ratios.setdefault((op, causal, dim), []).append(ratio)
     dims = sorted({dim for _, _, dim in ratios})
-    lengths = sorted({seqlen for *_, seqlen in dense(record)})
+    lengths = sorted({seqlen for *_, seqlen in over_cudnn(record)})
     rows = [
         [f"{DIRECTIONS[op]}, {'causal' if causal else 'no mask'}"]
         + [mean_and_ends(ratios.get((op, causal, dim), [])) for dim in dims]
@@ -113,8 +119,7 @@ def in_short(record: Record) -> str:
     ]
     header = ["", *(f"head_dim {dim}" for dim in dims)]
     between = f"{length(lengths[0])} to {length(lengths[-1])} tokens"
-    versions = record["versions"]
-    cudnn = f"cuDNN {versions.get('cuDNN', versions.get('nvidia-cudnn-cu13'))}"
+    cudnn = f"cuDNN {cudnn_version(record)}"
     return (
         f"{record['device']}, bf16, {between}, batch × seqlen = 16384, heads × head_dim = 2048, "
         f"timed alike on {record['date']}: how many times as fast as {cudnn}, in the geometric "
@@ -187,9 +192,9 @@ def fastest() -> list[str]:
 def over_yardstick(record: Record, op: str) -> list[Cell]:
     theirs = yardstick()
     return [
-        (of["sm90"] / of["cudnn"] / theirs[cell], place(*cell))
-        for cell, of in dense(record).items()
-        if cell[0] == op and cell in theirs and {"sm90", "cudnn"} <= of.keys()
+        (ratio / theirs[cell], place(*cell))
+        for cell, ratio in over_cudnn(record).items()
+        if cell[0] == op and cell in theirs
     ]
 
 

@@ -30,9 +30,9 @@ class WithoutGil {
 };
 
 // An object that the first call makes, and that is never given back. Null where make() failed, with Python's error set.
-// Declare it `static constinit`: any other static has
-// threads wait for the first one while Python believes that they run. The first may have given the GIL away or, in a
-// Python without one, wait until all threads have stopped: neither would go on. Here both make it, and one is kept.
+// Declare it `static constinit`: any other static has threads wait for the first one while Python believes that they
+// run. The first may have given the GIL away or, in a Python without one, wait until all threads have stopped: neither
+// would go on. Here both make it, and one is kept.
 class MadeOnce {
  public:
   template <class Make>
