@@ -3,8 +3,8 @@
 
 namespace flashsdk {
 
-// There, as the type is part of the names of GPU kernels, and what ptxas makes of a kernel depends on its name
-// (benchmarks/results/sm90_forward_names.csv).
+// In namespace cuda, although CPUs use it too: the type is part of GPU kernels' names, and what ptxas makes of a kernel
+// depends on its name (benchmarks/results/sm90_forward_names.csv).
 namespace cuda {
 // The more, the more registers a kernel takes, also from calls that use none of it.
 enum class Features : unsigned {

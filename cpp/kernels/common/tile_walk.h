@@ -1,8 +1,8 @@
 // The tiles that one line of the score matrix visits, in ascending order, each known to be full or partial.
 //
 // A walk is either at most three runs (partial, full, partial), as a band gives, or two sorted CSR lists (partial,
-// full) merged on the fly. Every role in a kernel builds the same walk from the same policy, so what is skipped is
-// decided in one place.
+// full) merged on the fly. What is skipped is decided here alone. In sm80 every thread builds the walk; in sm90 one
+// warp does, and tells the others (sm90/messages.h).
 #pragma once
 
 #include <cstdint>

@@ -42,9 +42,10 @@ constexpr int smem_bytes(const Sm80Fp8SplitForward& row) {
 }
 
 // CTAs of four warps, two a multiprocessor, leave 255 registers a thread, as one of eight in the backward. Some plain
-// kernels need a few more (gpu_kernels.csv, bytes of stack): forward 24 at head_dim 64, 48 at 32 with a band, 32 at 128
-// with a layout; backward 16 at 192 with a band, and at 256 40 with a band, 16 with a layout, 8 without a mask; in the
-// main loops these are 2 to 18 loads and stores. At head_dim 64, smaller tiles, which spill nothing, were slower.
+// kernels need a few more (gpu_kernels.csv, bytes of stack): forward 24 at head_dim 64 with a band, 8 at 32
+// without a mask, 48 at 128 with a layout; backward 16 at 192 with a band, and at 256 40 with a band, 8 with a layout,
+// 32 without a mask; in the main loops these are none to 24 loads and stores. The tiles of 256 that are for GPUs with
+// little shared memory need up to 808. At head_dim 64, smaller tiles, which spill nothing, were slower.
 //
 // Tiles for layouts divide the usual blocks of 64 and 128, and leave registers for lists and features. All features
 // take registers that the other tiles do not have, a mask more of them: with fewer elements a thread, slower in

@@ -20,8 +20,9 @@ struct ForwardShape {
 constexpr int kChoiceLengths[] = {1, 384, 640, 1024, 2048};
 
 // Layouts need tiles that divide their blocks, and dropout a number of keys that is a multiple of 32. Long tiles waste
-// rows and keys, and leave multiprocessors idle, where sequences are short or cut by a band: at head_dim 64 to 640
-// queries, which is right for windows and dropout; causal ALiBi is 7 to 12 % faster with the long ones from 384 on.
+// rows and keys, and leave multiprocessors idle, where sequences are short or cut by a band. So at head_dim 64 they
+// come from 384 queries on without a mask or with a bias, else from 640 on. That is right for windows and dropout;
+// causal ALiBi would gain 7 to 12 % from 384 on, but has no rule of its own.
 constexpr Tile choose_forward_tile(const ForwardShape& s) {
   const bool bias = has_bias(s.features);  // takes shared memory
   const bool plain = s.features == Features::kNone || s.features == Features::kAlibi;

@@ -11,8 +11,10 @@
 
 namespace flashsdk::sm90 {
 
-// What the warp that walks the mask tells all others (sm90/messages.h). They know nothing else: no mask, no schedule.
-// The tile of queries that its steps are of.
+// What the warp that walks the mask tells all others (sm90/messages.h). They know no schedule, and of the mask the
+// diagonals alone; a policy that has none they ask themselves (ForwardScores::visible).
+//
+// Work: the tile of queries that the steps are of.
 struct alignas(16) ForwardWork {
   int m0;  // first query; negative where the tile begins before the sequence
   int head, batch;
