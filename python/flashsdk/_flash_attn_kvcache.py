@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from . import _contents
+from . import _contents, ops
+from ._block_lists import MOST_ROWS
 from ._contents import can_check, first_of, raise_first
 from ._errors import Error, InvalidArgument, Unsupported, integer, renamed
 from ._flash_attn_func import mask_of
 from ._torch_checks import number, overridable, shape_of, switch, tensor
-from ._torch_eager import last_contiguous, native, unwatched
+from ._torch_eager import constant, detached, last_contiguous, native, unwatched
 from ._torch_kv_append import kv_append
-from ._torch_more import more_of
-from ._torch_ops import attend
+from ._torch_more import More, more_of
+from ._torch_ops import _autocast, _checked, attend, check_devices
+from .masks import Band, Causal
 
+_OF_FP8 = (torch.bfloat16, torch.float16)  # of q, beside keys in 8 bits
+_EVERY_KERNEL = 256  # head_dim that all kernels of a forward take
 # What attend calls the arguments, where that is not their name.
 _KV_CACHE = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}
 
@@ -108,13 +114,35 @@ def flash_attn_with_kvcache(
     batch, seqlen_cache = q.shape[0], k_cache.shape[1]
     # A row of the cache is one page, as long as it is.
     where = _pages_of_rows(cache_batch_idx, block_table, batch)
+    keys, values, table = k_cache, v_cache, where  # as attention gets them
     used = _used(cache_seqlens, seqlen_cache, batch, q)
     if cache_leftpad is not None:  # before anything is written
         pad = (cache_leftpad, cache_batch_idx, used)
         _check_pad(q, k_cache, v_cache, *pad, appends=k is not None)
-        pages = _pages_of_keys(k_cache, v_cache)
+        keys, values, apart = _pages_of_keys(k_cache, v_cache)
+        table = _from_the_pad(cache_leftpad, cache_batch_idx, k_cache, apart)
     mask = mask_of(window_size, causal)
+    splits = _splits(num_splits)
+    softcap = max(number("softcap", softcap), 0.0)
+
+    def named(error: Error) -> Error:
+        """What attention says, by the names of this function."""
+        if cache_leftpad is not None:
+            error = renamed(error, {"block_table": "cache_leftpad"})
+        elif block_table is None:
+            error = _of_rows(error, k_cache.shape[0])
+        return renamed(error, _KV_CACHE)
+
     if k is not None and v is not None:
+        # Refused now, while nothing is written. What is usual is not asked about.
+        if not is_dynamo_compiling() and not (
+            alibi_slopes is None and _is_usual(q, keys, values, k.shape[0], softmax_scale, softcap)
+        ):
+            try:
+                more = more_of(None, None, used, table, splits, k_descale, v_descale)
+                _check_attention(q, keys, values, mask, alibi_slopes, softmax_scale, softcap, more)
+            except Error as e:
+                raise named(e) from None
         try:
             turned = kv_append(
                 *(k_cache, v_cache, k, v, used),
@@ -134,34 +162,26 @@ def flash_attn_with_kvcache(
         q = q if turned is None else turned
         used = used + k.shape[1]
     if cache_leftpad is not None:
-        k_cache, v_cache, apart = pages
-        where = _from_the_pad(cache_leftpad, cache_batch_idx, seqlen_cache, apart)
         used = used - cache_leftpad
-    splits = None if type(num_splits) is int and num_splits == 0 else num_splits
-    softcap = max(number("softcap", softcap), 0.0)
     scaled = k_descale is not None or v_descale is not None  # which the way in C++ does not take
     if not scaled and not is_dynamo_compiling():
         done = native.attention(
-            *(q, k_cache, v_cache, mask, None, alibi_slopes, softmax_scale, softcap, 0.0, None),
-            *(with_lse, None, None, None, None, used, where, splits),
+            *(q, keys, values, mask, None, alibi_slopes, softmax_scale, softcap, 0.0, None),
+            *(with_lse, None, None, None, None, used, table, splits),
         )
         if done is not None:
             return done  # type: ignore[no-any-return]
     try:
         out, lse = attend(
-            *(q, k_cache, v_cache),
+            *(q, keys, values),
             mask=mask,
             alibi_slopes=alibi_slopes,
             softmax_scale=softmax_scale,
             softcap=softcap,
-            more=more_of(None, None, used, where, splits, k_descale, v_descale),
+            more=more_of(None, None, used, table, splits, k_descale, v_descale),
         )
     except Error as e:
-        if cache_leftpad is not None:
-            e = renamed(e, {"block_table": "cache_leftpad"})
-        elif block_table is None:
-            e = _of_rows(e, k_cache.shape[0])
-        raise renamed(e, _KV_CACHE) from None
+        raise named(e) from None
     return (out, lse) if with_lse else out
 
 
@@ -185,6 +205,50 @@ def _check_cache_call(
         if x is not None and k is None:
             tensor(name, x)
             raise InvalidArgument(f"{name}: given without k; None, as no key is new")
+
+
+def _is_usual(
+    q: Tensor, k: Tensor, v: Tensor, batch: int, softmax_scale: float | None, softcap: float
+) -> bool:
+    """Whether attention, without ALiBi, takes these behind an append that has taken k and v."""
+    of_q, _, heads, dim = q.shape  # each .shape is an object made anew
+    *_, heads_kv, dim_k = k.shape
+    return (
+        (q.dtype is k.dtype or (k.dtype is torch.float8_e4m3fn and q.dtype in _OF_FP8))
+        and q.device == k.device
+        and of_q == batch
+        and dim == dim_k
+        and dim <= _EVERY_KERNEL
+        and v.shape[3] <= _EVERY_KERNEL
+        and heads > 0
+        and heads_kv > 0
+        and heads % heads_kv == 0
+        and (softmax_scale is None or (type(softmax_scale) is float and isfinite(softmax_scale)))
+        and isfinite(softcap)
+    )
+
+
+def _check_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Band | Causal | None, alibi_slopes: Tensor | None,
+    softmax_scale: float | None, softcap: float, more: More | None,
+) -> None:  # fmt: skip
+    """Refuses what attention would."""
+    check_devices("q", q, {"k_cache": k, "v_cache": v, "alibi_slopes": alibi_slopes})
+    if q.shape[2] == 0:  # no element, so that nothing below would look
+        raise InvalidArgument(f"q: num_heads 0; 1 to {MOST_ROWS}")
+    options = _checked(mask, None, alibi_slopes, softmax_scale, softcap, 0.0, 0, None, None)
+    given = () if more is None else tuple(more.tensors().values())
+    if unwatched((q, k, v, alibi_slopes, *given)):
+        asked: dict[str, Any] = {} if more is None else more.keywords(forward=True)
+        ask: Any = ops.explain
+        ask(*map(detached, _autocast(q, k, v)), **constant(options), **asked)
+
+
+def _splits(given: int) -> int | None:
+    if given is None or (type(given) is int and given == 0):
+        return None
+    allowed = f"an integer, 0 (as many as pays) to {MOST_ROWS}"
+    return integer("num_splits", given, 0, MOST_ROWS, allowed=allowed) or None
 
 
 def _used(given: int | Tensor | None, seqlen_cache: int, batch: int, like: Tensor) -> Tensor:
@@ -313,12 +377,15 @@ def _paged(cache: Tensor, pages: int) -> Tensor:
     return cache.as_strided((pages, 1, *rest), (row, row, *cache.stride()[2:]))
 
 
-def _from_the_pad(leftpad: Tensor, rows: Tensor | None, seqlen: int, apart: int) -> Tensor:
+def _from_the_pad(leftpad: Tensor, rows: Tensor | None, k_cache: Tensor, apart: int) -> Tensor:
     """The table of the keys from ``leftpad`` on, in pages of one key."""
+    cached, seqlen = k_cache.shape[:2]
     if rows is None:
         rows = torch.arange(leftpad.shape[0], device=leftpad.device)
+    rows = rows.unsqueeze(1).to(torch.int64)  # as a row that is not there could become one that is
     keys = torch.arange(seqlen, device=leftpad.device) + leftpad.unsqueeze(1)
-    table = rows.unsqueeze(1) * apart + keys.clamp(max=seqlen - 1)
+    table = rows * apart + keys.clamp(max=seqlen - 1)
     if leftpad.is_cpu:  # what a tracer hid from the checks the library refuses as it runs
-        table = table.where((keys >= 0) & (keys < seqlen), -1)
+        there = (rows >= 0) & (rows < cached) & (keys >= 0) & (keys < seqlen)
+        table = table.where(there, -1)
     return table.to(torch.int32)

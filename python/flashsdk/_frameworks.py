@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -333,20 +334,33 @@ def _namespace(array: Any) -> Any:
 
 
 _known: dict[type, Framework] = {np.ndarray: _NumPy()}
+# Of classes that are not a framework's own, which may come and go.
+_others: WeakKeyDictionary[type, Framework] = WeakKeyDictionary()
 
 
 def of(array: Any) -> Framework:
     """The framework of an array."""
-    framework = _known.get(type(array))
+    kind = type(array)
+    framework = _known.get(kind)
     if framework is None:
-        framework = _known[type(array)] = _find(array)
+        framework = _others.get(kind)
+    if framework is None:
+        framework = _find(array)
+        (_known if _package(kind) in _PACKAGES else _others)[kind] = framework
     return framework
+
+
+_PACKAGES = {"numpy", "torch", "jax", "jaxlib", "cupy"}
+
+
+def _package(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
 
 
 def _find(array: Any) -> Framework:
     if isinstance(array, np.ndarray):
         return _NumPy()
-    packages = {str(base.__module__).partition(".")[0] for base in type(array).__mro__}
+    packages = {_package(base) for base in type(array).__mro__}
     if "torch" in packages and isinstance(array, sys.modules["torch"].Tensor):
         return _Torch()
     if packages & {"jax", "jaxlib"}:

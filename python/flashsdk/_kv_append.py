@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _bindings, _contents, _frameworks, _log
-from ._errors import InvalidArgument, has, shown
+from ._errors import InvalidArgument, has, shown, truth
 
 
 def kv_append(
@@ -64,6 +64,7 @@ def kv_append(
                 f"{name}: an immutable array of JAX; flashsdk.jax.kv_append, which returns new ones"
             )
         _frameworks.own(name, cache)
+    how = (truth("rotary_interleaved", rotary_interleaved), truth("q_advances", q_advances))
     if _log.ON:
         rotary = (rotary_cos, rotary_interleaved)
         _log.append(k_cache, v_cache, k, q, block_table, rotary, (k_descale, v_descale))
@@ -79,7 +80,7 @@ def kv_append(
         k_cache, v_cache, k, v, seqused_k, block_table, q, turned, rotary_cos, rotary_sin,
         k_descale, v_descale,
     )  # fmt: skip
-    _bindings.append(tensors, rotary_interleaved, q_advances)
+    _bindings.append(tensors, *how)
     _frameworks.written(k_cache)
     _frameworks.written(v_cache)
     return None if q is None else framework.finish(turned)

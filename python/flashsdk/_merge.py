@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _frameworks
-from ._errors import InvalidArgument, shown
+from ._errors import InvalidArgument, has, shown, type_name
 
 
 def merge(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
@@ -22,14 +22,14 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
     Computes in float32; out is of the dtype of the first. PyTorch and JAX differentiate it. Of
     parts with a sink one alone may have it. Raises ``Error``, one line.
     """
-    outs, lses = list(outs), list(lses)
+    outs, lses = _listed("outs", outs), _listed("lses", lses)
     if not outs or len(outs) != len(lses):
         raise InvalidArgument(f"lses: {len(lses)} of {len(outs)} outs; as many, at least one")
-    for name, arrays in (("outs", outs), ("lses", lses)):
-        for x in arrays:
-            if tuple(getattr(x, "shape", ())) != tuple(getattr(arrays[0], "shape", (0,))):
-                given = tuple(x.shape) if hasattr(x, "shape") else shown(x)
-                raise InvalidArgument(f"{name}: {given} among them; arrays of one shape")
+    _check_arrays("outs", outs, outs[0], _DTYPES)
+    _check_arrays("lses", lses, outs[0], ("float32",))
+    if len(outs[0].shape) not in (3, 4):
+        allowed = "([batch,] seqlen_q, num_heads, head_dim_v)"
+        raise InvalidArgument(f"outs: shape {tuple(outs[0].shape)}; {allowed}")
     *batch, rows, heads, _ = outs[0].shape
     if tuple(lses[0].shape) != (*batch, heads, rows):
         given = tuple(lses[0].shape)
@@ -55,6 +55,32 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
     lse = xp.log(xp.where(seen, total, xp.ones_like(total))) + top
     lse = xp.where(seen, lse, xp.full_like(lse, -float("inf")))
     return cast(out, outs[0].dtype), lse
+
+
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def _listed(name: str, arrays: Any) -> list[Any]:
+    try:
+        return list(arrays)
+    except TypeError:
+        raise InvalidArgument(f"{name}: {shown(arrays)}; a sequence of arrays") from None
+
+
+def _check_arrays(name: str, arrays: list[Any], like: Any, dtypes: tuple[str, ...]) -> None:
+    """Arrays of one shape, one dtype of those, and the framework of ``like``."""
+    for x in arrays:
+        if not (has(x, "shape") and has(x, "dtype")):
+            raise InvalidArgument(f"{name}: {shown(x)} among them; arrays")
+        if type(_frameworks.of(x)) is not type(_frameworks.of(like)):
+            allowed = f"as outs[0], a {type_name(like)}"
+            raise InvalidArgument(f"{name}: a {type_name(x)} among them; {allowed}")
+        if tuple(x.shape) != tuple(arrays[0].shape):
+            raise InvalidArgument(f"{name}: {tuple(x.shape)} among them; arrays of one shape")
+        given, first = (str(a.dtype).rpartition(".")[2] for a in (x, arrays[0]))
+        if given not in dtypes or given != first:
+            allowed = first if first in dtypes else " or ".join(dtypes)
+            raise InvalidArgument(f"{name}: dtype {given} among them; {allowed}")
 
 
 def _namespace(x: Any) -> tuple[Any, Any]:

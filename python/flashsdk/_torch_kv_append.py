@@ -11,7 +11,7 @@ from . import _kv_append
 from ._errors import Unsupported
 from ._torch_checks import flag, no_tangent, overridable, tensor
 from ._torch_eager import detached, unwatched
-from ._torch_ops import _library
+from ._torch_ops import _library, check_devices
 from ._torch_threads import on_torch_threads
 
 _library.define(
@@ -88,7 +88,10 @@ def kv_append(
             _check(name, x)
     how = (flag("rotary_interleaved", rotary_interleaved), flag("q_advances", q_advances))
     tensors, scales = tuple(given.values()), tuple(descales.values())
-    run: Any = _append if unwatched(tensors + scales) else torch.ops.flashsdk.kv_append.default
+    run: Any = _append
+    if not unwatched(tensors + scales):
+        check_devices("k", k, {**given, **descales})
+        run = torch.ops.flashsdk.kv_append.default
     turned = run(*tensors, *how, *scales)
     return None if q is None else turned
 

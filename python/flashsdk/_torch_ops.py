@@ -268,10 +268,14 @@ def _refuse(ctx: Any, *grads: Tensor) -> None:
 
 
 def _check_devices(q: Tensor, **others: Tensor | None) -> None:
+    check_devices("q", q, others)
+
+
+def check_devices(first: str, like: Tensor, others: dict[str, Tensor | None]) -> None:
     """As the library does, which is not asked where one tensor of many is on meta."""
     for name, x in others.items():
-        if x is not None and x.device != q.device:
-            raise InvalidArgument(f"{name}: on {x.device}; {q.device}, where q is")
+        if x is not None and x.device != like.device:
+            raise InvalidArgument(f"{name}: on {x.device}; {like.device}, where {first} is")
 
 
 def _operator(

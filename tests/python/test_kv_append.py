@@ -139,6 +139,12 @@ ERRORS = {
 }
 
 
+ERRORS |= {
+    f"{name} of None": ({name: None}, f"{name}: None; True or False")
+    for name in ("q_advances", "rotary_interleaved")
+}
+
+
 @pytest.mark.parametrize(("changes", "line"), ERRORS.values(), ids=ERRORS)
 def test_errors(changes, line):
     k_cache, v_cache, k, v, *_ = arrays()

@@ -74,3 +74,27 @@ def test_errors(given, line):
     with pytest.raises(fs.InvalidArgument) as caught:
         fs.merge(*([named[name] for name in names] for names in given))
     assert str(caught.value) == line
+
+
+def test_errors_of_what_are_no_such_arrays():
+    torch = pytest.importorskip("torch")
+    q, k, v, _ = qkv()
+    out, lse = fs.mha_fwd(q, k, v)
+    tensor = torch.from_numpy(out)
+    float32 = "float32 or float16 or bfloat16"
+    for given, line in (
+        ((None, None), "outs: None; a sequence of arrays"),
+        (([out, "lse"], [lse, lse]), "outs: 'lse' among them; arrays"),
+        (([out, tensor], [lse, lse]), "outs: a torch.Tensor among them; as outs[0], a numpy.ndarr"),
+        (([tensor], [lse]), "lses: a numpy.ndarray among them; as outs[0], a torch.Tensor"),
+        (
+            ([out[0, 0]], [lse[0]]),
+            "outs: shape (2, 32); ([batch,] seqlen_q, num_heads",
+        ),
+        (([out.astype(int)] * 2, [lse] * 2), f"outs: dtype int64 among them; {float32}"),
+        (([out, out.astype(np.float16)], [lse] * 2), "outs: dtype float16 among them; float32"),
+        (([out], [lse.astype(float)]), "lses: dtype float64 among them; float32"),
+    ):
+        with pytest.raises(fs.InvalidArgument) as caught:
+            fs.merge(*given)
+        assert str(caught.value).startswith(line)

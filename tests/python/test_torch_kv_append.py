@@ -195,6 +195,15 @@ ERRORS = {
         "v_descale: given; none, as k_cache is float32 and no float8_e4m3fn",
     ),
     "no room": ({"seqused_k": USED + 7}, "seqused_k: 37 of sequence 2; 0 to 36, as the "),
+    "lengths elsewhere": ({"seqused_k": USED.to("meta")}, "seqused_k: on meta; cpu, where k is"),
+    "table elsewhere": (
+        {"block_table": torch.zeros(3, 1, dtype=torch.int32, device="meta")},
+        "block_table: on meta; cpu, where k is",
+    ),
+    "cosines elsewhere": (
+        {"rotary_cos": torch.ones(40, 4, device="meta"), "rotary_sin": torch.ones(40, 4)},
+        "rotary_cos: on meta; cpu, where k is",
+    ),
 }
 
 

@@ -265,7 +265,10 @@ ERRORS = {
         "k_cache: strides of elements (2560, 64, 1, 2); ",
     ),
     "a list of pages": ({"block_table": [[0]]}, "block_table: [[0]]; a tensor"),
-    "parts": ({"num_splits": True}, "num_splits: True; an integer from 1 to 1073741824, or None"),
+    "parts": (
+        {"num_splits": True},
+        "num_splits: True; an integer, 0 (as many as pays) to 1073741824",
+    ),
     "one of two": ({"v": None}, "k: given alone; k and v, or neither"),
     "no keys": ({"k": None, "v": None, "rotary_cos": torch.zeros(40, 4)}, "rotary_cos: given wit"),
     "beyond int32": (
@@ -303,8 +306,59 @@ def test_errors(changes, line):
     assert str(caught.value).startswith(line)
 
 
+# What attention refuses, behind an append that would be done by then.
+ERRORS_OF_ATTENTION = {
+    "scale": ({"softmax_scale": float("nan")}, "softmax_scale: nan; a finite number"),
+    "scale of words": ({"softmax_scale": "1"}, "softmax_scale: '1'; a number"),
+    "softcap": ({"softcap": float("inf")}, "softcap: inf; a finite number >= 0"),
+    "parts": ({"num_splits": -1}, "num_splits: -1; an integer, 0 (as many as pays) to"),
+    "slopes": ({"alibi_slopes": torch.ones(3)}, "alibi_slopes: shape (3,); (num_heads 4)"),
+    "slopes of 64 bits": ({"alibi_slopes": torch.ones(4).double()}, "alibi_slopes: dtype float64"),
+    "slopes with a gradient": (
+        {"alibi_slopes": torch.ones(4, requires_grad=True)},
+        "alibi_slopes: a tensor that requires a gradient",
+    ),
+    "dtype": ({"q": torch.zeros(3, 2, 4, DIM).half()}, "k_cache: dtype float32; float16, the dty"),
+    "heads": ({"q": torch.zeros(3, 2, 3, DIM)}, "k_cache: num_heads_kv 2; a divisor of num_heads"),
+    "no heads": ({"q": torch.zeros(3, 2, 0, DIM)}, "q: num_heads 0; 1 to 1073741824"),
+    "head_dim": ({"q": torch.zeros(3, 2, 4, DIM + 8)}, "k_cache: shape (3, 40, 2, 32); (batch 3"),
+    "queries of four": ({"q": torch.zeros(4, 2, 4, DIM)}, "k_cache: shape (3, 40, 2, 32); (batch"),
+    "elsewhere": ({"q": torch.zeros(3, 2, 4, DIM, device="meta")}, "k_cache: on cpu; meta, where"),
+}
+
+
+@pytest.mark.parametrize("pad", [None, torch.zeros_like(USED)], ids=["no pad", "pad"])
+@pytest.mark.parametrize(("changes", "line"), ERRORS_OF_ATTENTION.values(), ids=ERRORS_OF_ATTENTION)
+def test_a_call_that_is_refused_has_written_nothing(changes, line, pad):
+    q, k, v = new(2)
+    k_cache, v_cache = cache()
+    before = k_cache.clone(), v_cache.clone()
+    given = {"q": q, "k": k, "v": v, "cache_seqlens": USED, "cache_leftpad": pad} | changes
+    with pytest.raises(fs.Error) as caught:
+        flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **given)
+    if pad is None or "q" not in changes:  # with one, the cache is looked at first
+        assert str(caught.value).startswith(line)
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+
+
 def int32(*numbers):
     return torch.tensor(numbers, dtype=torch.int32)
+
+
+def test_a_row_that_is_not_there_is_refused_by_a_graph():
+    """Counted in 32 bits, keys of row 2^28 would be those of row 0 again."""
+    q, (k, v) = torch.randn(2, 1, 4, 8), torch.randn(2, 2, 16, 2, 8)
+
+    def call(rows):
+        pad = int32(0, 0)
+        return flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=int32(3, 4), cache_leftpad=pad, cache_batch_idx=rows
+        )
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(int32(1, 0)), call(int32(1, 0)))
+    with pytest.raises(fs.InvalidArgument, match=r"^block_table: -1 at \[1, 0\]; "):
+        compiled(int32(0, 2**28))
 
 
 def room(*shape):
