@@ -5,8 +5,11 @@ import subprocess
 import sys
 
 import flashsdk as fs
+import numpy as np
 import pytest
-from runner import Runner, Target, isas
+from cases import CPU_DTYPES
+from flashsdk._testing.problems import numpy_dtype
+from runner import Runner, Target, isas, serving
 
 # Slowest first, on each architecture.
 KNOWN = ("portable", "neon", "neon_bf16", "avx2", "avx512", "avx512_bf16", "avx512_amx")
@@ -39,6 +42,15 @@ def test_one_of_the_fastest_is_chosen():
 @pytest.mark.parametrize("isa", isas())
 def test_forced(isa):
     assert Runner.of(Target("cpu", isa)).ask("isa") == isa
+
+
+@pytest.mark.parametrize("op", ["fwd", "bwd"])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("isa", isas())
+def test_whose_kernels_are_taken(isa, dtype, op):
+    x = np.ones((1, 3, 1, 8), numpy_dtype(dtype))
+    taken = Runner.of(Target("cpu", isa)).call("explain", x, x, x, op=op)
+    assert taken.kernel.startswith(f"cpu_{serving(isa, dtype)}_"), taken
 
 
 @pytest.mark.parametrize("isa", ["sse9", "AVX2", *(isa for isa in KNOWN if isa not in isas())])

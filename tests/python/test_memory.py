@@ -1,10 +1,14 @@
 """Memory grows with seqlen, not with its square."""
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from typing import Any
 
+import flashsdk as fs
+import numpy as np
 import pytest
 
 # VmHWM, the high-water mark of resident memory, before and after a call in a fresh process.
@@ -149,3 +153,24 @@ def test_twice_the_length_is_at_most_twice_the_memory():
     short, long = (extra("float32", n, "causal", 2) for n in (6144, 12288))
     for name in short:
         assert long[name] < 2 * short[name] + (1 << 20)
+
+
+def test_classes_of_arrays_are_not_kept():
+    """But for the last few, by which the next call is faster."""
+
+    def refused():
+        class Made:
+            def __dlpack__(self, **keywords):
+                raise ValueError
+
+            def __dlpack_device__(self):
+                return (1, 0)
+
+        k = np.ones((1, 2, 1, 8), np.float32)
+        with pytest.raises(fs.Error):
+            fs.mha_fwd(Made(), k, k)
+        return weakref.ref(Made)
+
+    classes = [refused() for _ in range(30)]
+    gc.collect()
+    assert sum(x() is not None for x in classes) <= 8
