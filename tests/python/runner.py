@@ -157,9 +157,8 @@ def serving(isa: str, dtype: str) -> str:
     return next(other for other in reversed(slower) if other in has)
 
 
-@functools.lru_cache(
-    maxsize=64
-)  # more than any test has problems: shared by those that share kernels
+# Both are larger than any test has problems: instruction sets share them.
+@functools.lru_cache(maxsize=64)
 def _report(isa: str, pickled: bytes) -> verify.Report:
     problem = pickle.loads(pickled)
     results = Runner.of(Target("cpu", isa)).ask(("problem", problem))
