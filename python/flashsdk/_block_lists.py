@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._errors import Error, InvalidArgument, Unsupported, has, integer, renamed, shown
+from ._errors import Error, InvalidArgument, Unsupported, dtype_name, has, integer, renamed, shown
 
 BlockSize: TypeAlias = int | tuple[int, int]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -203,7 +203,7 @@ def boolean_mask(mask: Any, bias: object) -> Any:
 
     Of any framework: everybody passes what hides elements as ``mask``.
     """
-    dtype = str(getattr(mask, "dtype", "")).rpartition(".")[2]  # torch.bool
+    dtype = dtype_name(mask)
     if not dtype:
         return None
     allowed = "bool, (seqlen_q, seqlen_k) or (batch, num_heads, seqlen_q, seqlen_k)"

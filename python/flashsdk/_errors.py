@@ -197,6 +197,11 @@ def real(name: str, value: Any, *, allowed: str = REAL) -> float:
     raise InvalidArgument(f"{name}: {shown(value)}; {allowed}")
 
 
+def dtype_name(x: object) -> str:
+    """The dtype of an array of any framework as NumPy says it, not torch.bool. "" of none."""
+    return str(getattr(x, "dtype", "")).rpartition(".")[2]
+
+
 def _no_number(value: object) -> bool:
     """A bool, also a tensor of one, which is an integer to ``operator.index``, or a masked one."""
     if isinstance(value, np.ma.MaskedArray):
@@ -205,7 +210,7 @@ def _no_number(value: object) -> bool:
     # dtype of NumPy's numbers.
     if isinstance(value, (int, np.generic, np.ndarray)):
         return isinstance(value, (bool, np.bool_))
-    return str(getattr(value, "dtype", "")).rpartition(".")[2] == "bool"  # torch.bool
+    return dtype_name(value) == "bool"
 
 
 def truth(name: str, value: object, *, allowed: str = "True or False") -> bool:

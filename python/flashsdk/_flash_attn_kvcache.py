@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from . import _contents, ops
 from ._block_lists import MOST_ROWS
 from ._contents import can_check, first_of, raise_first
-from ._errors import Error, InvalidArgument, Unsupported, integer, renamed
+from ._errors import Error, InvalidArgument, Unsupported, dtype_name, integer, renamed
 from ._flash_attn_func import mask_of
 from ._torch_checks import number, overridable, shape_of, switch, tensor
 from ._torch_eager import constant, detached, last_contiguous, native, unwatched
@@ -244,7 +244,7 @@ def _check_attention(
         ask(*map(detached, _autocast(q, k, v)), **constant(options), **asked)
 
 
-def _splits(given: int) -> int | None:
+def _splits(given: int | None) -> int | None:
     if given is None or (type(given) is int and given == 0):
         return None
     allowed = f"an integer, 0 (as many as pays) to {MOST_ROWS}"
@@ -305,7 +305,7 @@ def _check_pad(
         if x is None:
             continue
         if tensor(name, x).dtype != torch.int32:
-            raise InvalidArgument(f"{name}: dtype {str(x.dtype).rpartition('.')[2]}; int32")
+            raise InvalidArgument(f"{name}: dtype {dtype_name(x)}; int32")
         if x.shape != (batch,):
             raise InvalidArgument(f"{name}: {shape_of(x)}; (batch {batch})")
         if x.device != q.device:

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from . import _bindings, _frameworks
-from ._errors import Error, in_short, switch
+from ._errors import Error, dtype_name, in_short, switch
 
 ON = switch("FLASHSDK_LOG")
 MOST = 10_000  # lines; a decoder that grows by a token a call would go on for ever
@@ -54,8 +54,8 @@ def append(
     """The same of ``kv_append``, which one kernel does on every device."""
     try:
         text = f"kv_append {_shapes(k_cache=k_cache, v_cache=v_cache, k=k, q=q)} {_where(k)}"
-        if _dtype(k_cache) != _dtype(k):
-            text += f", {_dtype(k_cache)} cache"
+        if dtype_name(k_cache) != dtype_name(k):
+            text += f", {dtype_name(k_cache)} cache"
         text += ", block_table" * (block_table is not None)
         rotary_cos, interleaved = rotary
         if rotary_cos is not None:
@@ -85,7 +85,7 @@ def _write(line: str) -> None:
 def _arrays(q: Any, k: Any, v: Any) -> str:
     same = tuple(k.shape) == tuple(v.shape)
     text = f"{_shapes(q=q, k=k, v=None if same else v)} {_where(q)}"
-    return text if _dtype(k) == _dtype(q) else f"{text}, {_dtype(k)} keys"
+    return text if dtype_name(k) == dtype_name(q) else f"{text}, {dtype_name(k)} keys"
 
 
 def _shapes(**arrays: Any) -> str:
@@ -96,7 +96,7 @@ def _shapes(**arrays: Any) -> str:
 
 def _where(x: Any) -> str:
     device = _frameworks.of(x).device(x)
-    return f"{_dtype(x)} on {'cpu' if device is None else in_short(str(device))}"
+    return f"{dtype_name(x)} on {'cpu' if device is None else in_short(str(device))}"
 
 
 # The last of the options, by their names.
@@ -111,7 +111,7 @@ def _features(packed: _bindings.Packed, options: _bindings.Options) -> str:
     if packed:
         found.append(f"{packed[0].shape[0] - 1} sequences of at most {packed[2]} and {packed[3]}")
     if bias is not None:
-        found.append(f"{_dtype(bias)} bias {tuple(bias.shape)}")
+        found.append(f"{dtype_name(bias)} bias {tuple(bias.shape)}")
     found += ["ALiBi"] * (slopes is not None) + [f"softcap {softcap:g}"] * bool(softcap)
     found += [f"dropout {dropout_p:g}"] * bool(dropout_p)
     found += [name for name, x in zip(_GIVEN, given, strict=True) if x is not None]
@@ -128,7 +128,3 @@ def _mask(mask: _bindings.Mask) -> str:
     left, right, top_left = mask
     kind = "causal" if (left, right) == (None, 0) else f"band ({left}, {right})"
     return kind + (", top-left" if top_left else "")
-
-
-def _dtype(x: Any) -> str:
-    return str(x.dtype).rpartition(".")[2]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _frameworks
-from ._errors import InvalidArgument, has, shown, type_name
+from ._errors import InvalidArgument, dtype_name, has, shown, type_name
 
 
 def merge(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
@@ -77,7 +77,7 @@ def _check_arrays(name: str, arrays: list[Any], like: Any, dtypes: tuple[str, ..
             raise InvalidArgument(f"{name}: a {type_name(x)} among them; {allowed}")
         if tuple(x.shape) != tuple(arrays[0].shape):
             raise InvalidArgument(f"{name}: {tuple(x.shape)} among them; arrays of one shape")
-        given, first = (str(a.dtype).rpartition(".")[2] for a in (x, arrays[0]))
+        given, first = (dtype_name(a) for a in (x, arrays[0]))
         if given not in dtypes or given != first:
             allowed = first if first in dtypes else " or ".join(dtypes)
             raise InvalidArgument(f"{name}: dtype {given} among them; {allowed}")
