@@ -162,7 +162,7 @@ def test_few_queries_of_packed_sequences_and_grouped_heads(runner):
         runner.check(packed(lengths, (8, 2), 64, dtype=runner.dtypes[0], mask=mask, tail=(3, 4)))
 
 
-@pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 15, 16, 17])
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17])
 @pytest.mark.parametrize("head_dim", [64, (96, 48), (16, 256), (256, 16)], ids=str)
 def test_few_queries(runner, queries, head_dim):
     """On a CPU they read K and V where they lie: as many as are few, one less and one more."""
@@ -176,6 +176,18 @@ def test_few_queries(runner, queries, head_dim):
         runner.check(problem((queries, 407), (4, 2), head_dim, dtype=dtype, mask=mask, **values))
 
 
+@pytest.mark.parametrize("queries", [1, 7])
+@pytest.mark.parametrize("head_dim", [16, (64, 40), 128], ids=str)
+def test_heads_that_interleave(runner, head_dim, queries):
+    """On a CPU they take turns in a job: more than it has room for, and of unequal lengths."""
+    masks = [None, BandSpec(None, 0, "bottom_right"), BandSpec(900, 0, "bottom_right")]
+    for i, mask in enumerate(masks):
+        features = {"mask": mask, "dtype": runner.dtypes[(i + queries) % len(runner.dtypes)]}
+        if i < 2:
+            features["used_k"] = (4800, 70, 0)
+        runner.check(problem((queries, 4800), 21, head_dim, batch=3, **features))
+
+
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 200, 257, 512])
 def test_scores_of_few_queries_are_those_of_many(runner, head_dim):
     """To the last bit in float32, as the backward takes P from scores of its own and this lse."""
@@ -183,7 +195,7 @@ def test_scores_of_few_queries_are_those_of_many(runner, head_dim):
         pytest.skip("no float32 on a GPU")
     q, k, v, _ = qkv((40, 1), 2, head_dim, dtype="float32")
     many = runner.call("mha_fwd", q, k, v)[1]
-    for queries in (1, 2, 4):
+    for queries in (1, 2, 4, 7, 9):
         few = runner.call("mha_fwd", q[:, :queries], k, v)[1]
         assert np.array_equal(few, many[..., :queries])
 

@@ -9,6 +9,7 @@
 //   floor_parts scale_by_power_of_two                     the two ends of exp2
 //   load_int mask_keys                                    lo <= j < hi per lane, -inf elsewhere
 //   transpose(src, src_stride, dst, dst_stride)           kLanes x kLanes block of 32-bit words
+//   sum_of_each(Vec[kLanes])                              over the lanes of each
 //   min_all max_all (IVec)
 #pragma once
 

@@ -89,6 +89,15 @@ FLASHSDK_HD void store_as(Fp16* p, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
+// Lane i: the sum of all lanes of x[i].
+FLASHSDK_HD Vec sum_of_each(const Vec (&x)[8]) {
+  const auto of_four = [&](int i) __attribute__((always_inline)) {  // a sum of each in both halves
+    return _mm256_hadd_ps(_mm256_hadd_ps(x[i], x[i + 1]), _mm256_hadd_ps(x[i + 2], x[i + 3]));
+  };
+  const Vec low = of_four(0), high = of_four(4);
+  return add(_mm256_blend_ps(low, high, 0xF0), _mm256_permute2f128_ps(low, high, 0x21));
+}
+
 // dst[c][r] = src[r][c] for an 8 x 8 block of 32-bit words; strides in words.
 FLASHSDK_HD void transpose(const void* src, std::int64_t src_stride, void* dst, std::int64_t dst_stride) {
   const auto* s = static_cast<const float*>(src);

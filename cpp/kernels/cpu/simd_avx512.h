@@ -117,6 +117,25 @@ FLASHSDK_HD void transpose(const void* src, std::int64_t src_stride, void* dst, 
   store_transposed(r, static_cast<std::uint32_t*>(dst), dst_stride);
 }
 
+// Lane i: the sum of all lanes of x[i].
+FLASHSDK_HD Vec sum_of_each(const Vec (&x)[16]) {
+  __m512d quarter[8];  // of two vectors in each 128-bit lane: sums of lanes 0 and 2, and of 1 and 3
+  Vec of_four[4], half[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    quarter[i] =
+        _mm512_castps_pd(add(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1])));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)  // one sum of each of four vectors in each 128-bit lane
+    of_four[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(quarter[2 * i], quarter[2 * i + 1])),
+                     _mm512_castpd_ps(_mm512_unpackhi_pd(quarter[2 * i], quarter[2 * i + 1])));
+  const auto add_lanes = [](Vec a, Vec b) __attribute__((always_inline)) {  // neighbouring ones
+    return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+  };
+  for (int i = 0; i < 2; ++i) half[i] = add_lanes(of_four[2 * i], of_four[2 * i + 1]);
+  return add_lanes(half[0], half[1]);
+}
+
 #if defined(__AVX512BF16__)
 // Two bf16 of neighbouring steps in each 32-bit lane: the operand of the dot-product instruction.
 FLASHSDK_HD Vec dot_pairs(Vec acc, __m512i a, __m512i b) {

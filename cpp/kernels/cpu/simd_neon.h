@@ -94,6 +94,9 @@ FLASHSDK_HD void store_as(float* p, Vec x) { store(p, x); }
 FLASHSDK_HD void store_as(Bf16* p, Vec x) { store_raw(p, to_bf16(x)); }
 FLASHSDK_HD void store_as(Fp16* p, Vec x) { store_raw(p, vcvt_f16_f32(x)); }
 
+// Lane i: the sum of all lanes of x[i].
+FLASHSDK_HD Vec sum_of_each(const Vec (&x)[4]) { return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])); }
+
 // dst[c][r] = src[r][c] for a 4 x 4 block of 32-bit words; strides in words.
 FLASHSDK_HD void transpose(const void* src, std::int64_t src_stride, void* dst, std::int64_t dst_stride) {
   const auto* s = static_cast<const float*>(src);

@@ -75,6 +75,12 @@ FLASHSDK_HD void store_as(T* p, Vec x) {
   for (int l = 0; l < kLanes; ++l) p[l] = from_float<T>(x[l]);
 }
 
+// Lane i: the sum of all lanes of x[i].
+FLASHSDK_HD Vec sum_of_each(const Vec (&x)[4]) {
+  const auto sum = [](Vec y) __attribute__((always_inline)) { return (y[0] + y[2]) + (y[1] + y[3]); };
+  return Vec{sum(x[0]), sum(x[1]), sum(x[2]), sum(x[3])};
+}
+
 // dst[c][r] = src[r][c] for a 4 x 4 block of 32-bit words; strides in words.
 FLASHSDK_HD void transpose(const void* src, std::int64_t src_stride, void* dst, std::int64_t dst_stride) {
   const auto* s = static_cast<const float*>(src);

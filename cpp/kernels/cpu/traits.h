@@ -57,9 +57,10 @@ struct Traits {
   // registers 0.75 to 1 MiB, which is 5 to 9 % faster than half of it.
   static constexpr int kForwardQueries =
       Dot::kTiles ? (kHeadDim > 256 ? 256 : (kHeadDim > 128 ? 512 : 1024)) : (kHeadDim > 128 ? 128 : 256);
-  // So few read K and V where they lie (cpu/few_queries.h): with more, packed tiles are as fast. In two parts packing
-  // costs more.
-  static constexpr int kFewQueries = kParts == 2 ? 16 : 4;
+  // So few read K and V where they lie (cpu/forward_few.h): with more, packed tiles are as fast. Of bf16 more than
+  // kFewOnVectors take tile registers, where a processor has them.
+  static constexpr int kFewQueries = min_of(kPanel, sizeof(T) == 4 ? 8 : 16);
+  static constexpr int kFewOnVectors = Dot::kTiles && kParts == 1 ? 4 : kFewQueries;
   static_assert(kFewQueries <= 16, "the fewest queries of a job, so that a few are never cut");
   // Queries of a backward tile; dK and dV accumulators are loaded and stored once in so many steps. On tile registers,
   // whose products are short beside that, twice as many gained 7 %; in two parts they would not fit into L2.
