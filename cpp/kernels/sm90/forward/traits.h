@@ -63,10 +63,11 @@ struct ForwardTraits {
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   static constexpr bool kStoresAtOnce = kWarpgroups == 2;    // of the output: see store_accumulator_at_once()
   static constexpr bool kQueriesWithValues = kBlockM > 128;  // whether Q is loaded by the warp that loads V
-  // With more than two warpgroups, tiles of queries are so long that each of these passes over tiles of keys of which
-  // it sees nothing, and that tiles are counted from the end of a sequence: under a causal mask what is left over sees
-  // the fewest keys then, not the most. Dropout draws for 16 queries at once, so that the end is a multiple of these.
-  static constexpr bool kSkips = kWarpgroups > 2, kFromEnd = kSkips;
+  // A warpgroup passes over tiles of keys of which it sees nothing. With two warpgroups these are tiles of fewer than
+  // 128 keys: the last under a causal mask is hidden from the first 64 queries (log-sm90-forward.md, version 15). With
+  // more, tiles are counted from the end of a sequence: under a causal mask what is left over sees the fewest keys
+  // then, not the most. Dropout draws for 16 queries at once, so that the end is a multiple of these.
+  static constexpr bool kFromEnd = kWarpgroups > 2, kSkips = kFromEnd || kBlockN < 128;
   static_assert(!(kStoresAtOnce && kFromEnd));  // rows begin with 0 there
   static __device__ int first_query(int m_block, int seqlen_q) {
     constexpr int kDrawn = 16;
