@@ -74,8 +74,8 @@ class FewQueries : public FewSoftmax<T, kHeadDim, Traits<T, kHeadDim>::kFewOnVec
   }
 
  private:
-  // Calls f<n>(first query) for groups of n queries: as many as registers hold sums of, so that a row is loaded and
-  // converted once.
+  // Calls f<n>(first query) for groups of n queries, for which a row is loaded and converted once. Of more than four,
+  // 32 registers would not hold the sums.
   template <class F>
   FLASHSDK_HD void by_groups(F f) {
     int l = 0;

@@ -57,18 +57,21 @@ class FewQueriesOnTiles : public FewSoftmax<Bf16, kHeadDim, Traits<Bf16, kHeadDi
       const KeyRange keys = k.block(block);
       const int steps = ceil_div(d_, kStepColumns);
       k.ask_ahead(next, block, steps, ahead_);
+      const bool both = keys.end - keys.begin > kTileRows;
       const Operand first = operand<E>(k, keys.begin, keys.end, copied_);
       const Operand second =
-          operand<E>(k, min_of(keys.begin + kTileRows, keys.end - 1), keys.end, copied_ + kTileRows * kPadded);
+          both ? operand<E>(k, keys.begin + kTileRows, keys.end, copied_ + kTileRows * kPadded) : first;
       asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
       _tile_zero(0);
       _tile_zero(1);
       for (int n = 0; n < steps; ++n) {
         _tile_loadd(2, first.row + n * kStepColumns, first.stride);
-        _tile_loadd(3, second.row + n * kStepColumns, second.stride);
         _tile_loadd(4, q_ + n * kTileWords * kTileRows, kTileRows * 4);
         _tile_dpbf16ps(0, 2, 4);
-        _tile_dpbf16ps(1, 3, 4);
+        if (both) {
+          _tile_loadd(3, second.row + n * kStepColumns, second.stride);
+          _tile_dpbf16ps(1, 3, 4);
+        }
         ahead_.step();
       }
       _tile_stored(0, s, kTileRows * 4);

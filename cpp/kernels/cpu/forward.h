@@ -47,7 +47,7 @@ class Forward : ForwardJob<T, kHeadDim, Policy, kFeatures> {
     parts.place(static_cast<char*>(context.workspace));
     auto* scratch = reinterpret_cast<Scratch*>(static_cast<char*>(context.workspace) + parts.bytes());
     const int lines = m_blocks - parts.lines(), cut = parts.lines() * parts.most_parts();
-    const int together = MostFew::heads_together(p, std::int64_t{p.batch} * (lines + cut), runner.num_threads);
+    const int together = MostFew::heads_together(p, runner.num_threads);
     static_assert(Few::most_heads() >= MostFew::most_heads());
     const Jobs jobs{lines, cut, parts.most_parts(), ceil_div(p.num_heads, together)};
     for_each_job(runner, p.batch * jobs.of_batch(), [&](std::int64_t number, int slot) {

@@ -45,20 +45,32 @@ class ForwardFew : ForwardJob<T, kHeadDim, Policy, kFeatures> {
   }
 
   // How many heads lie on a page of memory, which is as far as a processor fetches ahead by itself. Not so many that
-  // threads have nothing to do.
-  static int heads_together(const ForwardParams& p, std::int64_t jobs_of_head, int num_threads) {
-    const std::int64_t head_bytes = std::int64_t{p.head_dim} * size_of(p.dtype_kv);
+  // the longest job has more than a quarter of a thread's share of all keys. Which keys a window, a layout or a bias
+  // shows is not asked: their heads go one by one.
+  static int heads_together(const ForwardParams& p, int num_threads) {
     const bool interleaved = p.k.head < p.k.row && p.num_heads > 1;
-    if (!fit(p.seqlen_q) || !interleaved) return 1;
-    int heads = min_of(static_cast<int>(ceil_div(kPage, head_bytes)), min_of(most_heads(), p.num_heads));
-    while (heads > 1 && jobs_of_head * ceil_div(p.num_heads, heads) < 4 * num_threads) heads /= 2;
-    return heads;
+    const bool hides = p.mask.kind == MaskKind::kBlockSparse || p.mask.band.left != BandParam::kUnlimited ||
+                       p.score.bias.ptr != nullptr;
+    if (!fit(p.seqlen_q) || !interleaved || hides) return 1;
+    std::int64_t keys = 0, longest = 1;  // of a sequence, or of a part of it
+    for (int batch = 0; batch < p.batch; ++batch) {
+      const SeqlenInfo seqlen(p, batch);
+      if (seqlen.seqlen_q == 0) continue;
+      keys += seqlen.seqlen_k;
+      longest = max_of(
+          longest, ceil_div(std::int64_t{seqlen.seqlen_k}, std::int64_t{num_parts(seqlen.seqlen_q, seqlen.seqlen_k)}));
+    }
+    const std::int64_t head_bytes = std::int64_t{p.head_dim} * size_of(p.dtype_kv);
+    const std::int64_t share = keys * p.num_heads / (4 * num_threads);
+    const std::int64_t heads = min_of(ceil_div(kPage, head_bytes), share / longest);
+    return max_of(1, static_cast<int>(min_of(heads, std::int64_t{min_of(most_heads(), p.num_heads)})));
   }
 
   // Queries [i0, i1) of heads [head, end_head), and results when their turns have come.
   static void run(const ForwardParams& p, Tile tile, int batch, int head, int end_head, Scratch& scratch, int m_block,
                   int part, const PartBuffers& buffers) {
     static_assert(most_heads() > 0 && alignof(ForwardFew) <= alignof(Scratch));
+    static_assert(std::is_trivially_destructible_v<ForwardFew>, "nobody destroys them: nor may a policy ask for it");
     auto* few = reinterpret_cast<ForwardFew*>(scratch.panel);
     int heads = 0;
     for (; head < end_head; ++head) {

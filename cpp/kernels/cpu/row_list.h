@@ -56,7 +56,8 @@ class RowList {
   }
 
   // While block `index` is read, in so many steps, asks for what comes two blocks later, of these rows or the next:
-  // some 30 KiB, of which caches keep all. Of a whole tile they do not: rows a power of two apart have few places.
+  // with AVX-512 64 rows, of which caches keep all. Of a whole tile they do not: rows a power of two apart have few
+  // places there.
   void ask_ahead(const RowList& next, int index, int steps, RowsAhead& ahead) const {
     constexpr int kBlocksAhead = 2;
     const int later = index + min_of(kBlocksAhead, blocks());
