@@ -135,10 +135,10 @@ def blocks_of(found: dict[str, Record]) -> dict[str, str]:
         "picture": "\n\n".join(f"![{name}](docs/images/{name}.png)" for name in demos),
         "figures": "\n\n".join(map(headline, benches)),
         "gpu": dense_of([r for r in found.values() if r["kind"] == "gpu_bench" and "dense" in r]),
-        "speed": "\n\n".join(
+        "speed": "\n\n".join(  # of the common card: the README is short
             gpu_goals.in_short(r)
             for r in found.values()
-            if r["kind"] == "gpu_bench" and "dense" in r and "timing" in r
+            if r["kind"] == "gpu_bench" and "dense" in r and "H100" in r["device"]
         ),
         "torch_tests": "\n\n".join(
             torch_tests(r) for r in found.values() if r["kind"] == "torch_tests"
