@@ -1,4 +1,4 @@
-// flashsdk in a libtorch program that trains: a check of its gradients beside PyTorch's own attention.
+// flashsdk in a libtorch program that trains: a check of its output and gradients by the definition in double.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -40,15 +40,18 @@ bool close(const char* name, const at::Tensor& a, const at::Tensor& b) {
 
 bool check(bool causal) {
   at::manual_seed(0);
-  Tensors x;
-  for (int rows : {70, 90, 90}) x.push_back(at::randn({2, rows, 4, 32}).requires_grad_());
+  Tensors x, in_double;
+  for (int rows : {70, 90, 90}) {
+    x.push_back(at::randn({2, rows, 4, 32}).requires_grad_());
+    in_double.push_back(x.back().detach().to(at::kDouble).requires_grad_());
+  }
   const auto [out, lse] = attention(x[0], x[1], x[2], causal ? AttentionOptions::causal() : AttentionOptions());
-  const auto [want, want_lse] = definition(x, causal);
+  const auto [want, want_lse] = definition(in_double, causal);
   std::printf("%s\n", causal ? "causal" : "all keys");
   bool ok = close("out", out, want) && close("lse", lse, want_lse);
   const at::Tensor weight = at::randn_like(want), of_lse = at::randn_like(want_lse);
   const Tensors got = gradients((out * weight).sum() + (lse * of_lse).sum(), x);
-  const Tensors expected = gradients((want * weight).sum() + (want_lse * of_lse).sum(), x);
+  const Tensors expected = gradients((want * weight).sum() + (want_lse * of_lse).sum(), in_double);
   const char* names[] = {"dq", "dk", "dv"};
   for (int i = 0; i < 3; ++i) ok = close(names[i], got[i], expected[i]) && ok;
   // Through lse alone nothing reaches v.
