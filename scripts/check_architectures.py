@@ -21,6 +21,7 @@ BUILD = ROOT / "build" / "architectures"
 # The smallest and largest tiles of each kind, those for 99 KiB of shared memory among them.
 FILES = (
     "sm80_forward_d64_16x16",
+    "sm80_few_rows_forward_d256_16x32",
     "sm80_fp8_split_forward_d256_16x64",
     "sm80_split_forward_d64_64x128",
     "sm80_forward_d256_64x64",

@@ -70,9 +70,9 @@ BROKEN = (
     ),
     (
         SM80_FP8_SPLIT,
-        "{{.head_dim = 128, .tile = {16, 128}, .warps = 4, .stages = 4,"
-        " .kernels = no_layout(kNone)}},",
-        "CheckedSm80Fp8SplitForward<{{{128, 128}, {16, 128}, 4, 4,",
+        "{{{.head_dim = 128, .tile = {16, 128}, .warps = 4, .stages = 4,"
+        " .kernels = no_layout(kNone)}}},",
+        "CheckedSm80FewRows<{{{{128, 128}, {16, 128}, 4, 4,",
         "stages: more shared memory than some GPUs have",
     ),
     (

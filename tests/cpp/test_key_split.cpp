@@ -13,10 +13,12 @@ namespace flashsdk::sm80 {
 namespace {
 
 constexpr int kMultiprocessors = 132, kBlocksEach = 2;
+constexpr SplitDevice kDevice{kMultiprocessors, kBlocksEach};  // an H100
+constexpr SplitDevice kFewRowsDevice{kMultiprocessors, 3};
 constexpr Tile kTile{64, 64};
 
 int parts_of(std::int64_t query_tiles, int key_tiles) {
-  return key_parts(query_tiles, key_tiles * kTile.n, kTile.n, kMultiprocessors, kBlocksEach);
+  return key_parts(query_tiles, key_tiles * kTile.n, kTile.n, kDevice);
 }
 
 ForwardParams problem(int seqlen_q, int seqlen_k) {
@@ -29,9 +31,7 @@ ForwardParams problem(int seqlen_q, int seqlen_k) {
   return p;
 }
 
-KeyParts key_parts_of(const ForwardParams& p) {
-  return key_parts(p, heads_sharing(p), kTile, kMultiprocessors, kBlocksEach);
-}
+KeyParts key_parts_of(const ForwardParams& p) { return key_parts(p, heads_sharing(p), kTile, kDevice); }
 int parts_of(const ForwardParams& p) { return key_parts_of(p).most; }
 
 TEST(KeyParts, NoneWhereThereIsNothingToSplit) {
@@ -57,8 +57,8 @@ TEST(KeyParts, AsMeasured) {  // benchmarks/results/sm80_key_parts.csv, sm80_joi
   EXPECT_EQ(parts_of(8, 256), 32);
   EXPECT_EQ(parts_of(64, 128), 4);
   EXPECT_EQ(parts_of(1, 1024), 128);
-  EXPECT_EQ(key_parts(16, 4096, 128, kMultiprocessors, kBlocksEach), 8);
-  EXPECT_EQ(key_parts(16, 16384, 128, kMultiprocessors, kBlocksEach), 16);
+  EXPECT_EQ(key_parts(16, 4096, 128, kDevice), 8);
+  EXPECT_EQ(key_parts(16, 16384, 128, kDevice), 16);
 }
 
 TEST(KeyParts, ABandLeavesFewKeys) {
@@ -126,9 +126,23 @@ TEST(SharedRows, FewQueriesOfGroupedHeads) {
   EXPECT_EQ(heads_sharing(p), 1);
 }
 
+TEST(FewRows, OfManyKeysAreTakenHoweverManyThereAre) {
+  ForwardParams p = problem(1, 512);
+  EXPECT_TRUE(has_few_rows(p, 1));
+  p.batch = 10000;
+  EXPECT_TRUE(has_few_rows(p, 1));
+  p.seqlen_k = 511;
+  EXPECT_FALSE(has_few_rows(p, 1));
+  p = problem(4, 512);
+  EXPECT_TRUE(has_few_rows(p, 4));  // a tile
+  EXPECT_FALSE(has_few_rows(p, 5));
+  p.seqlen_q = 0;
+  EXPECT_FALSE(has_few_rows(p, 1));
+}
+
 TEST(FewRows, OfFp8KeysAreTakenHoweverManyThereAre) {
   ForwardParams p = problem(1, 100);
-  EXPECT_FALSE(has_few_rows(p, 1));  // kernels of 16 bits have others beside them
+  EXPECT_FALSE(has_few_rows(p, 1));  // those of 16 bits have others beside them
   p.dtype_kv = DType::kFloat8E4M3;
   EXPECT_TRUE(has_few_rows(p, 1));
   p.batch = 10000;
@@ -149,7 +163,7 @@ TEST(FewRows, OfFp8KeysAreTakenHoweverManyThereAre) {
 
 TEST(ManyRows, OfFp8KeysSplitTheseWhereThereAreFewTiles) {
   const auto parts_of = [](int query_tiles, int keys) {
-    return fp8_key_parts(Fp8Costs(query_tiles * 128, 128, 32), query_tiles, keys, 32, 132, 2);
+    return fp8_key_parts(Fp8Costs(query_tiles * 128, 128, 32), query_tiles, keys, 32, kDevice);
   };
   EXPECT_EQ(parts_of(264, 16384), 1);  // as many as run at once
   EXPECT_EQ(parts_of(32, 64), 1);      // a second kernel would take longer
@@ -162,9 +176,7 @@ TEST(ManyRows, OfFp8KeysStayWholeWhereTheDeviceIsFull) {
   p.dtype_kv = DType::kFloat8E4M3;
   p.num_heads = p.num_heads_kv = 8;
   p.batch = 1;
-  const auto parts_of = [&] {
-    return key_parts(p, heads_sharing(p), Tile{128, 32}, kMultiprocessors, kBlocksEach).most;
-  };
+  const auto parts_of = [&] { return key_parts(p, heads_sharing(p), Tile{128, 32}, kDevice).most; };
   EXPECT_EQ(parts_of(), 1);  // 264 tiles
   p.seqlen_q = 128 * 8;
   EXPECT_GT(parts_of(), 1);
@@ -187,34 +199,45 @@ TEST(ManyRows, OfFp8KeysShareATileWhereWholeVectorsAreWritten) {
 }
 
 TEST(FewRows, SharingHeadsMayBeMany) {
-  ForwardParams p = problem(1, 4096);
+  ForwardParams p = problem(5, 4096);
   p.num_heads = 16;
   p.batch = 257;
   EXPECT_EQ(heads_sharing(p), 1);
+  p.seqlen_q = 4;  // 16 rows
+  EXPECT_EQ(heads_sharing(p), 4);
   p.dtype_kv = DType::kFloat8E4M3;
   EXPECT_EQ(heads_sharing(p), 4);
   p.batch = kMostSplitTiles / 4 + 1;
   EXPECT_EQ(heads_sharing(p), 1);
 }
 
-TEST(FewRows, PartsKeepTheLastThreadBlocksShort) {
-  constexpr int kThree = 3, kSlots = kThree * kMultiprocessors;
-  const auto parts = [](int query_tiles, int key_tiles) {
-    return fp8_key_parts(FewRowsCosts{}, query_tiles, key_tiles * 128, 128, kMultiprocessors, kThree);
+TEST(FewRows, PartsAsMeasured) {  // benchmarks/results/sm80_few_rows.csv and sm80_few_rows_16_bits.csv
+  const auto parts = [](int query_tiles, int key_tiles, SplitDevice device = kFewRowsDevice) {
+    return few_rows_parts(FewRowsCosts(device), query_tiles, key_tiles * 128, 128);
   };
   EXPECT_EQ(parts(8, 0), 1);
   EXPECT_EQ(parts(8, 1), 1);
-  EXPECT_EQ(parts(kSlots, 64), 1);  // all run at once, and end at once
-  // A thread block for each multiprocessor reads as fast as more of them would (benchmarks/results/sm80_few_rows.csv).
-  for (int tiles : {8, 16, 32, 64, 128}) EXPECT_EQ(parts(tiles, 512), 128 / tiles) << tiles;
-  // One more thread block than run at once would take as long again. Cut, it is a part of that.
-  for (int tiles : {kSlots + 1, 512, 1024}) {
-    const int count = parts(tiles, 256);
-    const double waves = static_cast<double>(ceil_div(tiles * count, kSlots)) / count;
-    EXPECT_LT(waves * kSlots / tiles, 1.25) << tiles << " tiles in " << count;
-  }
+  EXPECT_EQ(parts(8, 8), 8);
+  EXPECT_EQ(parts(8, 16), 16);
+  // A thread block for each multiprocessor reads as fast as more of them would.
+  EXPECT_EQ(parts(128, 512), 1);
+  EXPECT_EQ(parts(32, 32), 4);
+  EXPECT_EQ(parts(kFewRowsDevice.slots(), 64), 1);  // all run at once, and end at once
+  // An H200 reads faster than the last 116 of 512 thread blocks alone ask for.
+  const SplitDevice faster{kMultiprocessors, 3, 4916};
+  EXPECT_EQ(parts(512, 64), 1);
+  EXPECT_GT(parts(512, 64, faster), 1);
   for (int tiles : {1, 8, 100, 1000, 60000})
     for (int keys : {1, 7, 100, 1000}) EXPECT_LE(parts(tiles, keys), std::min(keys, kMostKeyParts));
+}
+
+TEST(FewRows, TakeLongerWhereTheirLastTurnIsUneven) {
+  const FewRowsCosts costs(kFewRowsDevice);
+  const auto time = [&](int blocks, int evenly) {  // of 128 tiles of queries with 128 of keys
+    return costs.time(static_cast<float>(blocks), 128.f * 128.f, ceil_div(128 * 128, blocks), evenly);
+  };
+  EXPECT_LT(time(256, kMultiprocessors), time(272, kMultiprocessors));
+  EXPECT_LT(time(384, kFewRowsDevice.slots()), time(256, kFewRowsDevice.slots()));  // beside empty ones
 }
 
 TEST(FewRows, ACallSaysIntoHowManyPartsAtMost) {
@@ -270,7 +293,7 @@ TEST(ValuesInKeys, AreTheirFirstColumns) {
 // Where no other kernel is as fast, also of many tiles, and of few keys.
 TEST(KeyParts, WithoutOthers) {
   const auto parts = [](std::int64_t query_tiles, int keys) {
-    return key_parts(query_tiles, keys, kWideTile.n, kMultiprocessors, kBlocksEach, kNoOthers);
+    return key_parts(query_tiles, keys, kWideTile.n, kDevice, kNoOthers);
   };
   EXPECT_EQ(parts(0, 4096), 1);
   EXPECT_EQ(parts(1, 16), 1);
@@ -323,9 +346,9 @@ TEST(PlannedParts, OfSeveralTilesOfWideHeads) {
   const auto planned = [](int seqlen_q, int num_heads) {
     ForwardParams p = latent(seqlen_q, 4096, num_heads);
     p.seqused_k = kSomeLengths;
-    return key_parts(p, heads_sharing(p), kWideTile, kMultiprocessors, kBlocksEach).planned;
+    return key_parts(p, heads_sharing(p), kWideTile, kDevice).planned;
   };
-  constexpr int kAll = 4 * kMultiprocessors * kBlocksEach;
+  constexpr int kAll = 2 * kMultiprocessors * kBlocksEach;
   EXPECT_EQ(planned(1, 16), 2 + kAll);
   EXPECT_EQ(planned(1, 128), 2 + kAll / 4);  // a part of a sequence is a thread block for each of its tiles
   EXPECT_EQ(planned(4, 128), 2 + kAll / 16);
@@ -341,7 +364,14 @@ TEST(PlannedParts, EachSequenceHasOneAtLeast) {
     ASSERT_GT(parts.planned, 0);
     EXPECT_GE(parts.planned, batch);
     EXPECT_TRUE(parts.most >= 4 && parts.most <= kMostKeyParts);
+    EXPECT_EQ(parts.arrivals, 0);
+    const KeyParts few = key_parts(p, heads_sharing(p), Tile{kFewRowsTile, 64}, kFewRowsDevice);
+    EXPECT_GE(few.planned, batch);
+    EXPECT_EQ(few.arrivals, batch * p.num_heads);  // a counter for each tile
   }
+  p.batch = kMostPlanned + 1;
+  p.num_heads = p.num_heads_kv = 1;
+  EXPECT_EQ(key_parts(p, 1, Tile{kFewRowsTile, 64}, {4 * kMultiprocessors, 3}).planned, 0);
 }
 
 TEST(PlannedParts, CutsCoverASequence) {
@@ -368,8 +398,9 @@ TEST(PlannedParts, TriedLimitsBeginWithoutACutAndNeverMakeMorePartsThanAllowed) 
     }
 }
 
-// What the kernel that plans does, one limit after the other.
-int planned_limit(const std::vector<int>& tiles, int heads, KeyParts of) {
+// What planned_part() does, one limit after the other.
+int planned_limit(const std::vector<int>& tiles, int heads, KeyParts of,
+                  const PlanProblem& problem = {1, 0, 1, false, kDevice}) {
   const int longest = *std::max_element(tiles.begin(), tiles.end());
   float all = 0, best = 0;
   for (int own : tiles) all += static_cast<float>(own * heads);
@@ -382,8 +413,7 @@ int planned_limit(const std::vector<int>& tiles, int heads, KeyParts of) {
       parts += cut.parts;
       longest_part = std::max(longest_part, cut.longest);
     }
-    const float time =
-        planned_time(static_cast<float>(parts * heads), all, longest_part, kMultiprocessors, kBlocksEach);
+    const float time = problem.time(static_cast<float>(parts * heads), all, longest_part);
     if (parts > of.planned || (chosen != 0 && time >= best)) continue;
     best = time;
     chosen = limit;
@@ -399,11 +429,16 @@ TEST(PlannedParts, TheLongestIsCutWhereItDecides) {
   for (int i = 0; i < 16; ++i) unequal.push_back(8 + 16 * i);
   EXPECT_LT(planned_limit(unequal, 8, of), 32);
   EXPECT_EQ(planned_limit({1, 1, 0}, 8, of), 1);
+  // Of few rows on an H200: such as fill nearly all slots, as measured.
+  const PlanProblem few{1, 0, 1, true, kFewRowsDevice, FewRowsCosts({kMultiprocessors, 3, 4916})};
+  EXPECT_EQ(planned_limit(equal, 8, {25, 115}, few), 43);
+  const int limit = planned_limit(unequal, 8, {25, 115}, few);
+  EXPECT_TRUE(limit >= 24 && limit <= 64) << limit;
 }
 
 TEST(PlannedParts, TakeLongerTheMoreUnequalTheyAre) {
   const auto time = [](float blocks, float tiles, int longest) {
-    return planned_time(blocks, tiles, longest, kMultiprocessors, kBlocksEach);
+    return planned_time(blocks, tiles, longest, kDevice);
   };
   EXPECT_LT(time(264, 264 * 16, 16), time(264, 264 * 16, 30));
   EXPECT_LT(time(1000, 1000 * 16, 16), time(1000, 1000 * 16, 60));
@@ -439,7 +474,7 @@ TEST(KeySplit, EveryRowOfEveryPartHasAPlaceOfItsOwn) {
   EXPECT_EQ(split.size(), seen.size() * (p.head_dim_v + 2) * sizeof(float));
 }
 
-// What the kernel that plans would write of sequences with one part, one and three.
+// Where a kernel joins planned parts: of sequences with one part, one and three.
 TEST(KeySplit, PlannedPartsOfASequenceAreNeighbours) {
   ForwardParams p = problem(1, 4096);
   p.batch = 3;
@@ -450,28 +485,37 @@ TEST(KeySplit, PlannedPartsOfASequenceAreNeighbours) {
   const KeySplit split(p, most, base);
   const int parts[] = {1, 1, 3};
   int end = 0;
-  for (int b = 0; b < 3; ++b)
-    for (int i = 0; i < parts[b]; ++i) {
-      split.plan[end] = {b, i, parts[b]};
-      split.ends[b] = ++end;
-    }
+  for (int b = 0; b < 3; ++b) split.ends[b] = end += parts[b];
   std::set<int> seen;
   for (int b = 0; b < 3; ++b) {
     EXPECT_EQ(split.count(b), parts[b]);
+    const KeyPart first{b, 0, parts[b], split.slot(0, b)};
     for (int i = 0; i < parts[b]; ++i) {
-      const KeyPart found = split.part(split.slot(i, b), -1);
-      EXPECT_EQ(found.batch, b);
-      EXPECT_EQ(found.index, i);
-      EXPECT_EQ(found.parts, parts[b]);
-      EXPECT_TRUE(seen.insert(found.slot).second);
+      EXPECT_EQ(split.slot_beside(first, i), split.slot(i, b));
+      EXPECT_TRUE(seen.insert(split.slot(i, b)).second);
     }
   }
   EXPECT_EQ(seen.size(), 5u);
-  for (int index : {5, 6}) EXPECT_EQ(split.part(index, -1).parts, 0);
-  // What parts leave begins behind the plan, and ends where size() says.
+  // What parts leave begins behind the ends, and ends where size() says.
   EXPECT_GE(reinterpret_cast<char*>(split.out), reinterpret_cast<char*>(split.ends + p.batch));
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(split.out) % 16, 0u);
   EXPECT_EQ(reinterpret_cast<char*>(split.states + split.row(6, p.num_heads - 1, 0) + 1), base + split.size());
+}
+
+// Where the last thread block of a tile joins them.
+TEST(KeySplit, PlannedPartsOfFewRowsHaveACounterForEachTile) {
+  ForwardParams p = problem(1, 4096);
+  p.batch = 3;
+  p.seqused_k = kSomeLengths;
+  const KeyParts parts{4, 7, 3 * p.num_heads};
+  std::vector<std::uint64_t> memory(KeySplit(p, parts, nullptr).size() / 8);
+  const KeySplit split(p, parts, memory.data());
+  EXPECT_EQ(split.ends, nullptr);
+  EXPECT_GE(static_cast<void*>(split.out), static_cast<void*>(split.arrivals + parts.arrivals));
+  EXPECT_EQ(static_cast<void*>(split.states + split.row(6, p.num_heads - 1, 0) + 1),
+            static_cast<void*>(memory.data() + memory.size()));
+  EXPECT_EQ(split.slot_beside(KeyPart{1, 2, 3, 5}, 0), 3);
+  EXPECT_FALSE(split.has_one_part());
 }
 
 // Buffers may be longer than what is in them.

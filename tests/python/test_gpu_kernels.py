@@ -52,10 +52,14 @@ def test_keys_are_split_where_queries_are_few(backend):
     ends = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (1, 8192)]
     assert "split" in kernel_of(one[0], k[0], v[0], *ends, 1, 8192)
     assert ("split" in kernel_of(one, k, v, backend=backend)) == (backend == "sm80")
+    # A tile of 16 rows has a kernel of its own, split or not.
+    narrow = fs.SlidingWindow(300, 0)
+    assert "_split_16x" in kernel_of(q[:, :16], k, v, mask=narrow)
+    assert "_split_16x" not in kernel_of(q[:, :17], k, v)
     for why, other in {
         "many queries": {"q": q},
         "few keys": {"k": k[:, :500], "v": v[:, :500]},
-        "a narrow window": {"mask": fs.SlidingWindow(300, 0)},
+        "a narrow window": {"q": few, "mask": narrow},
         "a layout": {"q": few, "mask": fs.layouts.dense(100, 8192, 128)},
     }.items():
         call = {"q": one, "k": k, "v": v, **other}

@@ -263,6 +263,24 @@ def test_a_kernels_name_tells_its_traits(machine_code, traits, told, more):
     assert tuple(found.values()) == want
 
 
+@pytest.mark.parametrize(
+    "types, dtype",
+    [
+        ("N7cutlass10bfloat16_tES4_", "bf16"), ("N7cutlass10bfloat16_tEh", "bf16 fp8kv"),
+        ("N7cutlass6half_tES4_", "fp16"), ("N7cutlass6half_tEh", "fp16 fp8kv"),
+    ],
+)  # fmt: skip
+def test_names_of_kernels_of_few_rows(machine_code, types, dtype):
+    """Their tile is that of a warp in their name, and of all warps in the table."""
+    found = machine_code.described(
+        f"_ZN8flashsdk4sm8023few_rows_forward_kernelINS0_13FewRowsTraitsI{types}"
+        "Li128ELi16ELi16ELi4ELi2ELi3EEENS_11DensePolicyELNS_4cuda8FeaturesE0EEE"
+        "vNS_13ForwardParamsENS7_12TileScheduleENS0_8KeySplitE"
+    )
+    want = ("sm80", "split forward", dtype, "128", "dense", "none", "16x64", "4_2_3")
+    assert tuple(found.values()) == want
+
+
 # An outer loop of three blocks around an inner one. As ptxas does, the block that waits for a
 # barrier stands last and jumps back into the inner loop, which does not make a loop of its own.
 LISTING = """

@@ -15,7 +15,7 @@
 #include "cuda/tile/softmax.h"
 #include "sm80/column_warps.h"
 #include "sm80/gemm.h"
-#include "sm80/key_split.h"
+#include "sm80/plan_parts.h"
 #include "sm80/tile_io.h"
 
 namespace flashsdk::sm80 {
@@ -38,11 +38,14 @@ struct AllKeys {
   OwnRows shared;
 };
 
-// Of which sequence the thread block has which part of the keys. False: of none.
-__device__ inline bool take_part(const AllKeys&, cuda::TileWork&, KeyPart&) { return true; }
-__device__ inline bool take_part(const KeySplit& keys, cuda::TileWork& work, KeyPart& part) {
-  if (keys.ends != nullptr) cuda::wait_for_kernel_before();
-  part = keys.part(blockIdx.y, work.batch);
+// Of which sequence the thread block has which part of the keys. False: of none. smem: plan_smem_bytes().
+__device__ inline bool take_part(const ForwardParams&, const AllKeys&, cuda::TileWork&, KeyPart&, void*) {
+  return true;
+}
+__device__ inline bool take_part(const ForwardParams& p, const KeySplit& keys, cuda::TileWork& work, KeyPart& part,
+                                 void* smem) {
+  const int index = static_cast<int>(blockIdx.y);
+  part = keys.planned ? planned_part(p, keys, index, static_cast<int*>(smem)) : keys.part(index, work.batch);
   work.batch = part.batch;
   return part.parts != 0;
 }
@@ -271,15 +274,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   static_assert(Traits::kStages == 1 || Bias::kBytes == 0, "with two stages no bias is loaded");
   static_assert(!kSplit || !std::is_same_v<Policy, BlockSparsePolicy>, "tiles of a part follow each other");
 
+  static_assert(!kSplit || plan_smem_bytes(Traits::kThreads) <= Traits::kSmemBytes, "planning comes before the keys");
+
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
   cuda::TileWork work = schedule.work(blockIdx.x);
   KeyPart part;
-  if (!take_part(keys, work, part)) return;
+  if (!take_part(p, keys, work, part, smem_bytes)) return;
   const SeqlenInfo seq(p, work.batch);
   const auto shared = keys.shared;
   const int m0 = work.block * kBlockM, rows = seq.seqlen_q * shared.heads, head = shared.head(work.head, 0);
   if (m0 >= rows) return;
 
-  extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Element* smem = reinterpret_cast<Element*>(smem_bytes);
   auto k_tile = [&](int stage) { return smem + Traits::SmemQ::kElements + stage * Traits::SmemK::kElements; };
   auto v_tile = [&](int stage) {

@@ -14,10 +14,10 @@
 #include "cuda/pass/unused_rows.h"
 #include "cuda/tile/element.h"
 #include "sm80/backward.h"
+#include "sm80/few_rows.h"
 #include "sm80/forward.h"
 #include "sm80/fp8_forward.h"
 #include "sm80/join_parts.h"
-#include "sm80/plan_parts.h"
 #include "sm80/row_scores.h"
 #include "sm80/wide_backward.h"
 
@@ -95,12 +95,12 @@ KernelKey key_of(bool splits_keys = false) {
 
 template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
 constexpr auto forward_kernel_of() {
-  if constexpr (!Traits::kFp8Kv) {
-    return forward_kernel<Traits, Policy, kFeatures, Keys>;
-  } else if constexpr (kDealsKeys<Traits>) {
-    return fp8_split_forward_kernel<Traits, Policy, kFeatures>;
-  } else {
+  if constexpr (kDealsKeys<Traits>) {
+    return few_rows_forward_kernel<Traits, Policy, kFeatures>;
+  } else if constexpr (Traits::kFp8Kv) {
     return fp8_forward_kernel<Traits, Policy, kFeatures, Keys>;
+  } else {
+    return forward_kernel<Traits, Policy, kFeatures, Keys>;
   }
 }
 
@@ -119,8 +119,8 @@ inline constexpr bool kTakesPlainCalls = kFeatures == cuda::Features::kAll && !k
 
 // Starts the forward kernel on as many parts of the keys as `keys` says. tiles: p, with the heads and rows of tiles.
 template <class Traits, class Policy, cuda::Features kFeatures, class Keys>
-void start_forward(const ForwardParams& p, cudaStream_t stream, const ForwardParams& tiles, const Keys& keys, int parts,
-                   cuda::Start start = cuda::Start::kAfter) {
+void start_forward(const ForwardParams& p, cudaStream_t stream, const ForwardParams& tiles, const Keys& keys,
+                   int parts) {
   static std::atomic<std::uint64_t> prepared{0};
   auto kernel = forward_kernel_of<Traits, Policy, kFeatures, Keys>();
   using Bias = ForwardBias<Traits, kFeatures, Keys>;
@@ -129,7 +129,7 @@ void start_forward(const ForwardParams& p, cudaStream_t stream, const ForwardPar
   const cuda::TileSchedule schedule =
       cuda::forward_schedule(tiles, Traits::kBlockM, kKeyBytes, p.mask.kind == MaskKind::kDense);
   if (schedule.size() == 0) return;
-  cuda::launch("launching the forward kernel", start, kernel,
+  cuda::launch("launching the forward kernel", kernel,
                dim3(static_cast<unsigned>(schedule.size()), static_cast<unsigned>(parts)), Traits::kThreads,
                forward_smem_bytes<Traits, kFeatures, Keys>(p), stream, p, schedule, keys);
 }
@@ -155,11 +155,13 @@ ForwardEntry forward_entry() {
           [](const ForwardParams&, int) { return std::size_t{0}; }, launch_forward<Traits, Policy, kFeatures>};
 }
 
-// Thread blocks that a multiprocessor holds.
 template <class Traits>
-int blocks_each(const cuda::DeviceLimits& device) {
+SplitDevice split_device(int index) {
   constexpr int kReserved = 1024;  // bytes of shared memory that the driver takes of each thread block's
-  return min_of(device.shared_memory_per_multiprocessor / (Traits::kSmemBytes + kReserved), Traits::kMinBlocks);
+  const cuda::DeviceLimits& device = cuda::device_limits(index);
+  const int each =
+      min_of(device.shared_memory_per_multiprocessor / (Traits::kSmemBytes + kReserved), Traits::kMinBlocks);
+  return {device.multiprocessors, each, device.memory_rate > 0 ? device.memory_rate : kUsualMemoryRate};
 }
 
 // Whether calls with v in the memory of k have a kernel of their own here. Where all that read a key are few rows, none
@@ -181,7 +183,8 @@ inline constexpr flashsdk::Tile kSplitTile{Traits::kBlockM, Traits::kTileKeys};
 // Whether the forward kernel itself writes the output, where it has all keys of a query.
 template <class Traits>
 bool writes_output(const ForwardParams& p, const KeyParts& parts) {
-  return Traits::kFp8Kv && parts.planned == 0 && parts.most == 1 && (kDealsKeys<Traits> || heads_sharing(p) == 1);
+  const bool can = kDealsKeys<Traits> || (Traits::kFp8Kv && heads_sharing(p) == 1);
+  return can && parts.planned == 0 && parts.most == 1;
 }
 
 template <class Traits, cuda::Features kFeatures>
@@ -189,12 +192,10 @@ KeyParts key_parts(const ForwardParams& p) {
   if constexpr (Traits::kAnyAlignment) {
     if (!can_join(p)) return {};
   }
-  const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
   const float others_key = takes_all_of_few_rows<Traits, kFeatures>(p) ? kNoOthers
                            : Traits::kColumnWarps > 1                  ? kOthersWideKey
                                                                        : kOthersKey;
-  return key_parts(p, heads_sharing(p), kSplitTile<Traits>, device.multiprocessors, blocks_each<Traits>(device),
-                   others_key);
+  return key_parts(p, heads_sharing(p), kSplitTile<Traits>, split_device<Traits>(p.device.index), others_key);
 }
 
 // OfEntry: the traits that the parts are counted by, those of the call's row.
@@ -207,29 +208,21 @@ void launch_split_forward(const ForwardParams& p, const LaunchContext& context) 
   cuda::DeviceGuard guard(p.device.index);
   auto stream = static_cast<cudaStream_t>(context.stream);
   const KeyParts parts = key_parts<OfEntry, kFeatures>(p);
-  const KeySplit split(p, parts, context.workspace);
+  KeySplit split(p, parts, context.workspace);
   ForwardParams tiles = p;
   tiles.num_heads = split.heads;
   tiles.seqlen_q = split.rows_of_head;
   if (parts.planned > 0) {
     constexpr flashsdk::Tile kTile = kSplitTile<Traits>;
-    const cuda::DeviceLimits& device = cuda::device_limits(p.device.index);
-    PlanProblem problem{kTile.n, visible_keys(p, kTile), device.multiprocessors, blocks_each<OfEntry>(device),
-                        tiles_of_head(p, split.shared.heads, kTile)};
-    if constexpr (Traits::kFp8Kv) {  // as if all had a multiprocessor alone: a few are not as fast as many
-      problem.multiprocessors *= problem.blocks_each;
-      problem.blocks_each = 1;
-    }
-    cuda::launch("launching the kernel that plans the parts", plan_parts_kernel<>, dim3(1), kPlanThreads, 0, stream, p,
-                 split, problem);
+    const SplitDevice device = split_device<OfEntry>(p.device.index);
+    split.plan = {kTile.n, visible_keys(p, kTile), tiles_of_head(p, split.shared.heads, kTile), kDealsKeys<Traits>,
+                  // Of fp8 as if all had a multiprocessor alone: a few are not as fast as many.
+                  Traits::kFp8Kv ? SplitDevice{device.slots(), 1, device.memory_rate} : device, FewRowsCosts(device)};
     tiles.batch = 1;  // sequences are in the plan
-    constexpr auto kForward = forward_kernel_of<Traits, Policy, kFeatures, KeySplit>();
-    start_forward<Traits, Policy, kFeatures>(p, stream, tiles, split, parts.planned,
-                                             cuda::start_during<kForward>(p.device.index));
-  } else {
-    start_forward<Traits, Policy, kFeatures>(p, stream, tiles, split, parts.most);
   }
-  if (!writes_output<Traits>(p, parts)) {
+  if (split.arrivals != nullptr) split.launch = cuda::launch_name();
+  start_forward<Traits, Policy, kFeatures>(p, stream, tiles, split, parts.planned > 0 ? parts.planned : parts.most);
+  if (!writes_output<Traits>(p, parts) && split.arrivals == nullptr) {
     constexpr auto kJoin = join_parts_kernel<OfEntry, kFeatures>;
     cuda::launch("launching the forward's last pass", cuda::start_during<kJoin>(p.device.index), kJoin,
                  dim3(static_cast<unsigned>(split.rows_of_head * kJoinsOfRow<OfEntry>),
@@ -252,9 +245,9 @@ ForwardEntry split_forward_entry() {
   return {key_of<Traits, Policy, kFeatures>(true), kSplitTile<Traits>,
           [](const ForwardParams& p) {
             const char* reason = refuse<Traits, kFeatures>(p, split_smem_bytes<Traits, kFeatures>(p));
-            if constexpr (Traits::kFp8Kv) {
+            if constexpr (kDealsKeys<Traits>) {
               const bool few = has_few_rows(p, heads_sharing(p));
-              return reason != nullptr || few ? reason : "too many queries, for which others convert keys less often";
+              return reason != nullptr || few ? reason : "too many queries, for which others read keys less often";
             }
             if (reason != nullptr || heads_sharing(p) > 1 || takes_all_of_few_rows<Traits, kFeatures>(p)) return reason;
             const KeyParts parts = key_parts<Traits, kFeatures>(p);

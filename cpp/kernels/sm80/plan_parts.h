@@ -1,113 +1,86 @@
-// A kernel of one thread block ahead of a forward whose keys are split: deals the keys of sequences of unequal lengths,
-// which only the device knows, to parts that take about as long. A sequence is cut into parts of equal length, as many
-// as keep each within a limit; of the limits that are tried, the one that planned_time() says is fastest.
+// Where only the device knows the lengths of sequences, and they may be unequal: how a forward's keys are dealt to
+// parts that take about as long. Each thread block plans the same for itself as it starts, which takes less time than a
+// kernel ahead would. A sequence is cut into parts of equal length, as many as keep each within a limit; of the limits
+// that are tried, the one that takes the least time (PlanProblem).
 #pragma once
 
-#include "cuda/host/launch.h"
+#include <climits>
+
+#include <cute/tensor.hpp>
+
 #include "sm80/key_split.h"
 
 namespace flashsdk::sm80 {
 
-// What planning asks of a call and its device.
-struct PlanProblem {
-  int tile_keys, most_keys;  // of a tile; that a query sees
-  int multiprocessors, blocks_each;
-  int tiles_of_head;  // of queries
-
-  // Without a query nobody reads the keys.
-  FLASHSDK_HD int tiles_of(const ForwardParams& p, int batch) const {
-    const SeqlenInfo seq(p, batch);
-    return seq.seqlen_q > 0 ? ceil_div(min_of(seq.seqlen_k, most_keys), tile_keys) : 0;
-  }
-};
-
-inline constexpr int kPlanThreads = 256, kPlanWarps = kPlanThreads / 32;
-
-// Of all threads; shared: a place for each warp.
-template <class F>
-__device__ __forceinline__ int reduce_block(int value, int* shared, F&& join) {
-  CUTE_UNROLL
-  for (int step = 16; step > 0; step /= 2) value = join(value, __shfl_xor_sync(0xffffffffu, value, step));
-  __syncthreads();
-  shared[threadIdx.x / 32] = value;
-  __syncthreads();
-  value = shared[0];
-  for (int i = 1; i < kPlanWarps; ++i) value = join(value, shared[i]);
-  return value;
+// Shared memory that planning takes: the tiles of each sequence, and of each warp and limit two sums.
+constexpr int plan_smem_bytes(int threads) {
+  return static_cast<int>(sizeof(int)) * (kMostPlanned + 2 * (threads / 32) * kTriedLimits);
 }
 
-// The limit to the tiles of a part. Eight lanes try each.
-__device__ __forceinline__ int best_limit(const ForwardParams& p, const KeySplit& split, const PlanProblem& problem) {
-  constexpr int kLanes = kPlanThreads / kTriedLimits;
-  constexpr auto kAdd = [](int a, int b) { return a + b; };
-  constexpr auto kMost = [](int a, int b) { return max_of(a, b); };
-  __shared__ int of_warps[kPlanWarps];
-  __shared__ unsigned long long best;
-  int longest = 0, tiles = 0;
-  for (int b = threadIdx.x; b < p.batch; b += kPlanThreads) {
-    const int own = problem.tiles_of(p, b);
-    longest = max_of(longest, own);
-    tiles += own;
-  }
-  if (threadIdx.x == 0) best = ~0ull;
-  longest = reduce_block(longest, of_warps, kMost);
-  tiles = reduce_block(tiles, of_warps, kAdd);
+// The part that has this place among all. Of all threads; `shared` is free again afterwards. One thread block of the
+// grid also writes where the parts of each sequence end, for the kernel that joins them.
+__device__ __forceinline__ KeyPart planned_part(const ForwardParams& p, const KeySplit& split, int place, int* shared) {
+  constexpr unsigned kAll = 0xffffffffu;
+  static_assert(kTriedLimits == 32, "a lane tries each");
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  int* const tiles_of = shared;
+  int *const parts_of = shared + p.batch + lane, *const longest_of = parts_of + 32 * warps;  // of a warp's sequences
+  for (int b = static_cast<int>(threadIdx.x); b < p.batch; b += static_cast<int>(blockDim.x))
+    tiles_of[b] = split.plan.tiles_of(p, b);
+  __syncthreads();
 
-  const int limit = tried_limit(static_cast<int>(threadIdx.x) / kLanes, longest, split.parts);
+  int longest = 0, tiles = 0;
+  for (int b = lane; b < p.batch; b += 32) {
+    longest = max_of(longest, tiles_of[b]);
+    tiles += tiles_of[b];
+  }
+  longest = __reduce_max_sync(kAll, longest);
+  tiles = __reduce_add_sync(kAll, tiles);
+  const int tried = tried_limit(lane, longest, split.parts);
   int parts = 0, longest_part = 0;
-  for (int b = threadIdx.x % kLanes; b < p.batch; b += kLanes) {
-    const PartCut cut = PartCut::of(problem.tiles_of(p, b), limit);
+  for (int b = warp; b < p.batch; b += warps) {
+    const PartCut cut = PartCut::of(tiles_of[b], tried);
     parts += cut.parts;
     longest_part = max_of(longest_part, cut.longest);
   }
-  CUTE_UNROLL
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    parts += __shfl_xor_sync(0xffffffffu, parts, step);
-    longest_part = max_of(longest_part, __shfl_xor_sync(0xffffffffu, longest_part, step));
-  }
-  if (threadIdx.x % kLanes == 0 && parts <= split.slots) {
-    const auto each = static_cast<float>(split.heads * problem.tiles_of_head);  // as many thread blocks a part
-    const float time = planned_time(static_cast<float>(parts) * each, static_cast<float>(tiles) * each, longest_part,
-                                    problem.multiprocessors, problem.blocks_each);
-    // Positive floats are in the order of their bits.
-    atomicMin(&best, static_cast<unsigned long long>(__float_as_uint(time)) << 32 | static_cast<unsigned>(limit));
-  }
+  parts_of[32 * warp] = parts;
+  longest_of[32 * warp] = longest_part;
   __syncthreads();
-  return static_cast<int>(best & 0xffffffffu);
-}
+  parts = 0;
+  for (int i = 0; i < warps; ++i) {
+    parts += parts_of[32 * i];
+    longest_part = max_of(longest_part, longest_of[32 * i]);
+  }
+  const auto each = static_cast<float>(split.heads * split.plan.tiles_of_head);  // as many thread blocks a part
+  const float time = split.plan.time(static_cast<float>(parts) * each, static_cast<float>(tiles) * each, longest_part);
+  // Positive floats are in the order of their bits.
+  const unsigned rank = parts <= split.slots ? __float_as_uint(time) : ~0u, least = __reduce_min_sync(kAll, rank);
+  const int limit = __reduce_min_sync(kAll, rank == least ? tried : INT_MAX);
 
-// A template, as several files of kernels include it.
-template <int kThreads = kPlanThreads>
-__global__ void __launch_bounds__(kThreads)
-    plan_parts_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ KeySplit split,
-                      const __grid_constant__ PlanProblem problem) {
-  cuda::allow_next_kernel();
-  const int limit = best_limit(p, split, problem), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  __shared__ int of_warps[kPlanWarps];
-  int before = 0;  // slots of the sequences of the turns so far
-  for (int first = 0; first < p.batch; first += kThreads) {
-    const int b = first + threadIdx.x;
-    const int parts = b < p.batch ? PartCut::of(problem.tiles_of(p, b), limit).parts : 0;
-    int end = parts;  // and of those before this one
+  const bool writes = split.ends != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && warp == 0;
+  KeyPart found{0, 0, 0, 0};
+  int before = 0;  // parts of the sequences of the turns so far
+  for (int first = 0; first < p.batch && (writes || found.parts == 0); first += 32) {
+    const int b = first + lane, own = b < p.batch ? PartCut::of(tiles_of[b], limit).parts : 0;
+    int end = own;  // and of those before this one
     CUTE_UNROLL
     for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, end, step);
+      const int other = __shfl_up_sync(kAll, end, step);
       if (lane >= step) end += other;
     }
-    __syncthreads();
-    if (lane == 31) of_warps[warp] = end;
-    __syncthreads();
-    int all = 0;
-    for (int i = 0; i < kPlanWarps; ++i) {
-      if (i < warp) end += of_warps[i];
-      all += of_warps[i];
-    }
     end += before;
-    before += all;
-    if (b >= p.batch) continue;
-    split.ends[b] = end;
-    for (int i = 0; i < parts; ++i) split.plan[end - parts + i] = {b, i, parts};
+    if (writes && b < p.batch) split.ends[b] = end;
+    const unsigned behind = __ballot_sync(kAll, place < end);
+    if (found.parts == 0 && behind != 0) {
+      const int of = __ffs(static_cast<int>(behind)) - 1;
+      const int count = __shfl_sync(kAll, own, of);
+      found = {first + of, place - (__shfl_sync(kAll, end, of) - count), count, place};
+    }
+    before = __shfl_sync(kAll, end, 31);
   }
+  __syncthreads();
+  return found;
 }
 
 }  // namespace flashsdk::sm80

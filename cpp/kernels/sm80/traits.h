@@ -143,12 +143,14 @@ struct Fp8ForwardTraits
   static constexpr int kSmemBytes = Tiles::kSmemBytes + 2 * kCopiedBytes;
 };
 
-// Few rows of many such keys. All rows are each warp's, and the keys are dealt to the warps, which convert them in
-// registers: each element once, while kBlockM rows that are dealt out would have every warp read and convert all keys.
-// A warp copies tiles of kBlockN keys to kStages places of its own, and waits for nobody until its last one.
-template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_, int kMinBlocks_>
-struct Fp8SplitTraits {
+// Few rows of many keys. All rows are each warp's, and the keys are dealt to the warps: kBlockM rows that are dealt out
+// would have every warp read all keys, and convert those of float8_e4m3fn. A warp copies tiles of kBlockN keys to
+// kStages places of its own, and waits for nobody until its last one. Kv: Element, or std::uint8_t for float8_e4m3fn.
+template <class Element_, class Kv_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kStages_,
+          int kMinBlocks_>
+struct FewRowsTraits {
   using Element = Element_;
+  using Kv = Kv_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;  // of a warp
@@ -160,7 +162,7 @@ struct Fp8SplitTraits {
   static constexpr int kTileKeys = kBlockN_ * kWarps_;
   static constexpr int kStages = kStages_;
   static constexpr bool kAnyAlignment = false;
-  static constexpr bool kFp8Kv = true;
+  static constexpr bool kFp8Kv = sizeof(Kv) == 1;
   static constexpr int kMinBlocks = kMinBlocks_;
   static_assert(kBlockM == 16, "one atom of rows");
 
@@ -168,15 +170,16 @@ struct Fp8SplitTraits {
   using Mma =
       cute::TiledMMA<cute::MMA_Atom<typename MmaInstruction<Element>::type>, Layout<Shape<_1, _1, Int<kWarps_>>>>;
   using MmaOut = Mma;
-  static constexpr int kCopiedBytes = kBlockN * kHeadDim;  // of K or V, of a stage of a warp
+  static constexpr int kCopiedBytes = kBlockN * kHeadDim * static_cast<int>(sizeof(Kv));  // K or V of a warp's stage
   static constexpr int kSmemBytes = kWarps * kStages * 2 * kCopiedBytes +
                                     kBlockM * kHeadDim * static_cast<int>(sizeof(Element)) +
                                     kWarps * kBlockM * 2 * static_cast<int>(sizeof(float));  // states of rows
-  static_assert(kBlockM * kHeadDim * static_cast<int>(sizeof(float)) <= kStages * 2 * kCopiedBytes,
+  static constexpr int kOutPitch = kHeadDim + (kFp8Kv ? 0 : 8);  // floats: 8 more, and stores reach all banks
+  static_assert(kBlockM * kOutPitch * static_cast<int>(sizeof(float)) <= kStages * 2 * kCopiedBytes,
                 "a warp's output has no place where its keys had theirs");
 };
 
-// Whether the warps of a thread block have keys of their own, as those of Fp8SplitTraits.
+// Whether the warps of a thread block have keys of their own, as those of FewRowsTraits.
 template <class Traits>
 inline constexpr bool kDealsKeys = Traits::kTileKeys != Traits::kBlockN;
 
@@ -285,11 +288,14 @@ template <class Row, class Element>
 using Fp8ForwardTraitsOf =
     typename OfRow<Row, Fp8ForwardTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n,
                                          Row::kRow.warps, Row::kRow.blocks, Row::kRow.any_alignment>>::type;
+template <class Row, class Element, class Kv>
+using FewRowsTraitsOfRow = typename OfRow<
+    Row, FewRowsTraits<Element, Kv, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n / Row::kRow.warps,
+                       Row::kRow.warps, Row::kRow.stages, Row::kRow.blocks>>::type;
 template <class Row, class Element>
-using Fp8SplitTraitsOf =
-    typename OfRow<Row,
-                   Fp8SplitTraits<Element, Row::kRow.head_dim.qk, Row::kRow.tile.m, Row::kRow.tile.n / Row::kRow.warps,
-                                  Row::kRow.warps, Row::kRow.stages, Row::kRow.blocks>>::type;
+using FewRowsTraitsOf = FewRowsTraitsOfRow<Row, Element, Element>;
+template <class Row, class Element>
+using Fp8FewRowsTraitsOf = FewRowsTraitsOfRow<Row, Element, std::uint8_t>;
 
 template <class Row, class Element, bool kWide = (Row::kRow.copies > 1)>
 struct BackwardTraitsOfRow

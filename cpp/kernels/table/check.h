@@ -71,8 +71,8 @@ struct CheckedSm80Fp8Forward : CheckedSm80Forward<Sm80Forward(kRow)> {
   static_assert(kRow.stages == 1 && !kRow.q_in_registers, "stages, q_in_registers: not as fp8_forward_kernel has them");
   static_assert(kRow.any_alignment || only(kRow.kernels, {kNone}), "kernels: no tile of a bias is loaded");
 };
-template <Sm80Fp8SplitForward kRow>
-struct CheckedSm80Fp8SplitForward {
+template <auto kRow>  // Sm80FewRowsForward, or Sm80Fp8SplitForward
+struct CheckedSm80FewRows {
   static_assert(is_compiled(kRow.head_dim.qk) && kRow.head_dim.qk == kRow.head_dim.v, "head_dim: see kGpuHeadDims");
   static_assert(kRow.head_dim.qk % 64 == 0, "head_dim: not a multiple of what the lanes of a row read at once");
   static_assert(kRow.tile.m == 16 && kRow.tile.n % (16 * kRow.warps) == 0, "tile: not 16 rows, 16 keys a warp");
@@ -154,6 +154,7 @@ class TableKernels {
 constexpr TableKernels sm80_forward_kernels() {
   return TableKernels()
       .add(Backend::kSm80, kSm80Forward, kSm80Sets)
+      .add(Backend::kSm80, kSm80FewRowsForward, kSm80Sets, true)
       .add(Backend::kSm80, kSm80SplitForward, kSm80Sets, true)
       .add(Backend::kSm80, kSm80Fp8Forward, kSm80Sets, false, true)
       .add(Backend::kSm80, kSm80Fp8SplitForward, kSm80Sets, true, true);
@@ -386,7 +387,8 @@ constexpr void check_tables() {
   check_rows<kSm80Forward>([](auto i) { CheckedSm80Forward<kSm80Forward[i]>(); });
   check_rows<kSm80SplitForward>([](auto i) { CheckedSm80Forward<kSm80SplitForward[i]>(); });
   check_rows<kSm80Fp8Forward>([](auto i) { CheckedSm80Fp8Forward<kSm80Fp8Forward[i]>(); });
-  check_rows<kSm80Fp8SplitForward>([](auto i) { CheckedSm80Fp8SplitForward<kSm80Fp8SplitForward[i]>(); });
+  check_rows<kSm80FewRowsForward>([](auto i) { CheckedSm80FewRows<kSm80FewRowsForward[i]>(); });
+  check_rows<kSm80Fp8SplitForward>([](auto i) { CheckedSm80FewRows<kSm80Fp8SplitForward[i]>(); });
   check_rows<kSm80Backward>([](auto i) { CheckedSm80Backward<kSm80Backward[i]>(); });
   check_rows<kSm90Forward>([](auto i) { CheckedSm90Forward<kSm90Forward[i], i>(); });
   check_rows<kSm90Backward>([](auto i) { CheckedSm90Backward<kSm90Backward[i]>(); });

@@ -94,11 +94,16 @@ constexpr bool is_short_for_sm90(const Call& call) {
 // order of Asked.
 template <class Kernels, class Takes>
 constexpr auto choose(const Kernels& kernels, const Call& call, Takes takes) {
-  bool may_split = true;
+  HeadDims splitting = 0;  // those of the kernels that may split keys
   for (const auto* kernel : kernels) {
     const KernelKey& key = kernel->key();
-    if (!is_asked(key, call) || (key.splits_keys && !may_split)) continue;
-    may_split = false;  // the first that fits speaks for all: larger ones split where it says that it does not pay
+    if (!is_asked(key, call)) continue;
+    if (key.splits_keys) {
+      // Those of the first that fits speak for all: larger ones split where these say that it does not pay.
+      const HeadDims own{key.head_dim, key.head_dim_v};
+      if (splitting == HeadDims(0)) splitting = own;
+      if (splitting != own) continue;
+    }
     if (takes(*kernel)) return kernel;
   }
   return static_cast<typename Kernels::value_type>(nullptr);

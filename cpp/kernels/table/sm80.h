@@ -23,9 +23,10 @@ struct Sm80Forward {
   // Whether warps that share rows tell each other the scores of some keys each.
   constexpr bool shares_scores() const { return column_warps > 1 && tile.n % (16 * column_warps) == 0; }
 };
+struct Sm80FewRowsForward : Sm80Forward {};
 // Of keys and values in float8_e4m3fn.
 struct Sm80Fp8Forward : Sm80Forward {};
-struct Sm80Fp8SplitForward : Sm80Forward {};
+struct Sm80Fp8SplitForward : Sm80FewRowsForward {};
 
 // Q, K and V tiles of 16 bits, and scores.
 constexpr int smem_bytes(const Sm80Forward& row) {
@@ -36,7 +37,11 @@ constexpr int smem_bytes(const Sm80Forward& row) {
 constexpr int smem_bytes(const Sm80Fp8Forward& row) {
   return smem_bytes(static_cast<const Sm80Forward&>(row)) + 2 * row.head_dim.qk * row.tile.n;
 }
-// K and V as they are in memory, Q of 16 bits, and a state of each row for each warp.
+// K and V, Q, and a state of each row for each warp.
+constexpr int smem_bytes(const Sm80FewRowsForward& row) {
+  return 2 * row.head_dim.qk * (2 * row.stages * row.tile.n + row.tile.m) + 8 * row.warps * row.tile.m;
+}
+// The same with K and V as they are in memory.
 constexpr int smem_bytes(const Sm80Fp8SplitForward& row) {
   return 2 * row.head_dim.qk * (row.stages * row.tile.n + row.tile.m) + 8 * row.warps * row.tile.m;
 }
@@ -98,6 +103,13 @@ constexpr Sm80Forward kSm80Forward[] = {
      .kernels = every_mask(kAll)},
 };
 
+// Few rows, as in decoding: tiles whose keys are dealt to the warps, 4 KB of K and of V to each, or 8 KB.
+constexpr Sm80FewRowsForward kSm80FewRowsForward[] = {
+    {{.head_dim = 64, .tile = {16, 128}, .warps = 4, .stages = 2, .blocks = 3, .kernels = no_layout(kNone, kAll)}},
+    {{.head_dim = 128, .tile = {16, 64}, .warps = 4, .stages = 2, .blocks = 3, .kernels = no_layout(kNone, kAll)}},
+    {{.head_dim = 256, .tile = {16, 32}, .warps = 2, .stages = 2, .blocks = 3, .kernels = no_layout(kNone, kAll)}},
+};
+
 // Few queries: CTAs of four warps, two a multiprocessor, each with a part of the keys. Smaller head dimensions take
 // these too: what a tile leaves empty is not read from memory, which is what bounds them.
 constexpr Sm80Forward kSm80SplitForward[] = {
@@ -123,11 +135,11 @@ constexpr Sm80Fp8Forward kSm80Fp8Forward[] = {
 };
 // Few rows: tiles whose keys are dealt to the warps, 4 KB of K and of V to each.
 constexpr Sm80Fp8SplitForward kSm80Fp8SplitForward[] = {
-    {{.head_dim = 64, .tile = {16, 256}, .warps = 4, .stages = 2, .blocks = 3, .kernels = no_layout(kNone)}},
-    {{.head_dim = 64, .tile = {16, 256}, .warps = 4, .stages = 2, .kernels = no_layout(kAll)}},
-    {{.head_dim = 128, .tile = {16, 128}, .warps = 4, .stages = 2, .blocks = 3, .kernels = no_layout(kNone)}},
-    {{.head_dim = 128, .tile = {16, 128}, .warps = 4, .stages = 2, .kernels = no_layout(kAll)}},
-    {{.head_dim = 256, .tile = {16, 64}, .warps = 4, .stages = 2, .kernels = no_layout(kNone, kAll)}},
+    {{{.head_dim = 64, .tile = {16, 256}, .warps = 4, .stages = 2, .blocks = 3, .kernels = no_layout(kNone)}}},
+    {{{.head_dim = 64, .tile = {16, 256}, .warps = 4, .stages = 2, .kernels = no_layout(kAll)}}},
+    {{{.head_dim = 128, .tile = {16, 128}, .warps = 4, .stages = 2, .blocks = 3, .kernels = no_layout(kNone)}}},
+    {{{.head_dim = 128, .tile = {16, 128}, .warps = 4, .stages = 2, .kernels = no_layout(kAll)}}},
+    {{{.head_dim = 256, .tile = {16, 64}, .warps = 4, .stages = 2, .kernels = no_layout(kNone, kAll)}}},
 };
 // clang-format on
 

@@ -300,12 +300,15 @@ void write_gpu(const std::string& directory, const Strings& architectures, const
     const Templates forward{"ForwardTraitsOf", "forward_entry"}, backward{"BackwardTraitsOf", "backward_entry"};
     const Templates split{"ForwardTraitsOf", "split_forward_entry"};
     const Templates fp8{"Fp8ForwardTraitsOf", "fp8_forward_entry"};
-    const Templates fp8_split{"Fp8SplitTraitsOf", "split_forward_entry"};
+    const Templates few_rows{"FewRowsTraitsOf", "split_forward_entry"};
+    const Templates fp8_few_rows{"Fp8FewRowsTraitsOf", "split_forward_entry"};
     add_sm80(sources, wanted, head_dim, "forward", forward, "kSm80Forward", kSm80Forward);
+    add_sm80(sources, wanted, head_dim, "few_rows_forward", few_rows, "kSm80FewRowsForward", kSm80FewRowsForward);
     add_sm80(sources, wanted, head_dim, "split_forward", split, "kSm80SplitForward", kSm80SplitForward);
     add_sm80(sources, wanted, head_dim, "backward", backward, "kSm80Backward", kSm80Backward);
     add_sm80(sources, wanted, head_dim, "fp8_forward", fp8, "kSm80Fp8Forward", kSm80Fp8Forward);
-    add_sm80(sources, wanted, head_dim, "fp8_split_forward", fp8_split, "kSm80Fp8SplitForward", kSm80Fp8SplitForward);
+    add_sm80(sources, wanted, head_dim, "fp8_split_forward", fp8_few_rows, "kSm80Fp8SplitForward",
+             kSm80Fp8SplitForward);
   }
   sources.put("cuda_table.cpp", "add_cuda_kernels",
               "#include \"common/kernel_entry.h\"\n#include \"cuda/host/device.h\"\n",

@@ -49,6 +49,8 @@ FEATURES = {
 }  # fmt: skip
 # Traits that the build names (write_sources.cpp): head_dim, block_m, block_n.
 NAMED = re.compile(r"Traits_sm90_forward_[a-z]+16_d(\d+(?:x\d+)?)_[A-Za-z]+_(\d+)x(\d+)")
+# Of keys of another type than queries: bytes.
+FP8_FEW_ROWS = re.compile(r"FewRowsTraitsIN7cutlass\d+[a-z]+\d*_tEh")
 
 
 def described(name: str) -> dict[str, str]:
@@ -60,6 +62,7 @@ def described(name: str) -> dict[str, str]:
     else:
         op = "forward" if "forward_kernel" in name else "backward"
     backend = "sm90" if "4sm90" in name else "sm80"
+    fp8 = "Fp8" in name or FP8_FEW_ROWS.search(name)
     if named := NAMED.search(name):
         head_dim, m, n = named.groups()
         rest = []
@@ -69,7 +72,7 @@ def described(name: str) -> dict[str, str]:
         if has_v and (head_dim_v := numbers.pop(0)) != head_dim:
             head_dim += f"x{head_dim_v}"
         m, n, *rest = numbers
-        if "Fp8SplitTraits" in name:  # whose tile is that of a warp, which the next number counts
+        if "FewRowsTraits" in name:  # whose tile is that of a warp, which the next number counts
             n = str(int(n) * int(rest[0]))
     features = FEATURES[int(re.findall(r"FeaturesE(\d+)E", name)[0])]
     if backend == "sm90" and re.search(r"FeaturesE\d+ELb1E", name):
@@ -77,7 +80,7 @@ def described(name: str) -> dict[str, str]:
     return {
         "backend": backend,
         "op": op,
-        "dtype": ("bf16" if "bfloat16" in name else "fp16") + (" fp8kv" if "Fp8" in name else ""),
+        "dtype": ("bf16" if "bfloat16" in name else "fp16") + (" fp8kv" if fp8 else ""),
         "head_dim": head_dim,
         "mask": next((short for long, short in POLICY.items() if long in name), "all masks"),
         "features": features,

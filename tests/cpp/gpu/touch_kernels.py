@@ -69,10 +69,15 @@ def many_keys(tile_m, tile_n):
     return ((tile_m + 9, 4096 + tile_n + 7),)
 
 
+def few_rows(tile_n):
+    """Of two heads: for kernels that take one tile of 16 rows."""
+    return ((7, 4096 + tile_n + 7),)
+
+
 def serve(p, tile_n, page_size):
     """p with used lengths and sinks, and with keys in pages where page_size is not 0."""
     (batch, rows), keys = p.q.shape[:2], p.k.shape[1]
-    p.used_q = torch.tensor([rows - 7, 0], dtype=torch.int32).cuda()
+    p.used_q = torch.tensor([max(rows - 7, 1), 0], dtype=torch.int32).cuda()
     p.used_k = torch.tensor([keys - 2, tile_n + 3], dtype=torch.int32).cuda()
     p.sink = torch.randn(p.q.shape[2]).cuda()
     if page_size:
@@ -119,7 +124,8 @@ def problem(
     if fp8:
         p.k_descale, p.v_descale = (torch.rand(batch, 1).cuda() for _ in range(2))
     if packed:
-        p.cu_q = torch.tensor([0, tile_m + 3, rows - 2], dtype=torch.int32).cuda()
+        first = tile_m + 3 if rows > tile_m + 5 else rows // 2
+        p.cu_q = torch.tensor([0, first, rows - 2], dtype=torch.int32).cuda()
         p.cu_k = torch.tensor([0, tile_n + 2, keys - 2], dtype=torch.int32).cuda()
     if "bias" in features:
         # Rows of whole vectors, but for float32: kernels copy them otherwise.
@@ -168,7 +174,9 @@ def touch(
         all_features = [features for features in FEATURES if "bias" in features]
     widths = (False, True) if entry[2] == 192 else (False,)  # 192 x 128 has kernels of its own
     sizes = many_keys(*tile) if growing or entry[7] else lengths(*tile)
-    if entry[7] and page_size is not None:  # so few queries that a kernel plans the parts
+    if entry[7] and tile[0] == 16 and not entry[9]:
+        sizes = few_rows(tile[1])
+    elif entry[7] and page_size is not None:  # so few queries that a kernel plans the parts
         sizes = tuple((min(12, tile[0] // 2), keys) for _, keys in sizes)
     for size, features, block, narrow_v in itertools.product(sizes, all_features, blocks, widths):
         what = features, block, size, aligned, packed, narrow_v, bias, page_size, in_keys
@@ -252,6 +260,8 @@ def main():
                 page_sizes = [0]
                 if harness.entries[index][0] == FORWARD:
                     page_sizes.append(5 if harness.backend(index) == "sm80" else 16)
+                if harness.entries[index][7]:
+                    page_sizes.append(32)
                 for page_size in page_sizes:
                     touch(harness, index, deterministic=deterministic, page_size=page_size)
                 if harness.entries[index][7] and harness.entries[index][2] > 256:

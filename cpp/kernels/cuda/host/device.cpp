@@ -1,6 +1,7 @@
 #include "cuda/host/device.h"
 
 #include <array>
+#include <cstdint>
 #include <cstdlib>
 #include <mutex>
 #include <sstream>
@@ -103,6 +104,9 @@ const DeviceLimits& device_limits(int device) {
     found.shared_memory_per_multiprocessor = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     found.multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, device);
     found.l2_bytes = device_attribute(cudaDevAttrL2CacheSize, device);
+    const std::int64_t megahertz = device_attribute(cudaDevAttrMemoryClockRate, device) / 1000;
+    const int bits = device_attribute(cudaDevAttrGlobalMemoryBusWidth, device);
+    found.memory_rate = static_cast<int>(2 * megahertz * bits / 8 / 1000);  // both edges of the clock
     if (!any_runs_on(built_architectures(), found.capability)) {
       cudaDeviceProp properties{};
       cudaGetDeviceProperties(&properties, device);

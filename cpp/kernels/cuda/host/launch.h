@@ -3,6 +3,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <type_traits>
 
@@ -46,6 +47,15 @@ Start start_during(int device) {
     version.store(code.ptxVersion, std::memory_order_relaxed);
   }
   return version.load(std::memory_order_relaxed) < kFirst ? Start::kAfter : Start::kDuring;
+}
+
+// A number that no other launch has and that no memory holds by chance.
+inline std::uint64_t launch_name() {
+  static std::atomic<std::uint64_t> count{
+      static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count())};
+  std::uint64_t x = count.fetch_add(1, std::memory_order_relaxed) * 0x9E3779B97F4A7C15u;  // odd: a permutation
+  x ^= x >> 32;
+  return x != 0 ? x : 1;
 }
 
 // Launches and checks this launch alone: an error that somebody left behind for cudaGetLastError is not taken for ours,

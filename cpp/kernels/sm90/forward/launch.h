@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 
 #include "cuda/pass/unused_rows.h"
 #include "cuda/tile/builtin_policy.h"
@@ -43,15 +42,6 @@ bool draws_tiles(const ForwardParams& p) {
   return !uniform_tiles<Traits>(p) && tiles > cuda::device_limits(p.device.index).multiprocessors;
 }
 
-// A number that no other launch has and that no memory holds by chance.
-inline std::uint64_t launch_name() {
-  static std::atomic<std::uint64_t> count{
-      static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count())};
-  std::uint64_t x = count.fetch_add(1, std::memory_order_relaxed) * 0x9E3779B97F4A7C15u;  // odd: a permutation
-  x ^= x >> 32;
-  return x != 0 ? x : 1;
-}
-
 template <class Traits, cuda::Features kFeatures, class Policy = cuda::BuiltinPolicy>
 void launch_forward(const ForwardParams& p, const LaunchContext& context) {
   static std::atomic<std::uint64_t> prepared{0};
@@ -64,7 +54,7 @@ void launch_forward(const ForwardParams& p, const LaunchContext& context) {
 
   const ForwardSchedule schedule{
       cuda::forward_schedule(p, Traits::kBlockM, sizeof(typename Traits::Element), uniform_tiles<Traits>(p)),
-      {draws_tiles<Traits>(p) ? static_cast<TicketCounter*>(context.workspace) : nullptr, launch_name()}};
+      {draws_tiles<Traits>(p) ? static_cast<TicketCounter*>(context.workspace) : nullptr, cuda::launch_name()}};
   const int blocks =
       min_of(cuda::device_limits(p.device.index).multiprocessors, static_cast<int>(schedule.tiles.size()));
   const int key_rows = rows_of_box(p.pages, Traits::kBlockN);
