@@ -267,6 +267,11 @@ TEST(SharedRows, MoreOfWideHeads) {
   EXPECT_EQ(heads_sharing(latent(4, 511)), 1);
   EXPECT_EQ(heads_sharing(latent(5, 4096)), 1);  // more than 512 rows
   EXPECT_EQ(heads_sharing(latent(32, 4096, 16)), 16);
+  ForwardParams many = latent(1, 4096, 16);  // 16 rows, and no kernel of few of these
+  many.batch = kMostTiles;
+  EXPECT_EQ(heads_sharing(many), 16);
+  ++many.batch;
+  EXPECT_EQ(heads_sharing(many), 1);
 }
 
 TEST(ValuesInKeys, AreTheirFirstColumns) {

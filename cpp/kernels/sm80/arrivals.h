@@ -9,8 +9,8 @@
 namespace flashsdk::sm80 {
 
 // The first thread block of a result sets its counter up under the launch's own 64-bit name, and the last to arrive
-// takes the name away, for when a graph launches it again. Thread blocks start in the order of their index, so that the
-// first, which has the lowest, has started where another waits for it.
+// takes the name away, for when a graph launches it again. A thread block waits for one of a lower index alone. GPUs
+// start them in the order of their index, though CUDA's guide does not promise it: so that one has started.
 class Arrivals {
  public:
   __device__ Arrivals(ArrivalCounter* counter, unsigned long long launch) : counter_(counter), launch_(launch) {}

@@ -1,6 +1,6 @@
 // Few queries and many keys, as in decoding: the keys of a tile of queries are dealt to several thread blocks, of which
 // there would else be too few for the device, and a second kernel joins what these have found (Flash-Decoding,
-// https://pytorch.org/blog/flash-decoding/).
+// https://pytorch.org/blog/flash-decoding/), or the last thread block to arrive (arrivals.h).
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 namespace flashsdk::sm80 {
 
 inline constexpr int kMostKeyParts = 128;
-inline constexpr int kMostTiles = 1024;        // heads of all sequences whose output goes through the workspace
+inline constexpr int kMostTiles = 1024;        // heads of all sequences that share tiles, but for few rows
 inline constexpr int kMostSplitTiles = 65535;  // heads of all sequences: a dimension of the second kernel's grid
 inline constexpr int kMostPlanned = 1024;      // sequences whose lengths a thread block keeps while it plans
 inline constexpr int kFewRowsTile = 16;        // rows of a tile of few_rows_forward_kernel
@@ -51,8 +51,8 @@ inline bool can_join(const ForwardParams& p) {
 }
 
 // How many heads share a tile: those of a group, where there are few queries of many keys, and a head has nothing of
-// its own but its q. (With one query each, cpp/src/pack_heads.cpp has made rows of the heads before.) Their output goes
-// through the workspace, which many rows of few keys would not pay for.
+// its own but its q. (With one query each, cpp/src/pack_heads.cpp has made rows of the heads before.) Output that goes
+// through the workspace many rows of few keys would not pay for.
 inline int heads_sharing(const ForwardParams& p) {
   constexpr int kManyKeys = 512;
   // Of wide heads there may be 128 of one head of keys (MLA), which each would read for itself.
@@ -62,7 +62,8 @@ inline int heads_sharing(const ForwardParams& p) {
   const bool alike = p.mask.kind != MaskKind::kBlockSparse && p.mask.user == nullptr &&
                      missing(Features::kSoftcap, p.score.features()) == Features::kNone && (!p.fp8_kv() || can_join(p));
   const std::int64_t tiles = std::int64_t{p.batch} * p.num_heads_kv;
-  const int most_tiles = p.fp8_kv() || rows <= kFewRowsTile ? kMostSplitTiles : kMostTiles;  // as has_few_rows()
+  const bool few_rows = p.fp8_kv() || (rows <= kFewRowsTile && !is_wide(p));  // see has_few_rows()
+  const int most_tiles = few_rows ? kMostSplitTiles : kMostTiles;
   const bool few = group > 1 && rows > 0 && rows <= most_rows && p.seqlen_k >= kManyKeys &&
                    p.seqlen_k >= keys_of_row * rows && tiles > 0 && tiles <= most_tiles;
   return alike && few ? group : 1;
@@ -72,7 +73,7 @@ inline int heads_sharing(const ForwardParams& p) {
 inline constexpr int kUsualMemoryRate = 3350;  // an H100's
 struct SplitDevice {
   int multiprocessors, blocks_each;    // thread blocks of the kernel that a multiprocessor holds
-  int memory_rate = kUsualMemoryRate;  // GB/s, of the data sheet
+  int memory_rate = kUsualMemoryRate;  // GB/s, by the clock and the width of its memory
 
   FLASHSDK_HD int slots() const { return multiprocessors * blocks_each; }
 };
@@ -112,7 +113,7 @@ inline int key_parts(std::int64_t query_tiles, int keys, int tile, const SplitDe
   return best;
 }
 
-// Calls of few rows a head are taken however many heads there are, split or not: a tile of them, where there are many
+// Calls of few rows a head are taken split or not, of nearly any number of heads: a tile of rows, where there are many
 // keys. Of fp8 keys and values four tiles, which take about as long as one of 128 rows that has to convert for each
 // warp, and of few keys, too: no other kernel converts a key once.
 inline bool has_few_rows(const ForwardParams& p, int sharing) {
@@ -121,9 +122,10 @@ inline bool has_few_rows(const ForwardParams& p, int sharing) {
   const bool few = p.fp8_kv() ? rows <= kFewRows : rows <= kFewRowsTile && p.seqlen_k >= kManyKeys;
   return few && rows > 0 && tiles > 0 && tiles <= kMostSplitTiles;
 }
-// What calls of few rows take, in units of PartCosts, fitted to an H100 and an H200 (benchmarks/results/
-// sm80_few_rows.csv). A tile of keys and values is 32 KB. A thread block alone on a multiprocessor waits for answers of
-// memory and of its own instructions. Nearly as many as there are multiprocessors ask for all that memory gives.
+// What calls of few rows take, in units of PartCosts, fitted to an H100's times of fp8
+// (benchmarks/results/sm80_few_rows.csv) and an H200's of 16 bits (sm80_few_rows_16_bits.csv). A tile of keys and
+// values is 32 KB. A thread block alone on a multiprocessor waits for answers of memory and of its own instructions.
+// Nearly as many as there are multiprocessors ask for all that memory gives.
 struct FewRowsCosts {
   static constexpr float kTile = 34.f, kStart = 30.f, kJoin = 70.f, kJoinPart = 1.f;
   // Of the time of the last turn, where some multiprocessors have twice the thread blocks of others.
@@ -148,7 +150,8 @@ struct FewRowsCosts {
     const float memory = tile_of_memory * tiles / multiprocessors, of_last = memory * in_last / blocks;
     const float most = static_cast<float>(round_up(static_cast<int>(in_last), evenly));
     const float unequal = kTile * (last - mean) / 2, alone = kTile * last - of_last;
-    return memory + max_of(unequal, alone) + kUneven * of_last * (most / in_last - 1) + kStart * blocks / slots;
+    return memory + (unequal > alone ? unequal : alone) + kUneven * of_last * (most / in_last - 1) +
+           kStart * blocks / slots;
   }
 };
 // Into how many parts their keys are split. 1: there is no second kernel.

@@ -247,7 +247,7 @@ ForwardEntry split_forward_entry() {
             const char* reason = refuse<Traits, kFeatures>(p, split_smem_bytes<Traits, kFeatures>(p));
             if constexpr (kDealsKeys<Traits>) {
               const bool few = has_few_rows(p, heads_sharing(p));
-              return reason != nullptr || few ? reason : "too many queries, for which others read keys less often";
+              return reason != nullptr || few ? reason : "too many queries for its tile, or too few keys";
             }
             if (reason != nullptr || heads_sharing(p) > 1 || takes_all_of_few_rows<Traits, kFeatures>(p)) return reason;
             const KeyParts parts = key_parts<Traits, kFeatures>(p);

@@ -53,7 +53,7 @@ struct Listed {
         position(position) {}
   constexpr auto operator<=>(const Listed&) const = default;
 };
-// And asked in this. Kernels that split keys take few calls, and those whatever the backend.
+// And asked in this. Kernels that split keys take calls of few queries, and those whatever the backend.
 struct Asked {
   bool splits_none;
   Listed listed;

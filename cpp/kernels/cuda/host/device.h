@@ -14,7 +14,7 @@ struct DeviceLimits {
   int shared_memory_per_multiprocessor = 0;
   int multiprocessors = 0;
   int l2_bytes = 0;
-  int memory_rate = 0;  // GB/s, of the data sheet; 0: not known
+  int memory_rate = 0;  // GB/s, by the clock and the width of its memory; 0: the driver does not tell
 };
 
 // The architectures this build has code for, as CMAKE_CUDA_ARCHITECTURES lists them, separated by spaces. Generated.
