@@ -132,7 +132,7 @@ UNEQUAL = {
 @pytest.mark.parametrize("features", UNEQUAL.values(), ids=UNEQUAL)
 @pytest.mark.parametrize("queries, heads", [(1, (8, 2)), (1, (3, 3)), (4, (8, 2))], ids=str)
 def test_unequal_lengths(runner, queries, heads, features):
-    """On a GPU a kernel plans how the keys of all sequences are shared out."""
+    """On a GPU each thread block plans how the keys of all sequences are shared out."""
     used = {"used_k": (2600, 0, 1, 700, 1100)}
     if queries > 1:
         used["used_q"] = (queries, 1, queries, 0, queries)
@@ -177,15 +177,15 @@ def test_few_queries(runner, queries, head_dim):
 
 
 @pytest.mark.parametrize("queries", [1, 7])
-@pytest.mark.parametrize("head_dim", [16, (64, 40), 128], ids=str)
+@pytest.mark.parametrize("head_dim", [16, (64, 40), 96], ids=str)
 def test_heads_that_interleave(runner, head_dim, queries):
     """On a CPU they take turns in a job: more than it has room for, and of unequal lengths."""
     masks = [None, BandSpec(None, 0, "bottom_right"), BandSpec(900, 0, "bottom_right")]
     for i, mask in enumerate(masks):
         features = {"mask": mask, "dtype": runner.dtypes[(i + queries) % len(runner.dtypes)]}
         if i < 2:
-            features["used_k"] = (4800, 70, 0)
-        runner.check(problem((queries, 4800), 21, head_dim, batch=3, **features))
+            features["used_k"] = (4100, 70)  # of two parts, and of one
+        runner.check(problem((queries, 4100), 15, head_dim, batch=2, **features))
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 200, 257, 512])
