@@ -25,8 +25,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   constexpr int kBlockM = Traits::kBlockM, kKeys = Traits::kBlockN, kHeadDim = Traits::kHeadDim;
   constexpr int kWarps = Traits::kWarps, kStages = Traits::kStages;
 
-  static_assert(plan_smem_bytes(Traits::kThreads) <= Traits::kSmemBytes, "planning comes before the keys");
-
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   cuda::TileWork work = schedule.work(blockIdx.x);
   KeyPart part;

@@ -274,8 +274,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   static_assert(Traits::kStages == 1 || Bias::kBytes == 0, "with two stages no bias is loaded");
   static_assert(!kSplit || !std::is_same_v<Policy, BlockSparsePolicy>, "tiles of a part follow each other");
 
-  static_assert(!kSplit || plan_smem_bytes(Traits::kThreads) <= Traits::kSmemBytes, "planning comes before the keys");
-
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   cuda::TileWork work = schedule.work(blockIdx.x);
   KeyPart part;

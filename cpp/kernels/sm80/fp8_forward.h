@@ -22,8 +22,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   static_assert(ForwardBias<Traits, kFeatures, Keys>::kBytes == 0, "no tile of a bias is loaded");
   static_assert(!kSplit || !std::is_same_v<Policy, BlockSparsePolicy>, "tiles of a part follow each other");
 
-  static_assert(plan_smem_bytes(Traits::kThreads) <= Traits::kSmemBytes, "planning comes before the keys");
-
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   cuda::TileWork work = schedule.work(blockIdx.x);
   KeyPart part;

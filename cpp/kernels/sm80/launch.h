@@ -201,6 +201,7 @@ KeyParts key_parts(const ForwardParams& p) {
 // OfEntry: the traits that the parts are counted by, those of the call's row.
 template <class Traits, class Policy, cuda::Features kFeatures, class OfEntry = Traits>
 void launch_split_forward(const ForwardParams& p, const LaunchContext& context) {
+  static_assert(plan_smem_bytes(Traits::kThreads) <= Traits::kSmemBytes, "take_part() plans in the place of the keys");
   if constexpr (kHasValuesInKeys<Traits, kFeatures>) {
     if (values_in_keys(p))
       return launch_split_forward<typename Traits::WithValuesInKeys, Policy, kFeatures, Traits>(p, context);
