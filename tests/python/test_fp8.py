@@ -197,19 +197,19 @@ def test_the_bits_are_those_of_the_same_values_in_16_bits(cpu, seqlen_q, mask):
             assert_same_bits(got, cpu.call("mha_fwd", q, *wide, mask=mask))
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 200])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 32, 48, 200])
 @pytest.mark.parametrize("seqlen_q", [1, 3, 50])
 def test_pages_are_the_keys_in_one_piece(runner, seqlen_q, page_size):
-    """Behind the lengths lies NaN."""
-    used = np.array([300, 1, 0, 200], np.int32)
-    k, v = fp8((4, 300, 2, 40), (4, 300, 2, 24))
+    """Behind the lengths lies NaN. From 512 keys on a GPU has kernels of few rows."""
+    used = np.array([530, 1, 0, 200], np.int32)
+    k, v = fp8((4, 530, 2, 48), (4, 530, 2, 32))
     k_descale, v_descale = descales(batch=4)
     pages_k, pages_v, table = into_pages(k, v, used, page_size)
     room = table.shape[1] * page_size
     whole = [x[np.maximum(table, 0)].reshape(4, room, *x.shape[2:]) for x in (pages_k, pages_v)]
     given = {"seqused_k": used, "k_descale": k_descale, "v_descale": v_descale}
     for dtype in DTYPES:
-        q = qkv((seqlen_q, 1), (4, 2), 40, batch=4, dtype=dtype)[0]
+        q = qkv((seqlen_q, 1), (4, 2), 48, batch=4, dtype=dtype)[0]
         got = runner.call("mha_fwd", q, pages_k, pages_v, block_table=table, **given)
         assert_same_bits(got, runner.call("mha_fwd", q, *whole, **given))
         want = reference.forward(q, k, v, **given)
