@@ -14,6 +14,54 @@ namespace flashsdk::sm80 {
 template <class Traits>
 using RowProductsOf = std::conditional_t<Traits::kFp8Kv, Fp8Products<Traits>, PlainProducts<Traits>>;
 
+// What the warps of a thread block have found is joined in the places of their keys. out(row, column, sum, all) gets
+// four columns of each of `left` rows, relative to all.max.
+template <class Traits, class Products, class Scores, class Accumulator, class Rows, class Out>
+__device__ void join_keys_of_warps(unsigned char* smem, const Scores& scores, const cuda::TileWork& work,
+                                   const Accumulator& acc_out, const Rows& rows_out, int left, int columns, Out&& out) {
+  constexpr int kWarps = Traits::kWarps, kVectors = Traits::kHeadDim / 4;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  auto* states = reinterpret_cast<RowState*>(smem + Traits::kStatesAt);
+  const auto state_of = [&](int of_warp, int row) -> RowState& { return states[of_warp * Traits::kBlockM + row]; };
+  const auto out_of = [&](int of_warp, int row) {
+    return reinterpret_cast<float*>(smem + of_warp * Traits::kWarpBytes) + row * Traits::kOutPitch;
+  };
+  const auto most_of = [&](int row) {
+    float most = state_of(0, row).max;
+    CUTE_UNROLL
+    for (int i = 1; i < kWarps; ++i) most = fmaxf(most, state_of(i, row).max);
+    return most;
+  };
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half)
+    if (Products::quarter() == 0) state_of(warp, Products::group() + 8 * half) = scores.state(half);
+  __syncthreads();  // and all are done with their keys, of which none are under way
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int row = Products::group() + 8 * half;
+    if (row >= left) break;
+    float factor = rows_out.weight(scores.state(half).max, most_of(row));
+    if constexpr (Traits::kFp8Kv)
+      factor = factor == 0.f ? 0.f : factor * scores.v_descale(work);  // of no key: 0, also of NaN
+    Products::write(acc_out, half, factor, out_of(warp, row));
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < left * kVectors; i += Traits::kThreads) {
+    const int row = i / kVectors, column = i % kVectors * 4;
+    if (column >= columns) continue;
+    float4 sum{0.f, 0.f, 0.f, 0.f};
+    RowState all{most_of(row), 0.f};
+    CUTE_UNROLL
+    for (int from = 0; from < kWarps; ++from) {
+      const float4 x = *reinterpret_cast<const float4*>(out_of(from, row) + column);
+      sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+      all.sum += rows_out.weight(state_of(from, row).max, all.max) * state_of(from, row).sum;
+    }
+    out(row, column, sum, all);
+  }
+}
+
 // Of few rows and many keys: the grid's second dimension is for the parts of these, and each warp has a part of a part.
 template <class Traits, class Policy, cuda::Features kFeatures>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
@@ -38,15 +86,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   if (joins && part.index == 0 && threadIdx.x == 0) arrivals.set_up(part.parts);
   const int head = split.shared.head(work.head, 0), warp = cuda::warp_uniform(static_cast<int>(threadIdx.x) / 32);
 
-  constexpr int kWarpBytes = kStages * 2 * Traits::kCopiedBytes;
-  Products products(smem_bytes + kWarps * kWarpBytes);
-  auto* states =
-      reinterpret_cast<RowState*>(smem_bytes + kWarps * kWarpBytes + Products::kQueryBytes);  // (kWarps, kBlockM)
   ForwardScores<Traits, Policy, kFeatures, SharedRows> scores(p, seq, work, split.shared);
   const TileWalk walk = scores.walk(work.block).part(part.index * kWarps + warp, part.parts * kWarps);
   cuda::allow_next_kernel();
 
-  KeyStream<Traits> keys(p, seq, work.batch, head / p.heads_per_group(), smem_bytes + warp * kWarpBytes);
+  KeyStream<Traits> keys(p, seq, work.batch, head / p.heads_per_group(), smem_bytes + warp * Traits::kWarpBytes);
 #pragma unroll 1
   for (int stage = 0; stage < kStages; ++stage) {
     keys.ask_pages(walk.begin() + stage);
@@ -55,6 +99,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
   }
   keys.ask_pages(walk.begin() + kStages);
   const Element* q = seq.head_q<const Element>(p.q, work.batch, head);
+  const Products products(smem_bytes + Traits::kQueriesAt);
   products.load_queries(SharedQueryRows<Element>{q, p.q, split.shared}, m0, rows, p.head_dim);
   __syncthreads();
 
@@ -79,52 +124,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinBlocks)
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 
-  // What the warps have found is joined.
   scores.end_rows();
-  CUTE_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    if (Products::quarter() == 0) states[warp * kBlockM + Products::group() + 8 * half] = scores.state(half);
-  }
-  __syncthreads();                                    // and all are done with their keys, of which none are under way
-  auto* outs = reinterpret_cast<float*>(smem_bytes);  // (kWarps, kWarpBytes): (kBlockM, kOutPitch) each
   const RowJoin<Traits, kFeatures> rows_out(p, seq, work, split, scores.unit(), m0);
-  const auto state_of = [&](int of_warp, int row) { return states[of_warp * kBlockM + row]; };
-  const auto most_of = [&](int row) {
-    float most = state_of(0, row).max;
-    CUTE_UNROLL
-    for (int i = 1; i < kWarps; ++i) most = fmaxf(most, state_of(i, row).max);
-    return most;
-  };
   const int left = min_of(min_of(rows, split.rows_of_head - m0), kBlockM);  // rows that have a place
-  CUTE_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const int row = Products::group() + 8 * half;
-    if (row >= left) break;
-    float factor = rows_out.weight(scores.state(half).max, most_of(row));
-    if constexpr (Traits::kFp8Kv)
-      factor = factor == 0.f ? 0.f : factor * scores.v_descale(work);  // of no key: 0, also of NaN
-    Products::write(acc_out, half, factor, outs + (warp * kWarpBytes) / sizeof(float) + row * Traits::kOutPitch);
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < left * kHeadDim / 4; i += Traits::kThreads) {
-    const int row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
-    if (column >= split.columns) continue;
-    float4 sum{0.f, 0.f, 0.f, 0.f};
-    RowState all{most_of(row), 0.f};
-    CUTE_UNROLL
-    for (int of = 0; of < kWarps; ++of) {
-      const float4 x =
-          *reinterpret_cast<const float4*>(outs + (of * kWarpBytes) / sizeof(float) + row * Traits::kOutPitch + column);
-      sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
-      all.sum += rows_out.weight(state_of(of, row).max, all.max) * state_of(of, row).sum;
-    }
-    if (whole)
-      rows_out.write(row, column, sum, all);
-    else
-      rows_out.leave(part.slot, row, column, sum, all);
-  }
-  if (joins && arrivals.is_last(reinterpret_cast<int*>(states))) rows_out.join(part, left);
+  join_keys_of_warps<Traits, Products>(smem_bytes, scores, work, acc_out, rows_out, left, split.columns,
+                                       [&](int row, int column, const float4& sum, const RowState& all) {
+                                         if (whole)
+                                           rows_out.write(row, column, sum, all);
+                                         else
+                                           rows_out.leave(part.slot, row, column, sum, all);
+                                       });
+  if (joins && arrivals.is_last(reinterpret_cast<int*>(smem_bytes + Traits::kStatesAt))) rows_out.join(part, left);
 }
 
 }  // namespace flashsdk::sm80

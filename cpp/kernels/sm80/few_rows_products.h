@@ -37,9 +37,8 @@ template <class Traits>
 class RowProducts {
  public:
   using Element = typename Traits::Element;
-  static constexpr int kQueryBytes = 16 * Traits::kHeadDim * static_cast<int>(sizeof(Element));
 
-  // queries: kQueryBytes that all warps share, as each needs all of them.
+  // queries: of 16 rows, which all warps share, as each needs all of them.
   __device__ explicit RowProducts(unsigned char* queries) : q_(reinterpret_cast<uint4*>(queries) + threadIdx.x % 32) {}
 
   // Of this lane: its row of eight, and its place among the four lanes that share that.

@@ -38,7 +38,9 @@ class KeyStream {
   static constexpr int kVector = Places::kVectorBytes / static_cast<int>(sizeof(Kv));  // elements
   static constexpr int kRowStep = 32 / Places::kVectors, kPasses = kKeys / kRowStep, kKeysOfLane = ceil_div(kKeys, 32);
   static constexpr int kStageBytes = 2 * Traits::kCopiedBytes;
-  static_assert(kKeys % kRowStep == 0 && 32 % kRowStep == 0);
+  // Neighbouring keys that lie in one page where its size is a multiple of as many: the fewest that a tile has.
+  static constexpr int kRun = 16;
+  static_assert(kKeys % kRun == 0 && kRun % kRowStep == 0);
 
  public:
   __device__ KeyStream(const ForwardParams& p, const SeqlenInfo& seq, int batch, int head_kv, unsigned char* smem)
@@ -71,16 +73,20 @@ class KeyStream {
     const int k_rows = column() < p_.head_dim ? rows : 0, v_rows = column() < p_.head_dim_v ? rows : 0;
     const std::uint32_t place = place_ + stage * kStageBytes;
     const int size = p_.pages.size;
-    if (p_.pages.table == nullptr || size % kKeys == 0) {  // its rows are a stride apart: in one page, if in any
-      const std::int64_t page = __shfl_sync(kAllLanes, pages_[0], 0);
-      const int row = row_ + (p_.pages.table == nullptr ? first : PagePlace::of(first, size).row);
-      const Kv *k = k_ + page * p_.k.batch + row * p_.k.row, *v = v_ + page * p_.v.batch + row * p_.v.row;
+    if (p_.pages.table == nullptr || size % kRun == 0) {
       CUTE_UNROLL
-      for (int pass = 0; pass < kPasses; ++pass) {
-        copy(place, pass, k, k_rows);
-        copy(place + Traits::kCopiedBytes, pass, v, v_rows);
-        k += kRowStep * p_.k.row;
-        v += kRowStep * p_.v.row;
+      for (int run = 0; run < kKeys; run += kRun) {
+        // 0 without pages, and behind the last key, where nothing is read.
+        const std::int64_t page = __shfl_sync(kAllLanes, pages_[run / 32], run % 32);
+        const int row = row_ + (p_.pages.table == nullptr ? first + run : PagePlace::of(first + run, size).row);
+        const Kv *k = k_ + page * p_.k.batch + row * p_.k.row, *v = v_ + page * p_.v.batch + row * p_.v.row;
+        CUTE_UNROLL
+        for (int pass = run / kRowStep; pass < (run + kRun) / kRowStep; ++pass) {
+          copy(place, pass, k, k_rows);
+          copy(place + Traits::kCopiedBytes, pass, v, v_rows);
+          k += kRowStep * p_.k.row;
+          v += kRowStep * p_.v.row;
+        }
       }
     } else {
       // One after the other: addresses of both would take registers that there are not.

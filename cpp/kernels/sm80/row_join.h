@@ -8,6 +8,7 @@ namespace flashsdk::sm80 {
 template <class Traits, cuda::Features kFeatures>
 class RowJoin {
   using Element = typename Traits::Element;
+  static constexpr int kPieces = ceil_div(Traits::kHeadDim, 4 * 32);  // a warp's lanes have four columns of each
   static constexpr unsigned kAllLanes = 0xffffffffu;
 
  public:
@@ -35,74 +36,93 @@ class RowJoin {
     *reinterpret_cast<float4*>(split_.out + at * split_.columns + column) = sum;
     if (column == 0) split_.states[at] = all;
   }
-  // All parts have left what they have found of `rows` rows. A warp has a row, and reads some parts of it at once.
+  // Of `rows` rows, of which all parts have left what they have found. A warp joins up to four of its rows at once, so
+  // that their parts come from memory together.
   __device__ void join(const KeyPart& part, int rows) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    for (int row = static_cast<int>(threadIdx.x) / 32; row < rows; row += Traits::kWarps) {
-      const auto place_of = [&](int i) { return place(split_.slot_beside(part, i), row); };
-      RowState states[kLaneStates], all{-INFINITY, 0.f};  // dealt to the lanes
-      CUTE_UNROLL
-      for (int i = 0; i < kLaneStates; ++i) {
-        const int of = 32 * i + lane;
-        states[i] = {-INFINITY, 0.f};
-        if (of < part.parts) {
-          const float2 state = __ldcg(reinterpret_cast<const float2*>(split_.states + place_of(of)));
-          states[i] = {state.x, state.y};
-        }
-        all.max = fmaxf(all.max, states[i].max);
-      }
-      CUTE_UNROLL
-      for (int step = 16; step > 0; step /= 2) all.max = fmaxf(all.max, __shfl_xor_sync(kAllLanes, all.max, step));
-      float4 sum[kPieces] = {};
-#pragma unroll 1
-      for (int i = 0; 32 * i < part.parts; ++i) {
-        RowState state = states[0];
-        CUTE_UNROLL
-        for (int k = 1; k < kLaneStates; ++k)
-          if (k == i) state = states[k];
-        const float own = weight(state.max, all.max);
-        all.sum += own * state.sum;
-        for (int first = 0; first < min_of(32, part.parts - 32 * i); first += kTogether) {
-          float4 x[kTogether][kPieces];
-          CUTE_UNROLL
-          for (int j = 0; j < kTogether; ++j) {
-            const int of = 32 * i + first + j;
-            const float* out = split_.out + place_of(of) * split_.columns;
-            CUTE_UNROLL
-            for (int piece = 0; piece < kPieces; ++piece) {
-              const int column = 4 * (32 * piece + lane);
-              x[j][piece] = of < part.parts && column < split_.columns
-                                ? __ldcg(reinterpret_cast<const float4*>(out + column))
-                                : float4{0.f, 0.f, 0.f, 0.f};
-            }
-          }
-          CUTE_UNROLL
-          for (int j = 0; j < kTogether; ++j) {
-            const float factor = __shfl_sync(kAllLanes, own, (first + j) % 32);
-            CUTE_UNROLL
-            for (int piece = 0; piece < kPieces; ++piece) {
-              const float4 y = x[j][piece];
-              float4& to = sum[piece];
-              to = {fmaf(factor, y.x, to.x), fmaf(factor, y.y, to.y), fmaf(factor, y.z, to.z), fmaf(factor, y.w, to.w)};
-            }
-          }
-        }
-      }
-      CUTE_UNROLL
-      for (int step = 16; step > 0; step /= 2) all.sum += __shfl_xor_sync(kAllLanes, all.sum, step);
-      CUTE_UNROLL
-      for (int piece = 0; piece < kPieces; ++piece) {
-        const int column = 4 * (32 * piece + lane);
-        if (column < split_.columns) write(row, column, sum[piece], all);
+    const int warp = static_cast<int>(threadIdx.x) / 32, rows_of_warp = ceil_div(rows, Traits::kWarps);
+    for (int first = warp; first < rows; first += 4 * Traits::kWarps) {
+      if (rows_of_warp == 1) {
+        join_rows<1>(part, first, rows);
+      } else if (rows_of_warp == 2) {
+        join_rows<2>(part, first, rows);
+      } else {
+        join_rows<4>(part, first, rows);
       }
     }
   }
 
  private:
-  static constexpr int kPieces = ceil_div(Traits::kHeadDim, 4 * 32), kLaneStates = ceil_div(kMostKeyParts, 32);
-  static constexpr int kTogether = 8 / kPieces;
-
   __device__ std::int64_t place(int slot, int row) const { return split_.row(slot, work_.head, m0_ + row); }
+
+  // Rows first, first + kWarps and so on: a step of an online softmax, taken over 32 parts.
+  template <int kRows>
+  __device__ void join_rows(const KeyPart& part, int first, int rows) const {
+    constexpr int kTogether = max_of(1, 8 / (kRows * kPieces));  // parts of each row
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const auto row_of = [&](int i) { return first + i * Traits::kWarps; };
+    const auto place_of = [&](int i, int of_part) { return place(split_.slot_beside(part, of_part), row_of(i)); };
+    float most[kRows], row_sum[kRows] = {};  // of all parts so far; of those that this lane has the states of
+    float4 sum[kRows][kPieces] = {};         // relative to most
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) most[i] = -INFINITY;
+    for (int part0 = 0; part0 < part.parts; part0 += 32) {
+      const int count = min_of(32, part.parts - part0);
+      float2 own[kRows];  // states
+      CUTE_UNROLL
+      for (int i = 0; i < kRows; ++i)
+        own[i] = lane < count && row_of(i) < rows
+                     ? __ldcg(reinterpret_cast<const float2*>(split_.states + place_of(i, part0 + lane)))
+                     : float2{-INFINITY, 0.f};
+      float weights[kRows];
+      CUTE_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        const float most_before = most[i];
+        most[i] = fmaxf(most[i], own[i].x);
+        CUTE_UNROLL
+        for (int step = 16; step > 0; step /= 2) most[i] = fmaxf(most[i], __shfl_xor_sync(kAllLanes, most[i], step));
+        const float before = weight(most_before, most[i]);
+        weights[i] = weight(own[i].x, most[i]);
+        row_sum[i] = before * row_sum[i] + weights[i] * own[i].y;
+        CUTE_UNROLL
+        for (float4& x : sum[i]) x = {before * x.x, before * x.y, before * x.z, before * x.w};
+      }
+      for (int j = 0; j < count; j += kTogether) {
+        float4 x[kRows * kTogether][kPieces];
+        CUTE_UNROLL
+        for (int n = 0; n < kRows * kTogether; ++n) {
+          const int i = n / kTogether, of_part = j + n % kTogether;
+          const float* from = split_.out + place_of(i, part0 + of_part) * split_.columns;
+          CUTE_UNROLL
+          for (int piece = 0; piece < kPieces; ++piece) {
+            const int column = 4 * (32 * piece + lane);
+            const bool there = of_part < count && row_of(i) < rows && column < split_.columns;
+            x[n][piece] = there ? __ldcg(reinterpret_cast<const float4*>(from + column)) : float4{0.f, 0.f, 0.f, 0.f};
+          }
+        }
+        CUTE_UNROLL
+        for (int n = 0; n < kRows * kTogether; ++n) {
+          const int i = n / kTogether;
+          const float factor = __shfl_sync(kAllLanes, weights[i], j + n % kTogether);
+          CUTE_UNROLL
+          for (int piece = 0; piece < kPieces; ++piece) {
+            const float4 y = x[n][piece];
+            float4& to = sum[i][piece];
+            to = {fmaf(factor, y.x, to.x), fmaf(factor, y.y, to.y), fmaf(factor, y.z, to.z), fmaf(factor, y.w, to.w)};
+          }
+        }
+      }
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      CUTE_UNROLL
+      for (int step = 16; step > 0; step /= 2) row_sum[i] += __shfl_xor_sync(kAllLanes, row_sum[i], step);
+      CUTE_UNROLL
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const int column = 4 * (32 * piece + lane);
+        if (row_of(i) < rows && column < split_.columns) write(row_of(i), column, sum[i][piece], {most[i], row_sum[i]});
+      }
+    }
+  }
 
   const ForwardParams& p_;
   const SeqlenInfo& seq_;

@@ -171,11 +171,12 @@ struct FewRowsTraits {
       cute::TiledMMA<cute::MMA_Atom<typename MmaInstruction<Element>::type>, Layout<Shape<_1, _1, Int<kWarps_>>>>;
   using MmaOut = Mma;
   static constexpr int kCopiedBytes = kBlockN * kHeadDim * static_cast<int>(sizeof(Kv));  // K or V of a warp's stage
-  static constexpr int kSmemBytes = kWarps * kStages * 2 * kCopiedBytes +
-                                    kBlockM * kHeadDim * static_cast<int>(sizeof(Element)) +
-                                    kWarps * kBlockM * 2 * static_cast<int>(sizeof(float));  // states of rows
+  static constexpr int kWarpBytes = kStages * 2 * kCopiedBytes;
+  static constexpr int kQueriesAt = kWarps * kWarpBytes;
+  static constexpr int kStatesAt = kQueriesAt + kBlockM * kHeadDim * static_cast<int>(sizeof(Element));  // of rows
+  static constexpr int kSmemBytes = kStatesAt + kWarps * kBlockM * 2 * static_cast<int>(sizeof(float));
   static constexpr int kOutPitch = kHeadDim + (kFp8Kv ? 0 : 8);  // floats: 8 more, and stores reach all banks
-  static_assert(kBlockM * kOutPitch * static_cast<int>(sizeof(float)) <= kStages * 2 * kCopiedBytes,
+  static_assert(kBlockM * kOutPitch * static_cast<int>(sizeof(float)) <= kWarpBytes,
                 "a warp's output has no place where its keys had theirs");
 };
 
