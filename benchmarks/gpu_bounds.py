@@ -154,10 +154,15 @@ def main() -> int:
     torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
     rows: list[Row] = []
     for cell in args.cells:
-        op, dim, mask, seqlen = cell.split(":")
-        rows += bound(op, int(dim), mask == "causal", int(seqlen), args.seconds, args.rounds)
+        rows += bound(*named(cell), args.seconds, args.rounds)
         write(Path(args.out), rows)
     return 0
+
+
+def named(cell: str) -> tuple[str, int, bool, int]:
+    """op, head_dim, whether it is causal, seqlen."""
+    op, dim, mask, seqlen = cell.split(":")
+    return op, int(dim), mask == "causal", int(seqlen)
 
 
 def write(path: Path, rows: list[Row]) -> None:

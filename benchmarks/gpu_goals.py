@@ -75,7 +75,8 @@ def beside_peers(record: Record) -> str:
     """Ours over the fastest peer, as this record shows it; as another run did, if it cannot."""
     if "timing" not in record:
         return then()
-    ratios = {op: [x for x, _ in over_yardstick(record, op)] for op in DIRECTIONS}
+    cells = over_yardstick(record).items()
+    ratios = {op: [x for cell, x in cells if cell[0] == op] for op in DIRECTIONS}
     return (
         f"Our ratio to cuDNN over the fastest peer's ({', '.join(fastest())}; an H100's run or an "
         f"H200's, the larger): {reached(ratios)}."
@@ -189,19 +190,18 @@ def fastest() -> list[str]:
     return sorted({r["peer"] for card in CARDS for r in yardstick_of(card)})
 
 
-def over_yardstick(record: Record, op: str) -> list[Cell]:
+def over_yardstick(record: Record) -> dict[tuple[Any, ...], float]:
+    """Our ratio to cuDNN over the fastest peer's, by cell."""
     theirs = yardstick()
-    return [
-        (ratio / theirs[cell], place(*cell))
-        for cell, ratio in over_cudnn(record).items()
-        if cell[0] == op and cell in theirs
-    ]
+    return {
+        cell: ratio / theirs[cell] for cell, ratio in over_cudnn(record).items() if cell in theirs
+    }
 
 
 def over_peers(record: Record) -> list[list[str]]:
     rows = []
     for op, direction in DIRECTIONS.items():
-        cells = over_yardstick(record, op)
+        cells = [(x, place(*cell)) for cell, x in over_yardstick(record).items() if cell[0] == op]
         goal = f"sm90 {direction}: ratio to cuDNN over the fastest peer's"
         rows.append(line(goal, "1", cells, lambda x: x >= 1))
         if cells:

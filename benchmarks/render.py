@@ -19,6 +19,7 @@ from typing import Any
 
 import context_parallel_tables
 import cpu_goals
+import gpu_bounds_tables
 import gpu_figure
 import gpu_goals
 import gpu_tables
@@ -41,6 +42,7 @@ PAGES = (  # with marked blocks
         for name in (
             "benchmarks",
             "context_parallel",
+            "dev/gpu",
             "jax",
             "jax_details",
             "torch_sdpa_details",
@@ -130,17 +132,16 @@ def blocks_of(found: dict[str, Record]) -> dict[str, str]:
     """What stands between marks in the README and other pages, by their names."""
     demos = {name: r for name, r in found.items() if r["kind"] == "demo"}
     benches = [r for r in found.values() if r["kind"] == "bench"]
+    dense = [r for r in found.values() if r["kind"] == "gpu_bench" and "dense" in r]
     return {
         "demo": "\n\n".join(fenced(demo.describe(r)) for r in demos.values()),
         "picture": "\n\n".join(f"![{name}](docs/images/{name}.png)" for name in demos),
         "figures": "\n\n".join(map(headline, benches)),
-        "gpu": dense_of([r for r in found.values() if r["kind"] == "gpu_bench" and "dense" in r]),
+        "gpu": dense_of(dense),
         "speed": "\n\n".join(  # of the common card: the README is short
-            gpu_goals.in_short(r)
-            for r in found.values()
-            if r["kind"] == "gpu_bench" and "dense" in r and "timing" in r
-            if "H100" in r["device"]
+            gpu_goals.in_short(r) for r in dense if "timing" in r and "H100" in r["device"]
         ),
+        "bounds": gpu_bounds_tables.text(r for r in dense if "timing" in r),
         "torch_tests": "\n\n".join(
             torch_tests(r) for r in found.values() if r["kind"] == "torch_tests"
         ),
