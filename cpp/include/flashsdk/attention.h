@@ -54,8 +54,8 @@ struct AttentionArgs {
   // float32 (batch, num_heads_kv), each of them or 1; not given: 1. Packed and paged alike.
   TensorView k_descale, v_descale;
 
-  // Into how many parts the keys of a query may be cut: 1 makes its bits depend on its own sequence alone, whatever
-  // shares the batch; 0 chooses. On a CPU they never depend on more.
+  // Into how many parts the keys of a query may be cut: 1 makes its bits depend on its own sequence alone, and on a
+  // GPU on the shapes of q and k; 0 chooses. On a CPU they never depend on more.
   int num_splits = 0;
   bool deterministic = false;  // bit-identical from run to run, or an error
   std::string backend;         // "" = the best that fits, else "cpu", "sm80", "sm90"

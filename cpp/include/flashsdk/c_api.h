@@ -145,7 +145,7 @@ typedef struct flashsdk_attention_args {
   int64_t max_seqlen_q, max_seqlen_k;
   const char* backend;    // NULL: the best that fits; else "cpu", "sm80" or "sm90"
   int32_t deterministic;  // 1: bit-identical from run to run
-  int32_t num_splits;     // 1: bits of a sequence depend on it alone; 0: chosen
+  int32_t num_splits;     // 1: bits depend on the sequence and shapes; 0: chosen
   // Here the first version ended.
   const flashsdk_tensor *seqused_q, *seqused_k;
   const flashsdk_tensor *sink, *dsink;           // the backward writes dsink, where there is a sink

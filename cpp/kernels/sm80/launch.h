@@ -276,7 +276,7 @@ ForwardEntry fp8_forward_entry() {
 }
 
 // What the backward walks. With all features, a call without a mask takes the kernel of bands, of one that hides
-// nothing. For sm_90a ptxas spills nothing there at head_dim 64 and 96, but without a mask it did, which took 14 to
+// nothing. Without a mask ptxas spills more, which took 14 to
 // 15 % of the time at 64 and, with a staggered tile, 8 to 9 at 96 (sm80_features.csv, run 5, softcap). Not where key
 // tiles begin in different places (QueryStream).
 template <class Traits, class Policy, cuda::Features kFeatures>

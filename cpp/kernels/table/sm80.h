@@ -47,10 +47,9 @@ constexpr int smem_bytes(const Sm80Fp8SplitForward& row) {
 }
 
 // CTAs of four warps, two a multiprocessor, leave 255 registers a thread, as one of eight in the backward. Some plain
-// kernels need a few more (gpu_kernels.csv, bytes of stack): forward 24 at head_dim 64 with a band, 8 at 32
-// without a mask, 48 at 128 with a layout; backward 16 at 192 with a band, and at 256 40 with a band, 8 with a layout,
-// 32 without a mask; in the main loops these are none to 24 loads and stores. The tiles of 256 that are for GPUs with
-// little shared memory need up to 808. At head_dim 64, smaller tiles, which spill nothing, were slower.
+// kernels need a few more (gpu_kernels.csv, bytes of stack): up to 48, in the main loops none to 24 loads and stores.
+// The tiles of 256 that are for GPUs with little shared memory need up to 808. At head_dim 64, smaller tiles, which
+// spill nothing, were slower.
 //
 // Tiles for layouts divide the usual blocks of 64 and 128, and leave registers for lists and features. All features
 // take registers that the other tiles do not have, a mask more of them: with fewer elements a thread, slower in
@@ -84,7 +83,7 @@ constexpr Sm80Forward kSm80Forward[] = {
 
     // What takes the rest: tensors of any alignment, devices with less shared memory (99 KiB do for the last of each
     // head_dim), and layouts with smaller blocks. They cover the smaller head dimensions too. One warp a tile of
-    // 16 × 16 takes any block size, at a price; it spills 360 to 800 bytes at head_dim 256.
+    // 16 × 16 takes any block size, at a price.
     {.head_dim = 64, .tile = {64, 64}, .warps = 4, .any_alignment = true, .kernels = every_mask(kAll)},
     {.head_dim = 64, .tile = {16, 16}, .warps = 1, .blocks = 1, .any_alignment = true, .kernels = layouts(kAll)},
     {.head_dim = 128, .tile = {64, 64}, .warps = 4, .any_alignment = true, .kernels = every_mask(kAll)},
@@ -93,8 +92,7 @@ constexpr Sm80Forward kSm80Forward[] = {
     {.head_dim = 256, .tile = {16, 16}, .warps = 1, .blocks = 1, .any_alignment = true, .kernels = layouts(kAll)},
 
     // Wide heads. The first is for GPUs with 227 KiB, the next for those with 163 and for features, the last for all.
-    // Features come with any alignment alone, as such heads are few (docs/dev/gpu.md, "Wide heads"): of these with a
-    // tile of 64 × 32 a band spills 40 bytes, a layout 100.
+    // Features come with any alignment alone, as such heads are few (docs/dev/gpu.md, "Wide heads").
     {.head_dim = {576, 512}, .tile = {64, 64}, .warps = 8, .blocks = 1, .column_warps = 2,
      .kernels = every_mask(kNone)},
     {.head_dim = {576, 512}, .tile = {64, 32}, .warps = 8, .blocks = 1, .any_alignment = true, .column_warps = 2,
@@ -193,7 +191,7 @@ constexpr Sm80Backward kSm80Backward[] = {
     {.head_dim = 256, .tile = {64, 64}, .warps = 8, .warps_s = 2, .warps_dk = 2, .warps_dq = 2,
      .staggered = true, .kernels = every_mask(kNone, kDropout, kAll) | no_layout(kAlibi, kBias)},
 
-    // What takes the rest, as above. 16 × 32 is for GPUs with little shared memory; with a band it spills 56 bytes.
+    // What takes the rest, as above. 16 × 32 is for GPUs with little shared memory.
     {.head_dim = 64, .tile = {64, 64}, .warps = 8, .warps_s = 4, .warps_dk = 4, .warps_dq = 4, .any_alignment = true,
      .kernels = every_mask(kAll)},
     {.head_dim = 64, .tile = {16, 16}, .warps = 1, .warps_s = 1, .warps_dk = 1, .warps_dq = 1, .any_alignment = true,
