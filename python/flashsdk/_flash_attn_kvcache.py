@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from math import isfinite
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from ._torch_ops import _autocast, _checked, attend, check_devices
 from .masks import Band, Causal
 
 _OF_FP8 = (torch.bfloat16, torch.float16)  # of q, beside keys in 8 bits
-_EVERY_KERNEL = 256  # head_dim that all kernels of a forward take
+_EVERY_KERNEL, _WIDEST = 256, 576  # head_dims that all kernels of a forward take, and some
+_FLOAT32 = torch.finfo(torch.float32).max
 # What attend calls the arguments, where that is not their name.
 _KV_CACHE = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}
 
@@ -121,6 +121,9 @@ def flash_attn_with_kvcache(
         _check_pad(q, k_cache, v_cache, *pad, appends=k is not None)
         keys, values, apart = _pages_of_keys(k_cache, v_cache)
         table = _from_the_pad(cache_leftpad, cache_batch_idx, k_cache, apart)
+        if k is not None and cache_leftpad.is_cpu and not unwatched(pad):
+            # What a tracer hid from _check_pad() the library refuses before it writes.
+            used = used.where((cache_leftpad >= 0) & (cache_leftpad <= used), -1)
     mask = mask_of(window_size, causal)
     splits = _splits(num_splits)
     softcap = max(number("softcap", softcap), 0.0)
@@ -139,7 +142,8 @@ def flash_attn_with_kvcache(
             alibi_slopes is None and _is_usual(q, keys, values, k.shape[0], softmax_scale, softcap)
         ):
             try:
-                more = more_of(None, None, used, table, splits, k_descale, v_descale)
+                seen = used if cache_leftpad is None else used - cache_leftpad
+                more = more_of(None, None, seen, table, splits, k_descale, v_descale)
                 _check_attention(q, keys, values, mask, alibi_slopes, softmax_scale, softcap, more)
             except Error as e:
                 raise named(e) from None
@@ -219,12 +223,13 @@ def _is_usual(
         and of_q == batch
         and dim == dim_k
         and dim <= _EVERY_KERNEL
-        and v.shape[3] <= _EVERY_KERNEL
+        and 0 < v.shape[3] <= _EVERY_KERNEL
         and heads > 0
         and heads_kv > 0
         and heads % heads_kv == 0
-        and (softmax_scale is None or (type(softmax_scale) is float and isfinite(softmax_scale)))
-        and isfinite(softcap)
+        and (softmax_scale is None or type(softmax_scale) is float)
+        and (softmax_scale is None or abs(softmax_scale) <= _FLOAT32)
+        and softcap <= _FLOAT32
     )
 
 
@@ -233,9 +238,14 @@ def _check_attention(
     softmax_scale: float | None, softcap: float, more: More | None,
 ) -> None:  # fmt: skip
     """Refuses what attention would."""
+    if alibi_slopes is not None:
+        tensor("alibi_slopes", alibi_slopes)
     check_devices("q", q, {"k_cache": k, "v_cache": v, "alibi_slopes": alibi_slopes})
-    if q.shape[2] == 0:  # no element, so that nothing below would look
+    # No element, so that nothing below would look.
+    if q.shape[2] == 0:
         raise InvalidArgument(f"q: num_heads 0; 1 to {MOST_ROWS}")
+    if v.shape[3] == 0:
+        raise InvalidArgument(f"v: head_dim_v 0; 1 to {_WIDEST}")
     options = _checked(mask, None, alibi_slopes, softmax_scale, softcap, 0.0, 0, None, None)
     given = () if more is None else tuple(more.tensors().values())
     if unwatched((q, k, v, alibi_slopes, *given)):

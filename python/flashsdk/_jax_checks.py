@@ -3,6 +3,8 @@ the library is asked with arrays that merely look like them."""
 
 from __future__ import annotations
 
+import mmap
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -77,14 +79,26 @@ def _like(x: Any) -> Any:
     return np.broadcast_to(np.zeros(x.shape[-1:], x.dtype), x.shape)
 
 
+def _untouched(x: Any) -> np.ndarray[Any, Any]:
+    """Memory that nobody touches, nor need the system have it: a cache may be sharded."""
+    dtype = np.dtype(x.dtype)
+    size = prod(x.shape) * dtype.itemsize
+    if size == 0:
+        return np.empty(x.shape, dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    room = np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
+    found: np.ndarray[Any, Any] = room.view(dtype).reshape(x.shape)
+    return found
+
+
 def check_append(arrays: dict[str, Any], interleaved: bool, advances: bool) -> None:
     """By the library, which is given lengths that no cache has: it looks at these last, and ends
     before it writes."""
     like = {name: _like(x) for name, x in arrays.items()}
     like["seqused_k"] = np.full(arrays["seqused_k"].shape, -1).astype(arrays["seqused_k"].dtype)
     for name, of in (("k_cache", "k_cache"), ("v_cache", "v_cache"), ("q_out", "q")):
-        if of in arrays:  # memory of its own, which nobody touches
-            like[name] = np.empty(arrays[of].shape, arrays[of].dtype)
+        if of in arrays:
+            like[name] = _untouched(arrays[of])
     names = (
         "k_cache", "v_cache", "k", "v", "seqused_k", "block_table", "q", "q_out", "rotary_cos",
         "rotary_sin", "k_descale", "v_descale",

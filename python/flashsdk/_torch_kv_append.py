@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _kv_append
-from ._errors import Unsupported
+from ._errors import InvalidArgument, Unsupported
 from ._torch_checks import flag, no_tangent, overridable, tensor
 from ._torch_eager import detached, unwatched
 from ._torch_ops import _library, check_devices
@@ -105,3 +105,5 @@ def _check(name: str, x: object) -> None:
         raise Unsupported(f"{name}: a DTensor; the part of this process, its to_local()")
     if not torch.compiler.is_compiling():
         no_tangent(name, given)
+        if name in ("k_cache", "v_cache") and given.is_neg():  # PyTorch would copy what is written
+            raise InvalidArgument(f"{name}: a view with is_neg(); resolve_neg() of it")

@@ -512,6 +512,14 @@ def test_what_cannot_be_appended_is_one_line_while_traced(line):
     assert str(caught.value).startswith(line)
 
 
+def test_a_cache_larger_than_memory_is_traced():
+    """As of one that is sharded, of which a process has a part."""
+    like = jax.ShapeDtypeStruct
+    cache, new = like((1 << 17, 1024, 8, 64), np.float32), like((1 << 17, 1, 8, 64), np.float32)
+    made = jax.eval_shape(kv_append, cache, cache, new, new, like((1 << 17,), np.int32))
+    assert [x.shape for x in made[:2]] == [cache.shape] * 2
+
+
 def test_no_room_is_a_line_of_the_device():
     k_cache, v_cache, k, v, *_ = appending()
     with pytest.raises(Exception, match="seqused_k: 20 of sequence 2; 0 to 19, as the cache has"):

@@ -77,6 +77,21 @@ def test_a_sink_of_any_size(sink):
         assert dsink == 0
 
 
+@pytest.mark.parametrize("sink", [-33.0, 33.0, 90.0, 2000.0, 1e30])
+def test_rows_that_see_no_key_beside_a_large_sink(runner, sink):
+    """Their lse is the sink, and so are they all that it has a gradient from."""
+    band = BandSpec(None, 0, "bottom_right")
+    sinks = np.array([sink, -sink], np.float32)
+    for dtype in runner.dtypes:
+        q, k, v, dout = qkv((6, 4), 2, 16, batch=1, dtype=dtype)
+        dlse = np.linspace(0.5, 2, 12, dtype=np.float32).reshape(1, 2, 6)
+        given = {"mask": fs.Causal(), "sink": sinks}
+        out, lse = runner.call("mha_fwd", q, k, v, **given)
+        *_, dsink = runner.call("mha_bwd", dout, q, k, v, out, lse, dlse=dlse, **given)
+        want = reference.forward_backward(dout, q, k, v, mask=band, sink=sinks, dlse=dlse)[-1]
+        np.testing.assert_allclose(dsink, want, rtol=2e-2, atol=2e-2)
+
+
 def test_rows_that_see_no_key_or_are_not_used():
     q, k, v, _ = qkv((5, 4), 2, 16, batch=1)
     sink = np.array([0.5, -2.0], np.float32)

@@ -217,3 +217,14 @@ def test_errors(changes, line):
         kv_append(**given | changes)
     assert str(caught.value).startswith(line)
     assert torch.equal(k_cache, before)
+
+
+def test_a_cache_that_is_yet_to_be_negated():
+    """PyTorch would copy it for the operator, and what was written would be lost."""
+    _, k, v = new()
+    k_cache, v_cache = caches()
+    before = v_cache.clone()
+    negative = torch.zeros(k_cache.shape, dtype=torch.complex64).conj().imag
+    with pytest.raises(fs.InvalidArgument, match=r"^k_cache: a view with is_neg\(\); resolve_neg"):
+        kv_append(negative, v_cache, k, v, USED)
+    assert torch.equal(v_cache, before)

@@ -3,6 +3,7 @@
 import inspect
 
 import flashsdk as fs
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -170,11 +171,14 @@ def test_a_pad_compiled(part, count):
     assert torch.equal(compiled(q, *given, *added, used, PAD), want)
     for x, y in zip(given, own, strict=True):
         assert torch.equal(x, y)
-    if not count:  # no check sees these before the library does
-        for used, pad in ([40, 0, 31], [0, -1, 0]), ([41, 0, 31], [9, 0, 0]):
-            lengths = (torch.tensor(x, dtype=torch.int32) for x in (used, pad))
-            with pytest.raises(fs.Error):
-                compiled(q, *given, *added, *lengths)
+    for x in given:
+        x.zero_()
+    # No check sees these before the library does.
+    wrong = ([38, 0, 31], [0, -1, 0]), ([41, 0, 31], [9, 0, 0]), ([7, 0, 31], [8, 0, 0])
+    for used, pad in (*wrong, ([7, 0, 31], [12, 0, 0])):
+        with pytest.raises(fs.Error):
+            compiled(q, *given, *added, int32(*used), int32(*pad))
+        assert not any(x.any() for x in given)
 
 
 def test_a_pad_of_strides_that_no_page_has():
@@ -310,7 +314,11 @@ def test_errors(changes, line):
 ERRORS_OF_ATTENTION = {
     "scale": ({"softmax_scale": float("nan")}, "softmax_scale: nan; a finite number"),
     "scale of words": ({"softmax_scale": "1"}, "softmax_scale: '1'; a number"),
+    "scale beyond float32": ({"softmax_scale": 1e39}, "softmax_scale: 1e+39; a number that"),
     "softcap": ({"softcap": float("inf")}, "softcap: inf; a finite number >= 0"),
+    "softcap beyond float32": ({"softcap": 1e39}, "softcap: 1e+39; a number that float32"),
+    "slopes in a list": ({"alibi_slopes": [1.0] * 4}, "alibi_slopes: [1.0, 1.0, 1.0, 1.0]; a "),
+    "slopes of NumPy": ({"alibi_slopes": np.ones(4)}, "alibi_slopes: a numpy.ndarray; a tensor"),
     "parts": ({"num_splits": -1}, "num_splits: -1; an integer, 0 (as many as pays) to"),
     "slopes": ({"alibi_slopes": torch.ones(3)}, "alibi_slopes: shape (3,); (num_heads 4)"),
     "slopes of 64 bits": ({"alibi_slopes": torch.ones(4).double()}, "alibi_slopes: dtype float64"),
@@ -339,6 +347,29 @@ def test_a_call_that_is_refused_has_written_nothing(changes, line, pad):
     if pad is None or "q" not in changes:  # with one, the cache is looked at first
         assert str(caught.value).startswith(line)
     assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+
+
+def test_no_column_of_values_is_refused_before_the_cache_is_written():
+    q, k, v = new(2)
+    k_cache, v_cache = cache()
+    before = k_cache.clone()
+    with pytest.raises(fs.Error, match=r"^v_cache: head_dim_v 0; 1 to 576$"):
+        flash_attn_with_kvcache(q, k_cache, v_cache[..., :0], k, v[..., :0], cache_seqlens=USED)
+    assert torch.equal(k_cache, before)
+
+
+ASKED_ABOUT = {"slopes": {"alibi_slopes": torch.ones(4)}, "scale": {"softmax_scale": 1}}
+
+
+@pytest.mark.parametrize("options", ASKED_ABOUT.values(), ids=ASKED_ABOUT)
+def test_a_pad_beside_what_is_asked_about(options):
+    """Lengths are those from the pad on, also where attention is asked before an append."""
+    q, k, v = new(1)
+    k_cache, v_cache = cache()
+    given = {"cache_seqlens": int32(12, 9, 30), "cache_leftpad": int32(10, 3, 30)}
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given, **options)
+    given["cache_seqlens"] = given["cache_seqlens"] + 1
+    assert torch.equal(out, flash_attn_with_kvcache(q, k_cache, v_cache, **given, **options))
 
 
 def int32(*numbers):

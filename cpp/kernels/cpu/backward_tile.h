@@ -141,11 +141,16 @@ class BackwardTile {
   void finish_row_sums(int head) {
     const float* lse = seqlen_.rows(p_.lse, batch_, head) + i0_ * p_.lse.row;
     const RowValues row = buffers_.row_values(p_, seqlen_, batch_, head) + i0_;
+    const RowOffset row_offset(p_);
     for (int l = 0; l < lanes_; ++l) {
-      if (trusted<T>(lse[l * p_.lse.row]) || w_.row_sum[l] == 0.f) continue;
+      if (trusted<T>(lse[l * p_.lse.row])) continue;
+      const float* sink = p_.sink.of(head, i0_ + l);
+      if (w_.row_sum[l] == 0.f) {  // sees no key: its log-sum-exp is the sink
+        if (sink != nullptr && std::isfinite(*sink)) row_offset(*sink, row.top[l], row.log2_sum[l]);
+        continue;
+      }
       double sum = w_.row_sum[l];
-      if (const float* sink = p_.sink.of(head, i0_ + l); sink != nullptr)
-        sum += std::exp2(*sink * kLog2e - w_.row_max[l] * double{factor_});
+      if (sink != nullptr) sum += std::exp2(*sink * kLog2e - w_.row_max[l] * double{factor_});
       row.top[l] = w_.row_max[l];
       row.log2_sum[l] = static_cast<float>(std::log2(sum));
     }
