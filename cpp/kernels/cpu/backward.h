@@ -52,7 +52,7 @@ class Backward : BackwardTile<T, kHeadDim, kFeatures> {
         p, buffers, runner, typename Base::RowOffset(p), [&](int slot, int batch, int head, int m_block) {
           Backward(p, tile, buffers, batch, head / p.heads_per_group(), scratch[slot]).sum_rows(head, m_block);
         });
-    write_dsink(p, buffers, runner, typename Base::RowOffset(p).factor);
+    write_dsink(p, buffers, runner, typename Base::RowOffset(p));
     const int heads = p.batch * p.num_heads_kv;
     const int side_by_side = heads_side_by_side(p, runner.num_threads);
     for_each_job(runner, buffers.jobs(), [&](std::int64_t job, int slot) {

@@ -238,18 +238,22 @@ void prepare_backward(const BackwardParams& p, const BackwardBuffers& buffers, c
   for_each_query_tile(p, buffers, runner, prepare);
 }
 
-// dsink = -sum of exp(sink - lse)·delta over the queries of a head, in their order. factor: of a top, to units of log2.
-inline void write_dsink(const BackwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner,
-                        double factor) {
+// dsink = -sum of exp(sink - lse)·delta over the queries of a head, in their order. The sink is split as an lse is: so
+// the difference is 0 where they are the same, however large.
+template <class RowOffset>
+void write_dsink(const BackwardParams& p, const BackwardBuffers& buffers, const ParallelRunner& runner,
+                 const RowOffset& row_offset) {
   if (p.dsink == nullptr) return;
   for_each_job(runner, p.num_heads, [&](std::int64_t head, int) {
-    const double sink = *p.sink.of(static_cast<int>(head), 0) * kLog2e;
+    float top, log2_sum;
+    row_offset(*p.sink.of(static_cast<int>(head), 0), top, log2_sum);
     double sum = 0.;
     for (int batch = 0; batch < p.batch; ++batch) {
       const SeqlenInfo s(p, batch);
       const RowValues row = buffers.row_values(p, s, batch, static_cast<int>(head));
       for (int i = 0; i < s.seqlen_q; ++i)
-        sum += std::exp2(sink - (row.top[i] * factor + row.log2_sum[i])) * row.delta[i];
+        sum += std::exp2((double{top} - row.top[i]) * row_offset.factor + (double{log2_sum} - row.log2_sum[i])) *
+               row.delta[i];
     }
     p.dsink[head] = static_cast<float>(-sum);
   });

@@ -145,14 +145,18 @@ class BackwardTile {
     for (int l = 0; l < lanes_; ++l) {
       if (trusted<T>(lse[l * p_.lse.row])) continue;
       const float* sink = p_.sink.of(head, i0_ + l);
-      if (w_.row_sum[l] == 0.f) {  // sees no key: its log-sum-exp is the sink
-        if (sink != nullptr && std::isfinite(*sink)) row_offset(*sink, row.top[l], row.log2_sum[l]);
-        continue;
+      const bool sees = w_.row_sum[l] != 0.f;
+      const double keys = std::log2(double{w_.row_sum[l]});
+      // How far the sink is above what the keys sum up to, in units of log2.
+      const double above = sink == nullptr ? -INFINITY : *sink * kLog2e - w_.row_max[l] * double{factor_} - keys;
+      const double both = std::log2(1 + std::exp2(-std::fabs(above)));  // that the smaller adds to the larger
+      if (sees && !(above > 0)) {
+        row.top[l] = w_.row_max[l];
+        row.log2_sum[l] = static_cast<float>(keys + both);
+      } else if (sink != nullptr) {  // it is most of the row's sum, or all of it
+        row_offset(*sink, row.top[l], row.log2_sum[l]);
+        if (sees) row.log2_sum[l] += static_cast<float>(both);
       }
-      double sum = w_.row_sum[l];
-      if (sink != nullptr) sum += std::exp2(*sink * kLog2e - w_.row_max[l] * double{factor_});
-      row.top[l] = w_.row_max[l];
-      row.log2_sum[l] = static_cast<float>(std::log2(sum));
     }
   }
 
