@@ -275,6 +275,33 @@ def few_queries_table(rows: list[Record]) -> str:
     return f"{text}\n\n{markdown_table(header, table, 5)}"
 
 
+def decoding(record: Record) -> str:
+    """One query a sequence: what a page for users shows of few_queries and caches."""
+    shape = ("batch", "queries", "keys", "heads", "heads_kv", "head_dim")
+    paged = by_name(record.get("caches", []), shape, "us")
+    table = []
+    for cell, of in by_name(record["few_queries"], shape, "us").items():
+        batch, queries, keys, heads, heads_kv, dim = cell
+        if queries > 1 or READ not in of:
+            continue
+        pages = paged.get(cell, {})
+        ours, theirs = pages.get("pages of 16"), pages.get(f"{FLASHINFER}, 16")
+        line = [f"{batch} × {length(keys)}, {heads}:{heads_kv} × {dim}", f"{of['flashsdk']:.1f}"]
+        line.append(f"{of[READ] / of['flashsdk']:.2f}")
+        line += [f"{of[name] / of['flashsdk']:.2f}" if name in of else "–" for name in PEERS]
+        line += [f"{ours:.1f}" if ours else "–"]
+        table.append([*line, f"{theirs / ours:.2f}" if ours and theirs else "–"])
+    header = ["batch × keys, heads:heads_kv × head_dim", "µs", "of a read"]
+    header += [f"{NAMES[name]}'s time" for name in PEERS]
+    header += ["pages of 16, µs", "FlashInfer's time"]
+    return (
+        f"{record['device']}, bf16, one query a sequence, {record['date']}, kernel sources "
+        f"{record['kernel_sources']}: µs of a call, the rate at which it reads K and V beside a "
+        "read of the same bytes, and how long others take in the same run, ours being 1.\n\n"
+        + markdown_table(header, table, 1)
+    )
+
+
 def caches_table(rows: list[Record]) -> str:
     names = [name for name in dict.fromkeys(r["name"] for r in rows) if name != READ]
     shape = ("batch", "queries", "keys", "heads", "heads_kv", "head_dim", "bytes")

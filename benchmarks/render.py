@@ -141,6 +141,7 @@ def blocks_of(found: dict[str, Record]) -> dict[str, str]:
         "speed": "\n\n".join(  # of the common card: the README is short
             gpu_goals.in_short(r) for r in dense if "timing" in r and "H100" in r["device"]
         ),
+        "decoding": "\n\n".join(gpu_tables.decoding(r) for r in dense if "caches" in r),
         "bounds": gpu_bounds_tables.text(r for r in dense if "timing" in r),
         "torch_tests": "\n\n".join(
             torch_tests(r) for r in found.values() if r["kind"] == "torch_tests"
