@@ -127,14 +127,17 @@ def test_page_is_that_of_the_records():
 
 def test_page_says_what_was_compiled(data):
     render = importlib.import_module("render")
+    of = {"size": "small", "seqlen": 1024, "eager": 2}
     ratios = [
-        {"size": "small", "seqlen": 1024, "compiled": compiled, "eager_as_shipped": value}
+        {**of, "compiled": compiled, "eager_as_shipped": value}
         for compiled, value in ((False, 1.5), (True, 4.25))
     ]
     record = {"result": {"ratios": ratios}, "rows": [{"seconds": 1.0}]}
     for how, words in (("layers", "each layer compiled"), ("whole", "compiled")):
         text = render.gpt2_speed({**record, "settings": {"compile": how}})
-        assert text.startswith(f"small: 1.50×, {words} 4.25×; medium: –")
+        assert text.startswith(
+            f"small: 1.50×, {words} 4.25× (2.00× eager compiled alike); medium: –"
+        )
 
 
 def test_pathfinder_resumes_to_the_bit(program, tmp_path):

@@ -26,7 +26,7 @@ def test_it_is_short_and_names_what_a_newcomer_needs():
     text = README.read_text("utf-8")
     assert len(text.splitlines()) <= 120
     first_screen = text.partition("\n## ")[0]
-    for needed in ("pip install .", "```python", "![demo]", "**Not in it**"):
+    for needed in ("pip install '.[torch]'", "```python", "![demo]", "**Not in it**"):
         assert needed in first_screen
     assert "\nmake test " in text and "\n.ci/run " in text
 
