@@ -91,6 +91,9 @@ def kv_append(
     run: Any = _append
     if not unwatched(tensors + scales):
         check_devices("k", k, {**given, **descales})
+        for name in ("k_cache", "v_cache"):  # the operator would get a copy, and write that
+            if not torch.compiler.is_compiling() and given[name].is_neg():
+                raise InvalidArgument(f"{name}: a view with is_neg(); resolve_neg() of it")
         run = torch.ops.flashsdk.kv_append.default
     turned = run(*tensors, *how, *scales)
     return None if q is None else turned
@@ -105,5 +108,3 @@ def _check(name: str, x: object) -> None:
         raise Unsupported(f"{name}: a DTensor; the part of this process, its to_local()")
     if not torch.compiler.is_compiling():
         no_tangent(name, given)
-        if name in ("k_cache", "v_cache") and given.is_neg():  # PyTorch would copy what is written
-            raise InvalidArgument(f"{name}: a view with is_neg(); resolve_neg() of it")
