@@ -82,18 +82,21 @@ def gpt2_speed(record: Record) -> str:
         f", {compiled} {ratio(record, 'eager_as_shipped', size=size, seqlen=1024, compiled=True)}"
         f" ({ratio(record, 'eager', size=size, seqlen=1024, compiled=True)} eager compiled alike)"
         for size in ("small", "medium")
-    ) + waited(record)
+    )
 
 
-def waited(record: Record) -> str:
-    """Of rows from before steps were queued: the host's time to begin a step counts there."""
-    rows = [row for row in record["rows"] if "seconds" in row]
-    old = [row for row in rows if "fastest" not in row]
-    if not old:
-        return ""
-    sizes = sorted({row["size"] for row in old if "size" in row})
-    of = f" of {', '.join(sizes)}" if sizes and len(old) < len(rows) else ""
-    return f"; each step{of} waited for"
+def gpt2_longer(record: Record) -> str:
+    """Small at 4K beside the standard program at 1K: as many tokens a step."""
+    seconds = {
+        (row["seqlen"], row["compiled"], row["method"]): row["seconds"]
+        for row in record["rows"]
+        if row["size"] == "small" and "seconds" in row
+    }
+    plain, compiled = (
+        times(seconds[1024, way, "eager"] / seconds[4096, way, "flashsdk"])
+        for way in (False, True)
+    )
+    return f"small: {plain}, each layer of both compiled {compiled}"
 
 
 def gpt2_loss(record: Record) -> str:
@@ -115,7 +118,7 @@ def bert(record: Record) -> str:
         f"{kind}: {ratio(record, 'best_sdpa', kind=kind, compiled=False)} the best SDPA backend"
         f", each layer compiled {ratio(record, 'best_sdpa', kind=kind, compiled=True)}"
         for kind in ("documents", "full")
-    ) + waited(record)
+    )
 
 
 def attention_times(record: Record) -> str:
@@ -148,6 +151,7 @@ def summary(record: Record) -> str:
 CLAIMS = (
     Claim("BERT-large, 512", "1.15×", "bert", "bert.py", bert),
     Claim("GPT-2, 1K, against eager", "3.5×; 3.0×", "gpt2-speed", "gpt2.py speed", gpt2_speed),
+    Claim("GPT-2 at 4K, against eager at 1K", "1.3×", "gpt2-speed", "gpt2.py speed", gpt2_longer),
     Claim("GPT-2, the same loss", "the same", "gpt2-train", "gpt2.py train", gpt2_loss),
     Claim(
         "GPT-2 with more context",
@@ -197,7 +201,7 @@ def overview(found: dict[str, Record]) -> str:
 
 
 def falls_short(found: dict[str, Record]) -> str:
-    """Of figures below the paper's: how far they are from it, and why."""
+    """What is below the paper's or was done in another way: how far it is from it, and why."""
     reasons = {
         "bert": why_bert,
         "gpt2-speed": why_gpt2,
@@ -205,7 +209,7 @@ def falls_short(found: dict[str, Record]) -> str:
         "pathfinder128": why_pathfinder,
     }
     lines = [f"- {why(found[name])}" for name, why in reasons.items() if name in found]
-    return "\n".join(["## What falls short, and why", "", *lines])
+    return "\n".join(["## What falls short or differs, and why", "", *lines])
 
 
 def why_bert(record: Record) -> str:
@@ -251,18 +255,15 @@ def why_gpt2(record: Record) -> str:
 
 def why_context(record: Record) -> str:
     rows = [row for row in record["rows"] if "perplexity" in row]
-    at = {(row["seqlen"], row["steps"]): row for row in rows}
-    steps = sorted({row["steps"] for row in rows})
-    gains = [at[1024, n]["perplexity"] - at[4096, n]["perplexity"] for n in steps]
-    shown = ", ".join(f"{gain:.2f} after {n}" for gain, n in list(zip(gains, steps))[-7::3])
-    tokens = (at[1024, steps[-1]]["tokens"] - at[1024, steps[-2]]["tokens"]) / (
-        steps[-1] - steps[-2]
-    )
-    each = sum(at[length, steps[-1]]["ns_a_token"] for length in (1024, 2048, 4096)) * 1e-9
+    at = {(row["seqlen"], row["steps"]): row["perplexity"] for row in rows}
+    gains = [(at[1024, n] - at[4096, n], n) for length, n in at if length == 4096]
+    shown = ", ".join(f"{gain:.2f} after {n}" for gain, n in gains[3::4])
+    read = max(row["tokens"] for row in rows) / 1e6
     return (
-        f"**GPT-2 with more context: {gains[-1]:.2f} of 0.7.** The gain still grows with the "
-        f"steps: {shown}. 1000 more steps of each length take {1000 * tokens * each:.0f} s on the "
-        "card of the record."
+        "**GPT-2 with more context reads another text.** It is code and documentation of the "
+        f"machine, {read:.0f} million tokens a model, the same files over and over. A longer "
+        f"context is learnt later, so that the gain grows with the steps: {shown}. The model of "
+        "the shortest context is the first that gets worse again, which is not counted."
     )
 
 

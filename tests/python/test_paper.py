@@ -3,6 +3,7 @@
 The programs run in this process, one after the other, so that transformers is imported once.
 """
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -132,12 +133,26 @@ def test_page_says_what_was_compiled(data):
         {**of, "compiled": compiled, "eager_as_shipped": value}
         for compiled, value in ((False, 1.5), (True, 4.25))
     ]
-    record = {"result": {"ratios": ratios}, "rows": [{"seconds": 1.0}]}
+    record = {"result": {"ratios": ratios}}
     for how, words in (("layers", "each layer compiled"), ("whole", "compiled")):
         text = render.gpt2_speed({**record, "settings": {"compile": how}})
         assert text.startswith(
             f"small: 1.50×, {words} 4.25× (2.00× eager compiled alike); medium: –"
         )
+
+
+def test_a_longer_context_is_compared_at_its_best(data, tmp_path):
+    """A short context that got worse again, and steps that not all lengths have done."""
+    program, common = importlib.import_module("long_context"), importlib.import_module("common")
+    record = common.Record(tmp_path / "r.json", "long_context", {}, smoke=True, device="cpu")
+    found = {32: {1: 9.0, 2: 8.0, 3: 9.5, 4: 2.0}, 64: {1: 9.5, 2: 8.5, 3: 7.0}}
+    for seqlen, of in found.items():
+        for steps, value in of.items():
+            record.row(seqlen=seqlen, steps=steps, perplexity=value, ns_a_token=float(seqlen))
+    program.compare(record, argparse.Namespace(lengths=[32, 64], trunk=5))
+    said = record.result["summary"]
+    assert said.startswith("1.00 (12.5 %) less perplexity at 64 than at 32 (32: 8.00, 64: 7.00)")
+    assert "each at its lowest in 3 steps, behind 5 at 32" in said and "2.00× the time" in said
 
 
 def test_pathfinder_resumes_to_the_bit(program, tmp_path):
