@@ -530,7 +530,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     add("--requests", type=positive_int, default=24, help="how many, of random ones (%(default)s)")
     add("--rate", type=float, default=10.0, help="of these, a second (%(default)s)")
-    add("--max-new-tokens", type=positive_int, default=64, help="of a file's prompts (%(default)s)")
+    add("--max-new-tokens", type=positive_int, help="of each of a file's prompts (64)")
     add("--max-batch", type=positive_int, default=16, help="sequences of a step (%(default)s)")
     add("--max-tokens", type=positive_int, default=64, help="tokens of a step (%(default)s)")
     add("--chunk", type=positive_int, default=32, help="tokens of a prompt in a step (%(default)s)")
@@ -547,6 +547,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--rate is not above 0")
     if args.prompts and not args.model:
         parser.error("--prompts needs --model, whose words they are")
+    if args.max_new_tokens and not args.prompts:
+        parser.error("--max-new-tokens is for --prompts; random requests draw how many they want")
     if args.prompts and not args.prompts.is_file():
         parser.error(f"--prompts: {args.prompts} is no file")
     return args
@@ -557,14 +559,17 @@ def main(arguments: list[str] | None = None) -> None:
     if args.model is None:
         model = small_llama()
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(args.model)
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(args.model)
+        except (OSError, ValueError) as e:  # no model there, or none that transformers knows
+            sys.exit(f"--model: {(str(e).splitlines() or [args.model])[0]}")
     dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
     model = model.to(args.device, getattr(torch, dtype)).eval()
     if args.prompts:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
         lines = args.prompts.read_text("utf-8").splitlines()
         prompts = [tokenizer(line).input_ids for line in lines if line.strip()]
-        requests = [Request(prompt, args.max_new_tokens) for prompt in prompts]
+        requests = [Request(prompt, args.max_new_tokens or 64) for prompt in prompts]
         if not requests:
             sys.exit(f"--prompts: {args.prompts} has none")
     else:

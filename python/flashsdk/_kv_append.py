@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _bindings, _contents, _frameworks, _log
-from ._errors import InvalidArgument, has, shown, truth
+from ._errors import InvalidArgument, Unsupported, has, shown, truth
 
 
 def kv_append(
@@ -64,6 +64,10 @@ def kv_append(
                 f"{name}: an immutable array of JAX; flashsdk.jax.kv_append, which returns new ones"
             )
         _frameworks.own(name, cache)
+    for name, given in (("k", k), ("v", v), ("q", q)):
+        if _frameworks.of(given).recorded(given):
+            ways = "one without, or torch.no_grad(), as a cache has no backward"
+            raise Unsupported(f"{name}: a tensor that requires a gradient; {ways}")
     how = (truth("rotary_interleaved", rotary_interleaved), truth("q_advances", q_advances))
     if _log.ON:
         rotary = (rotary_cos, rotary_interleaved)

@@ -28,15 +28,16 @@ def test_bias(runner, kind):
 def test_bias_in_rows_of_whole_vectors(runner, kind, head_dim):
     """GPU kernels copy such a bias by 16 bytes, the end of a row by what is left of it."""
     dtype = kind if kind in runner.dtypes else runner.dtypes[-1]
+    heads = 2 if runner.backend == "cpu" else 4
 
     def check(lengths, shape, mask=None, of=problem, **changes):
-        p = of(lengths, (4, 2), head_dim, dtype=dtype, bias=(kind, shape), mask=mask, **changes)
-        runner.check(p)
+        bias = {"bias": (kind, shape), "mask": mask}
+        runner.check(of(lengths, (heads, heads // 2), head_dim, dtype=dtype, **bias, **changes))
 
-    check((130, 208), (2, 4, 130, 208), batch=2)
-    check((130, 208), (2, 4, 130, 208), batch=2, softcap=5.0)
+    check((130, 208), (2, heads, 130, 208), batch=2)
+    check((130, 208), (2, heads, 130, 208), batch=2, softcap=5.0)
     check((130, 208), (1, 1, 130, 208), CAUSAL, alibi="heads")
-    check((70, 203), (1, 4, 70, 203), CAUSAL, strides=True, aligned=True, seed=3)
+    check((70, 203), (1, heads, 70, 203), CAUSAL, strides=True, aligned=True, seed=3)
     check((70, 208), (2, 1, 1, 208), BandSpec(30, 50, "top_left"), batch=2, dropout_p=0.2)
     lengths = ((70, 90), (0, 30), (33, 141))
     check(lengths, (3, 1, 70, 144), of=packed, slack=(0, 3))

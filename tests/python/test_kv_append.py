@@ -158,6 +158,23 @@ def test_errors(changes, line):
     assert_same_bits([k_cache], [before])
 
 
+@pytest.mark.parametrize("name", ["k", "v", "q"])
+def test_what_requires_a_gradient(name):
+    torch = pytest.importorskip("torch")
+    names = ("k_cache", "v_cache", "k", "v", "q")
+    given = {n: torch.from_numpy(x) for n, x in zip(names, arrays())}
+    given["seqused_k"] = torch.from_numpy(USED)
+    before = given["k_cache"].clone()
+    given[name].requires_grad_()
+    line = f"^{name}: a tensor that requires a gradient; one without, or torch.no_grad"
+    with pytest.raises(fs.Unsupported, match=line):
+        fs.kv_append(**given)
+    assert torch.equal(given["k_cache"], before)
+    with torch.no_grad():
+        fs.kv_append(**given)
+    assert not torch.equal(given["k_cache"], before)
+
+
 def test_a_cache_must_be_writable_and_apart():
     k_cache, v_cache, k, v, *_ = arrays()
     with pytest.raises(fs.InvalidArgument, match=r"^k: shares memory with k_cache|^k_cache: "):

@@ -193,6 +193,8 @@ def test_prompts_of_a_file(example, capsys, folder):
         (["--requests", "x"], "--requests: invalid positive_int value: 'x'"),
         (["--page-size", "0"], "--page-size: 0; 1 or more"),
         (["--max-new-tokens", "0"], "--max-new-tokens: 0; 1 or more"),
+        (["--max-new-tokens", "4"], "--max-new-tokens is for --prompts"),
+        (["--model", "/no/model"], "--model: "),
     ],
 )
 def test_options_that_cannot_be(options, line, example, capsys):

@@ -338,7 +338,6 @@ compilers = pytest.mark.parametrize("backend", [PARTITIONED, "inductor"])
     "name, backend, budget",
     [
         *itertools.product(LAYERS, [PARTITIONED], [1.0, 0.5, 0.3, 0.01, 0.0]),
-        ("attention", "inductor", 0.3),
         ("attention", "inductor", 0.0),
     ],
 )
@@ -366,14 +365,15 @@ def test_checkpoints_that_are_compiled(kind, backend, budget):
         assert_dropped_alike(torch.compile(recomputed, fullgraph=True, backend=backend))
 
 
-@compilers
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(
     not hasattr(torch.autograd.graph, "region_activation_memory_budget"),
     reason=f"PyTorch {torch.__version__} has no such regions",
 )
-@pytest.mark.parametrize("budget", [0.3, 0.0])
+@pytest.mark.parametrize(
+    "backend, budget", [(PARTITIONED, 0.3), (PARTITIONED, 0.0), ("inductor", 0.0)]
+)
 def test_a_budget_of_memory_of_a_region(backend, budget):
     def region(*x):
         with torch.autograd.graph.region_activation_memory_budget(budget):

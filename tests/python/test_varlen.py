@@ -43,14 +43,15 @@ SHORT = {
 def test_many_short_sequences(runner, in_one_tensor, head_dim, features):
     """A GPU's backward takes some of them at a time: each sees its own rows, slopes and pattern."""
     common = {"dtype": runner.dtypes[0], "mask": BandSpec(None, 0, "bottom_right"), **features}
+    count = 36 if runner.backend == "cpu" else 160
     if in_one_tensor:
-        lengths = tuple((i % 4, i * 7 % 6) for i in range(160))
+        lengths = tuple((i % 4, i * 7 % 6) for i in range(count))
         runner.check(packed(lengths, (4, 2), head_dim, **common))
         # More keys than queries: at head_dim 256 an sm90 cluster takes them.
-        longer = tuple((i % 3, 40 + i * 7 % 90) for i in range(140))
+        longer = tuple((i % 3, 40 + i * 7 % 90) for i in range(count - 20))
         runner.check(packed(longer, (4, 2), head_dim, **common))
     else:
-        runner.check(problem((2, 3), (4, 2), head_dim, batch=160, **common))
+        runner.check(problem((2, 3), (4, 2), head_dim, batch=count, **common))
 
 
 @pytest.mark.parametrize("slack", [(0, 0), (1, 1), (100, 1000)])
@@ -111,7 +112,8 @@ def test_shapes_of_new_arrays():
 def test_alibi_of_sequences_longer_than_a_tile(runner, head_dim):
     """The tile that the end of a sequence cuts is not the last that a GPU kernel visits."""
     lengths = ((300, 300), (150, 340), (340, 150), (40, 270))
-    for mask in (None, BandSpec(None, 0, "bottom_right"), BandSpec(130, 90, "top_left")):
+    masks = (BandSpec(130, 90, "top_left"), None, BandSpec(None, 0, "bottom_right"))
+    for mask in masks[:1] if runner.backend == "cpu" else masks:
         changes = {"mask": mask, "alibi": "batch", "tail": (3, 5), "dtype": runner.dtypes[-1]}
         runner.check(packed(lengths, 2, head_dim, **changes))
 

@@ -165,19 +165,22 @@ def transposed(x: Any) -> Any:
 def standard(head: Head, storage: Any) -> dict[str, Array]:
     """out, dq, dk, dv by matrix products and softmax, every tensor rounded to ``storage``.
 
-    Inside an operation sums are float32. dk and dv are this head's part alone.
+    Inside an operation sums are float32. dk and dv are this head's part alone. Without dout: out.
     """
-    assert head.dout is not None
     round_to = rounding(storage)
 
     def times(x: Array, factor: Any) -> Array:
         """Rounded, as x is."""
         return x if isinstance(factor, float) and factor == 1 else round_to(x * factor)
 
-    given: Any = {name: round_to(getattr(head, name)) for name in ("q", "k", "v", "dout")}
-    q, k, v, dout = given.values()
+    given: Any = {name: round_to(getattr(head, name)) for name in ("q", "k", "v")}
+    q, k, v = given.values()
     m = matrices(replace(head, **given), round_to)
     dropped = times(m.p, m.drop)
+    if head.dout is None:
+        with np.errstate(invalid="ignore"):  # float16 may overflow
+            return {"out": round_to(dropped @ v)}
+    dout = round_to(head.dout)
     dp = times(round_to(dout @ v.T), m.drop)
     with np.errstate(invalid="ignore"):  # float16 may overflow
         ds = m.p * (dp - (m.p * dp).sum(axis=1, keepdims=True))

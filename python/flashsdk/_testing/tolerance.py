@@ -109,9 +109,8 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
     """Largest error of each element of one head's out, lse, dq, dk and dv that rounding explains.
 
     And of dsink, where there is a sink. dk and dv without the rounding of the output: heads that
-    share k and v add up first. ``m`` is in float64.
+    share k and v add up first. ``m`` is in float64. Of a head without dout those of out and lse.
     """
-    assert head.dout is not None
     u, underflow, exp_error = UNIT_ROUNDOFF[dtype], UNDERFLOW[dtype], EXP_ERROR[dtype]
     q, k, v, dout, scale = head.q, head.k, head.v, head.dout, abs(head.scale)
     seqlen_q, seqlen_k = m.score.shape[-2:]
@@ -144,6 +143,8 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
     # Dropout's scale comes last: a product below the normal numbers may become 0 before it.
     e_lost = FLOAT32_NORMAL * (m.p > 0) * m.drop
     e_out += e_lost.sum(-1)[..., None]
+    if dout is None:
+        return {"out": e_out, "lse": e_lse}
 
     # Backward: P is exp(score - lse), and in the lse is the same score with a weight of p. These
     # errors are relative.
@@ -210,12 +211,14 @@ def bounds(head: Head, m: Matrices, dtype: str, xp: Any = np) -> dict[str, Float
 def sizes(head: Head, m: Matrices) -> dict[str, Float64]:
     """One head's out, dq, dk and dv with nothing to cancel: every term of every sum positive.
 
-    U32 of it is what taking the sums in float32 costs, however small the result.
+    U32 of it is what taking the sums in float32 costs, however small the result. Without dout: out.
     """
-    assert head.dout is not None
-    q, k, v, dout = (np.abs(x) for x in (head.q, head.k, head.v, head.dout))
+    q, k, v = (np.abs(x) for x in (head.q, head.k, head.v))
     dropped = m.p * m.drop
     out = dropped @ v
+    if head.dout is None:
+        return {"out": out}
+    dout = np.abs(head.dout)
     delta = (dout * out).sum(1) + np.abs(head.dlse)
     ds = abs(head.scale) * m.p * m.slope * (m.drop * (dout @ v.T) + delta[:, None])
     return {"out": out, "dq": ds @ k, "dk": ds.T @ q, "dv": dropped.T @ dout}

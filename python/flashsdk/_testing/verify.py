@@ -283,18 +283,24 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
         **({"seed": x["seed"]} if "seed" in x else _seed_and_offset(problem)),
         **{name: x.get(name) for name in GIVEN},
     }
-    q, k, v, dout, dlse = x["q"], x["k"], x["v"], x["dout"], x.get("dlse")
+    q, k, v = x["q"], x["k"], x["v"]
     cu_seqlens = (x["cu_seqlens_q"], x["cu_seqlens_k"]) if problem.packed else None
-    keywords = {"dlse": dlse, "cu_seqlens": cu_seqlens, **features}
-    of_all = reference.forward_backward(dout, q, k, v, **keywords)
-    exact = dict(zip(_all_outputs(problem), of_all, strict=True))
+    keywords = {"cu_seqlens": cu_seqlens, **features}
+    dout, dlse = None, None
+    of_all: tuple[Array, ...]
+    if _forward_only(problem):
+        of_all = reference.forward(q, k, v, **keywords)
+    else:
+        dout, dlse = x["dout"], x.get("dlse")
+        of_all = reference.forward_backward(dout, q, k, v, dlse=dlse, **keywords)
+    exact = dict(zip(outputs_of(problem), of_all, strict=True))
 
     f = reference.Features(**features)
     orders = [_Order.of(n, q.shape[-1], v.shape[-1]) for n in range(ORDERS)]
     round_to = naive.rounding(q.dtype)
     bound = {name: np.zeros(e.shape) for name, e in exact.items()}
     size = {name: 0.0 for name in exact if name != "lse"}
-    plain_error = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
+    plain_error = {name: 0.0 for name in exact if name not in ("lse", "dsink")}
 
     def of_heads() -> OfHeads:
         for head in reference.heads(f, q, k, v, dout, dlse, cu_seqlens):
@@ -311,7 +317,7 @@ def expected(problem: Problem, placed: dict[str, Placed]) -> Expected:
             error = _largest(round_to(total) - exact[name][where])
             plain_error[name] = max(plain_error[name], error)
     unit = tolerance.UNIT_ROUNDOFF[problem.dtype]
-    for name in ("dk", "dv"):
+    for name in bound.keys() & {"dk", "dv"}:
         bound[name] += unit * np.abs(exact[name]) + tolerance.UNDERFLOW[problem.dtype]
     for each in bound.values():
         each *= 1 + 4 * unit  # roundings of what is rounded already
@@ -345,12 +351,16 @@ class _Order:
         return _Order(lag, {"q": qk, "k": qk, "v": vo, "dout": vo})
 
     def plain(self, head: reference.Head, dtype: np.dtype[Any]) -> list[dict[str, Array]]:
-        """The head's outputs by both."""
+        """The head's outputs by both; of a head without dout, that of the forward."""
         of = self.columns
         if of is not None:
-            taken: Any = {name: getattr(head, name).take(i, axis=-1) for name, i in of.items()}
+            arrays = {name: getattr(head, name) for name in of}
+            given = {name: x for name, x in arrays.items() if x is not None}
+            taken: Any = {name: x.take(of[name], axis=-1) for name, x in given.items()}
             head = replace(head, **taken)
-        ways = [naive.standard(head, dtype), naive.flash_backward(head, dtype, self.lag)]
+        ways = [naive.standard(head, dtype)]
+        if head.dout is not None:
+            ways.append(naive.flash_backward(head, dtype, self.lag))
         if of is None:
             return ways
         back = {name: np.argsort(of[name.removeprefix("d")]) for name in ("dq", "dk", "dv")}
