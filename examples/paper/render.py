@@ -183,6 +183,7 @@ CLAIMS = (
     Claim("Attention of GPT-2", "7.6×", "attention", "attention.py", attention_gpt2),
     Claim("Memory of attention", "up to 20× less", "attention", "attention.py", attention_memory),
     Claim("Bytes moved", "fewer", "traffic", "traffic.py", summary),
+    Claim("Larger tiles", "fewer bytes, less time", "tiles", "tiles.py", summary),
 )
 
 

@@ -9,8 +9,8 @@ because it moves fewer bytes between the GPU's memory and its chip.
 For GPT-2 medium's attention and four other problems, standard attention and flashsdk, forward and
 backward: read and written bytes of ``flashsdk.io`` and of ncu's counters dram__bytes_read,
 dram__bytes_write and lts__t_bytes (L2). ncu empties the caches before every kernel, so that an
-operation finds nothing of the one before it: just what the counts suppose. A second table counts
-tiles of other sizes.
+operation finds nothing of the one before it: just what the counts suppose. Tiles of other sizes:
+tiles.py.
 
 Each problem is a run of ncu. One that fails, for want of the right to read counters or of time,
 leaves the counts alone for its problem, and the next run of the program tries it again. What it
@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import attention
@@ -109,13 +110,18 @@ def child(problem: Problem) -> None:
 
 def one(bench: Bench, phase: str) -> None:
     out = bench.forward()  # makes what is made once, such as the mask of standard attention
+    if phase == "forward":
+        marked(bench.forward)
+    else:
+        marked(lambda: torch.autograd.grad(out, bench.inputs, bench.dout))
+
+
+def marked(call: Callable[[], object]) -> None:
+    """A case behind its mark, the only part of a program that is counted."""
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     torch.cuda._sleep(1)
-    if phase == "forward":
-        bench.forward()
-    else:
-        torch.autograd.grad(out, bench.inputs, bench.dout)
+    call()
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
 
@@ -126,17 +132,17 @@ def profiler() -> str | None:
     return shutil.which("ncu") or shutil.which("ncu", path=os.pathsep.join(places))
 
 
-def measured(ncu: str, problem: Problem, log: Path, clock: Clock) -> list[Row]:
-    """The counters' sums of each case, in the order of ``CASES``; of none if ncu fails."""
+def measured(ncu: str, program: list[str], cases: int, log: Path, clock: Clock) -> list[Row]:
+    """The counters' sums of each case of a Python program, in their order; of none if ncu fails."""
     command = [ncu, "--profile-from-start", "off", "--metrics", ",".join(COUNTERS), "--csv"]
     command += ["--print-units", "base", "--clock-control", "none"]
-    command += [sys.executable, __file__, "--child", problem.name]
+    command += [sys.executable, *program]
     try:
         found = split(run(command, log, clock))
     except ValueError:  # a counter that has no number
         found = []
-    if len(found) != len(CASES) or not all(case["kernels"] for case in found):
-        print(f"{problem.name}: no counters, see {log}", file=sys.stderr)
+    if len(found) != cases or not all(case["kernels"] for case in found):
+        print(f"no counters, see {log}", file=sys.stderr)
         return []
     return found
 
@@ -239,26 +245,14 @@ def main() -> None:
         seen: list[Row] = []
         if ncu and not clock.over(reserve=5):
             log = out / f"ncu-{problem.name.replace(' ', '-').replace(',', '')}.log"
-            seen = measured(ncu, problem, log, clock)
+            seen = measured(ncu, [__file__, "--child", problem.name], len(CASES), log, clock)
         record.rows[:] = [row for row in record.rows if row["name"] != problem.name]
         for row in rows_of(problem, seen, options.device):
             record.row(**row)
         record.result["summary"] = summary(record.rows)
         record.save()
-    sizes = []
-    for rows in (64, 128, 192, 256):
-        forward = io.tiled_forward(shapes(attention.GPT2_MEDIUM), (rows, 128))
-        sizes.append({"queries": rows, "forward_asked": forward.total})
-    record.result.update(tiles=sizes)
     print(record.result["summary"])
     record.save()
-    common.plot(
-        out / "tiles.png",
-        {"forward": ([s["queries"] for s in sizes], [s["forward_asked"] / 1e9 for s in sizes])},
-        title="GPT-2 medium's attention: bytes asked of L2",
-        x="queries of a tile",
-        y="GB",
-    )
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ void add_sm80(Sources& sources, const Wanted& wanted, int head_dim, const std::s
       for (const Features f : kSm80Sets)
         for (const Row& row : rows) {
           if (built_with(row.head_dim) != head_dim || row.any_alignment != any_alignment) continue;
-          if (wanted.few && (f != kAll || row.tile.m * row.tile.n == 16 * 16)) continue;
+          if (wanted.few && (f == kDropout || row.tile.m * row.tile.n == 16 * 16)) continue;
           const char* features = any_alignment ? "Any" : name_of(f);
           const std::string d = "_d" + text_of(row.head_dim) + "_", tile = text_of(row.tile);
           const std::string name = "sm80_" + op + "_" + gpu_name(dtype) + d + features + "_" + tile;
@@ -232,7 +232,6 @@ void add_sm80(Sources& sources, const Wanted& wanted, int head_dim, const std::s
                        .declared = row_type(name, table, &row - rows) + "using Traits_" + name +
                                    " = sm80::" + of.traits + "<Row_" + name + ", " + gpu_type(dtype) + ">;\n",
                        .entries = entries});
-          if (wanted.few) break;  // one tile
         }
 }
 
