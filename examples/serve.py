@@ -42,6 +42,7 @@ from transformers.modeling_utils import AttentionInterface
 
 NAME = "paged_fsdk"  # of ``attend`` among transformers' attention functions
 LOOK = f"{NAME}_look"  # of ``look``; models that are served meanwhile keep ``attend``
+REQUESTS, RATE, NEW_TOKENS = 24, 10.0, 64  # where the options do not say
 NOBODYS = 0  # the page that rows without a sequence write to
 
 
@@ -528,9 +529,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--prompts", type=Path, help="a file, a prompt a line; else random tokens")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="float32, on a GPU bfloat16")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
-    add("--requests", type=positive_int, default=24, help="how many, of random ones (%(default)s)")
-    add("--rate", type=float, default=10.0, help="of these, a second (%(default)s)")
-    add("--max-new-tokens", type=positive_int, help="of each of a file's prompts (64)")
+    add("--requests", type=positive_int, help=f"how many, of random ones ({REQUESTS})")
+    add("--rate", type=float, help=f"of these, a second ({RATE})")
+    add("--max-new-tokens", type=positive_int, help=f"of each of a file's prompts ({NEW_TOKENS})")
     add("--max-batch", type=positive_int, default=16, help="sequences of a step (%(default)s)")
     add("--max-tokens", type=positive_int, default=64, help="tokens of a step (%(default)s)")
     add("--chunk", type=positive_int, default=32, help="tokens of a prompt in a step (%(default)s)")
@@ -543,10 +544,12 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--max-tokens is less than --max-batch and --chunk together")
     if args.chunk % args.page_size:
         parser.error("--chunk is no multiple of --page-size")
-    if not args.rate > 0:  # nan too
+    if args.rate is not None and not args.rate > 0:  # nan too
         parser.error("--rate is not above 0")
     if args.prompts and not args.model:
         parser.error("--prompts needs --model, whose words they are")
+    if args.prompts and (args.requests or args.rate):
+        parser.error("--requests and --rate are of random requests, not of --prompts")
     if args.max_new_tokens and not args.prompts:
         parser.error("--max-new-tokens is for --prompts; random requests draw how many they want")
     if args.prompts and not args.prompts.is_file():
@@ -559,22 +562,24 @@ def main(arguments: list[str] | None = None) -> None:
     if args.model is None:
         model = small_llama()
     else:
+        # No model there, none that transformers knows, or one without words.
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(args.model)
-        except (OSError, ValueError) as e:  # no model there, or none that transformers knows
-            sys.exit(f"--model: {(str(e).splitlines() or [args.model])[0]}")
+            if args.prompts:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+        except (OSError, ValueError) as e:
+            sys.exit(f"--model: {args.model}: {(str(e).splitlines() or ['not read'])[0]}")
     dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
     model = model.to(args.device, getattr(torch, dtype)).eval()
     if args.prompts:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
         lines = args.prompts.read_text("utf-8").splitlines()
         prompts = [tokenizer(line).input_ids for line in lines if line.strip()]
-        requests = [Request(prompt, args.max_new_tokens or 64) for prompt in prompts]
+        requests = [Request(prompt, args.max_new_tokens or NEW_TOKENS) for prompt in prompts]
         if not requests:
             sys.exit(f"--prompts: {args.prompts} has none")
     else:
         vocabulary = model.config.get_text_config().vocab_size
-        requests = random_requests(args.requests, args.rate, vocabulary)
+        requests = random_requests(args.requests or REQUESTS, args.rate or RATE, vocabulary)
 
     longest = max(len(x.prompt) + x.max_new_tokens for x in requests)
     max_pages = -(-longest // args.page_size)

@@ -144,28 +144,29 @@ def measure(options, record: Record, training: Training, text: Corpus, seqlen: i
 
 
 def compare(record: Record, options: argparse.Namespace) -> None:
-    """The lengths, each at its lowest perplexity up to the most steps that all have done.
+    """The lengths, each at its lowest perplexity of the turns that all have done.
 
-    The text is read many times over. A model that has begun to learn it by heart gets worse, the
-    shortest context first, which is not to count for the longer ones.
+    The text is read over and over, so that models get worse in the end. Where the shortest does so
+    first, that is not to count for the others.
     """
     found = {(row["steps"], row["seqlen"]): row for row in record.rows}
-    done = [n for n, _ in found if all((n, seqlen) in found for seqlen in options.lengths)]
-    if not done:
+    steps = {n for n, _ in found if all((n, seqlen) in found for seqlen in options.lengths)}
+    if not steps:
         return
-    steps = max(done)
     rows = [
-        min((found[n, seqlen] for n in set(done)), key=lambda row: row["perplexity"])
+        min((found[n, seqlen] for n in sorted(steps)), key=lambda row: row["perplexity"])
         for seqlen in sorted(options.lengths)
     ]
     short, long = rows[0], rows[-1]
     less = short["perplexity"] - long["perplexity"]
-    of_each = ", ".join(f"{row['seqlen']}: {row['perplexity']:.2f}" for row in rows)
+    of_each = ", ".join(
+        f"{row['seqlen']}: {row['perplexity']:.2f} after {row['steps']} steps" for row in rows
+    )
     share = f"{100 * abs(less) / short['perplexity']:.1f} %"
     record.result["summary"] = (
         f"{abs(less):.2f} ({share}) {'less' if less >= 0 else 'more'} perplexity at "
-        f"{long['seqlen']} than at {short['seqlen']} ({of_each}), each at its lowest in {steps} "
-        f"steps, behind {options.trunk} at {short['seqlen']} that all begin with; "
+        f"{long['seqlen']} than at {short['seqlen']} ({of_each}: the lowest of each), behind "
+        f"{options.trunk} steps at {short['seqlen']} that all begin with; "
         f"{long['ns_a_token'] / short['ns_a_token']:.2f}× the time a token"
     )
     record.save()
@@ -400,6 +401,8 @@ def main() -> None:
     record = Record(
         out / "record.json", "long_context", settings, smoke=options.smoke, device=options.device
     )
+    if options.what == "gpt2":
+        record.result["text_tokens"] = len(text.train)
     run(options, record, clock, out)
     print(record.result.get("summary", "stopped; run again to go on"))
     record.save()

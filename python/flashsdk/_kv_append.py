@@ -53,8 +53,9 @@ def kv_append(
 
     On a GPU it runs on the stream that k's framework works on; lengths and tables are read there,
     and what they contain is the caller's word. ``flashsdk.torch.kv_append`` is the same on
-    PyTorch's threads, and known to torch.compile. Raises ``Error``, one line, before anything is
-    written.
+    PyTorch's threads, and known to torch.compile. A cache has no backward: tensors that require a
+    gradient are refused, but under ``torch.no_grad()``. Raises ``Error``, one line, before anything
+    is written.
     """
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache is None:
@@ -64,8 +65,11 @@ def kv_append(
                 f"{name}: an immutable array of JAX; flashsdk.jax.kv_append, which returns new ones"
             )
         _frameworks.own(name, cache)
-    for name, given in (("k", k), ("v", v), ("q", q)):
-        if _frameworks.of(given).recorded(given):
+    turning = (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin))
+    scales = (("k_descale", k_descale), ("v_descale", v_descale))
+    for name, given in (("k", k), ("v", v), ("q", q), *turning, *scales):
+        # The attribute first: each call pays for what is asked here.
+        if getattr(given, "requires_grad", False) and _frameworks.of(given).recorded(given):
             ways = "one without, or torch.no_grad(), as a cache has no backward"
             raise Unsupported(f"{name}: a tensor that requires a gradient; {ways}")
     how = (truth("rotary_interleaved", rotary_interleaved), truth("q_advances", q_advances))

@@ -173,12 +173,12 @@ BROKEN = (
 )
 
 
-def messages(compiler: list[str], sources: Path, copy: Path) -> str:
+def messages(compiler: list[str], sources: Path, copy: Path, *flags: str) -> str:
     """What the compiler says of a copy, with values of a struct as {…}; "" if it compiles."""
     program = copy / "tables.cpp"
     program.write_text('#include "table/check.h"\n')
     includes = [f"-I{path}" for path in (copy, sources / "include", sources / "kernels")]
-    command = [*compiler, "-std=c++20", "-fsyntax-only", *includes, str(program)]
+    command = [*compiler, "-std=c++20", "-fsyntax-only", *flags, *includes, str(program)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
         return ""
@@ -201,7 +201,10 @@ def main() -> int:
             good = file.read_text("utf-8")
             assert place in good, f"{name} has no {place}"
             file.write_text(good.replace(place, f"{place}\n{put}", 1), "utf-8")
-            text = messages(compiler, sources, copy)
+            # Most say all with the first error, long before the rest of the tables is checked.
+            text = messages(compiler, sources, copy, "-Wfatal-errors")
+            if row not in text:
+                text = messages(compiler, sources, copy)
             file.write_text(good, "utf-8")
             first = next((line for line in text.splitlines() if "error:" in line), "")
             for part, where in ((row, text), (reason, first)):

@@ -28,13 +28,15 @@ def test_bias(runner, kind):
 def test_bias_in_rows_of_whole_vectors(runner, kind, head_dim):
     """GPU kernels copy such a bias by 16 bytes, the end of a row by what is left of it."""
     dtype = kind if kind in runner.dtypes else runner.dtypes[-1]
-    heads = 2 if runner.backend == "cpu" else 4
+    heads = 4
 
     def check(lengths, shape, mask=None, of=problem, **changes):
         bias = {"bias": (kind, shape), "mask": mask}
         runner.check(of(lengths, (heads, heads // 2), head_dim, dtype=dtype, **bias, **changes))
 
     check((130, 208), (2, heads, 130, 208), batch=2)
+    if runner.backend == "cpu":
+        heads = 2  # the first has shown whose bias it is
     check((130, 208), (2, heads, 130, 208), batch=2, softcap=5.0)
     check((130, 208), (1, 1, 130, 208), CAUSAL, alibi="heads")
     check((70, 203), (1, heads, 70, 203), CAUSAL, strides=True, aligned=True, seed=3)

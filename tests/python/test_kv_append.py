@@ -158,10 +158,10 @@ def test_errors(changes, line):
     assert_same_bits([k_cache], [before])
 
 
-@pytest.mark.parametrize("name", ["k", "v", "q"])
+@pytest.mark.parametrize("name", ["k", "v", "q", "rotary_cos", "rotary_sin"])
 def test_what_requires_a_gradient(name):
     torch = pytest.importorskip("torch")
-    names = ("k_cache", "v_cache", "k", "v", "q")
+    names = ("k_cache", "v_cache", "k", "v", "q", "rotary_cos", "rotary_sin")
     given = {n: torch.from_numpy(x) for n, x in zip(names, arrays())}
     given["seqused_k"] = torch.from_numpy(USED)
     before = given["k_cache"].clone()

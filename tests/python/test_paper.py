@@ -152,8 +152,9 @@ def test_a_longer_context_is_compared_at_its_best(data, tmp_path):
             record.row(seqlen=seqlen, steps=steps, perplexity=value, ns_a_token=float(seqlen))
     program.compare(record, argparse.Namespace(lengths=[32, 64], trunk=5))
     said = record.result["summary"]
-    assert said.startswith("1.00 (12.5 %) less perplexity at 64 than at 32 (32: 8.00, 64: 7.00)")
-    assert "each at its lowest in 3 steps, behind 5 at 32" in said and "2.00× the time" in said
+    assert said.startswith("1.00 (12.5 %) less perplexity at 64 than at 32 (32: 8.00 after 2 steps")
+    assert "64: 7.00 after 3 steps: the lowest of each), behind 5 steps at 32" in said
+    assert "2.00× the time" in said
 
 
 def test_pathfinder_resumes_to_the_bit(program, tmp_path):

@@ -194,7 +194,8 @@ def test_prompts_of_a_file(example, capsys, folder):
         (["--page-size", "0"], "--page-size: 0; 1 or more"),
         (["--max-new-tokens", "0"], "--max-new-tokens: 0; 1 or more"),
         (["--max-new-tokens", "4"], "--max-new-tokens is for --prompts"),
-        (["--model", "/no/model"], "--model: "),
+        (["--prompts", __file__, "--model", "x", "--rate", "1"], "--requests and --rate are of"),
+        (["--model", "/no/model"], "--model: /no/model: "),
     ],
 )
 def test_options_that_cannot_be(options, line, example, capsys):

@@ -64,7 +64,9 @@ def test_few_queries(wide, head_dim, queries, dtype):
 def test_one_query_of_many_keys(wide, dtype):
     """The heads of the group are the rows of one head, and the keys are cut into parts."""
     wide.fits(dtype, MLA)
-    of = {"dtype": dtype, "forward_only": dtype != "float32"}
+    # float16's backward is the slowest to check, and a GPU has no other with so many keys.
+    alone = wide.runner.backend == "cpu" and dtype == "float16"
+    of = {"dtype": dtype, "forward_only": alone}
     wide.check(problem((1, 4500), (5, 1), MLA, **of))
     wide.check(problem((1, 4200), 1, 512, used_k=(4150,), **of))
 
