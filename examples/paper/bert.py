@@ -268,7 +268,7 @@ def main() -> None:
     settings = {"seqlen": options.seqlen, "dropout": options.dropout, "text": text.digest}
     # Methods are compared of which a later run may have measured some.
     settings["vocabulary"] = padded_vocabulary(options.vocabulary)
-    settings["device"] = common.device_name(options.device)
+    settings |= {"device": common.device_name(options.device), "batch": options.batch}
     record = Record(
         out / "record.json", "bert", settings, smoke=options.smoke, device=options.device
     )
@@ -288,4 +288,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.entry(main)

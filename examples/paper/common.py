@@ -47,8 +47,39 @@ def arguments(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="folder of record, checkpoint and pictures")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after, and save")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, as a check: seconds")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=device, default=found)
     return parser
+
+
+def device(text: str) -> str:
+    """An argument that names a device which is there."""
+    try:
+        torch.empty(1, device=text)
+    except (RuntimeError, AssertionError) as error:
+        raise argparse.ArgumentTypeError(f"{text}; {str(error).splitlines()[0][:60]}") from None
+    return text
+
+
+def count(text: str) -> int:
+    """An argument that is 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}; 1 or more")
+    return int(text)
+
+
+def entry(main: Callable[[], None]) -> None:
+    """Runs a program; what its user can mend ends in one line."""
+    try:
+        main()
+    except ImportError as error:
+        sys.exit(f"{error.name or error}: not installed; pip install '.[paper]'")
+    except OSError as error:
+        sys.exit(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except Exception as error:
+        if not type(error).__module__.startswith("flashsdk"):  # text.py is run without it, too
+            raise
+        sys.exit(str(error))
 
 
 def folder(out: Path | None, program: str, smoke: bool) -> Path:
@@ -62,12 +93,14 @@ def folder(out: Path | None, program: str, smoke: bool) -> Path:
 class Clock:
     """Seconds since the program started, and whether its minutes are over.
 
-    SIGTERM, by which ``timeout`` ends a program, ends the minutes. A second one ends the program.
+    SIGTERM, by which ``timeout`` ends a program, and Ctrl-C end the minutes. A second one ends the
+    program.
     """
 
     def __init__(self, minutes: float):
         self.started, self.limit = time.monotonic(), minutes * 60
-        signal.signal(signal.SIGTERM, self._end)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._end)
 
     def _end(self, number: int, frame: Any) -> None:
         self.limit = 0.0
@@ -75,6 +108,10 @@ class Clock:
 
     def seconds(self) -> float:
         return time.monotonic() - self.started
+
+    def share(self) -> float:
+        """Of the minutes, what has passed."""
+        return min(1.0, self.seconds() / self.limit) if self.limit > 0 else 1.0
 
     def over(self, reserve: float = 0.0) -> bool:
         """Whether less than ``reserve`` seconds are left."""
@@ -125,11 +162,7 @@ class Record:
         fresh = {"kind": "paper", "program": program, "smoke": smoke, "settings": settings}
         self.data: Row = {**fresh, "runs": [], "curve": [], "rows": [], "result": {}}
         if path.exists():
-            found = json.loads(path.read_text())
-            # As JSON, where a tuple is a list.
-            if {key: found.get(key) for key in fresh} != json.loads(json.dumps(fresh)):
-                sys.exit(f"{path}: of other settings; take another --out, or remove it")
-            self.data = found
+            self.data = _resumed(path, json.loads(json.dumps(fresh)))  # where a tuple is a list
         self.clock = time.monotonic()
         self.data["runs"].append(
             {
@@ -160,8 +193,30 @@ class Record:
         self.data[where].append({"run": len(self.data["runs"]) - 1, **rounded})
 
     def save(self) -> None:
-        self.data["runs"][-1]["seconds"] = round(time.monotonic() - self.clock, 3)
-        write(self.path, lambda path: path.write_text(_text(self.data)))
+        runs = self.data["runs"]
+        runs[-1]["seconds"] = round(time.monotonic() - self.clock, 3)
+        # A run that has measured nothing is none.
+        measured = any(x["run"] == len(runs) - 1 for x in (*self.data["curve"], *self.rows))
+        data = {**self.data, "runs": runs if measured else runs[:-1]}
+        write(self.path, lambda path: path.write_text(_text(data)))
+
+
+def _resumed(path: Path, fresh: Row) -> Row:
+    """The record of earlier runs, whose settings are those of this one."""
+    again = "take another --out, or remove it"
+    try:
+        found = json.loads(path.read_text())
+        parts = {"runs": list, "curve": list, "rows": list, "result": dict}
+        whole = all(isinstance(found[name], kind) for name, kind in parts.items())
+    except (ValueError, TypeError, KeyError):
+        whole = False
+    if not whole:
+        sys.exit(f"{path}: no record of a program of this folder; {again}")
+    had, wanted = ({**x, **(x.get("settings") or {})} for x in (found, fresh))
+    for name in (*fresh, *fresh["settings"]):
+        if name != "settings" and had.get(name) != wanted[name]:
+            sys.exit(f"{path}: {name} is {had.get(name)}, not {wanted[name]}; {again}")
+    return found
 
 
 def _shown(argument: str) -> str:
@@ -211,8 +266,7 @@ class Training:
         self.state: Row = {"step": 0, "seconds": 0.0, **state}
         self.resumed = path.exists()
         if self.resumed:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-            model.load_state_dict(found["model"])
+            found = load_weights(path, model)
             optimizer.load_state_dict(found["optimizer"])
             self.state = found["state"]
             for name, counter in self.counters.items():
@@ -280,6 +334,18 @@ class Training:
                 break
         if sys.stderr.isatty():
             print(file=sys.stderr)
+
+
+def load_weights(path: Path, model: nn.Module) -> Row:
+    """Puts a checkpoint's weights into the model; all that it holds."""
+    if not path.exists():
+        sys.exit(f"{path}: no such file")
+    try:
+        found: Row = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(found["model"])
+    except Exception as error:  # PyTorch raises what its reader met, of many kinds
+        sys.exit(f"{path}: no checkpoint of this model: {(str(error).splitlines() or ['?'])[0]}")
+    return found
 
 
 def progress(share: float, text: str) -> None:

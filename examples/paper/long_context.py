@@ -165,8 +165,8 @@ def compare(record: Record, options: argparse.Namespace) -> None:
     share = f"{100 * abs(less) / short['perplexity']:.1f} %"
     record.result["summary"] = (
         f"{abs(less):.2f} ({share}) {'less' if less >= 0 else 'more'} perplexity at "
-        f"{long['seqlen']} than at {short['seqlen']} ({of_each}: the lowest of each), behind "
-        f"{options.trunk} steps at {short['seqlen']} that all begin with; "
+        f"{long['seqlen']} than at {short['seqlen']} ({of_each}: the lowest of each). All go on "
+        f"from {options.trunk} steps at {short['seqlen']}; "
         f"{long['ns_a_token'] / short['ns_a_token']:.2f}× the time a token"
     )
     record.save()
@@ -318,8 +318,8 @@ def classify(options: argparse.Namespace, record: Record, clock: Clock, out: Pat
     # Chosen on other documents than those reported, of which the best length is the luckiest too.
     first, best = rows_now[0], max(rows_now, key=lambda row: row["validation_f1"])
     record.result["summary"] = (
-        f"{100 * (best['f1'] - first['f1']):+.1f} points of micro-F1 at {best['seqlen']}, which "
-        f"{held} other documents chose, over {first['seqlen']} "
+        f"{100 * (best['f1'] - first['f1']):+.1f} points of micro-F1 at {best['seqlen']} tokens, "
+        f"the best length on {held} other documents, over {first['seqlen']} "
         f"({held} held-out documents of {len(names)} packages)"
     )
     common.plot(
@@ -360,7 +360,7 @@ def replace(record: Record, row: Row) -> None:
 def main() -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("what", choices=("gpt2", "documents"))
-    parser.add_argument("--lengths", nargs="+", type=int)
+    parser.add_argument("--lengths", nargs="+", type=common.count)
     parser.add_argument("--steps", type=int, help="of each length")
     parser.add_argument("--trunk", type=int, default=1000, help="steps before the lengths part")
     parser.add_argument("--every", type=int, default=250, help="steps of a turn of gpt2")
@@ -381,6 +381,11 @@ def main() -> None:
         options.trunk = 1
         options.characters, options.vocabulary, options.windows = 800_000, 512, 2
         options.documents, options.shortest = 1_500_000, 64
+    if options.what == "gpt2":
+        longest = max(options.lengths)
+        for seqlen in options.lengths:
+            if seqlen < 2 or longest % seqlen or options.tokens % seqlen:
+                parser.error(f"--lengths: {seqlen} does not divide {longest} and --tokens")
     clock = Clock(options.minutes)
     out = common.folder(options.out, f"long_context-{options.what}", options.smoke)
     torch.set_float32_matmul_precision("high")
@@ -393,10 +398,11 @@ def main() -> None:
             smoke=options.smoke,
         )
         settings |= {"tokens": options.tokens, "rate": options.rate, "text": text.digest}
-        settings |= {"trunk": options.trunk}
+        settings |= {"trunk": options.trunk, "windows": options.windows}
         run = functools.partial(gpt2, text=text)
     else:
-        settings |= {"steps": options.steps, "batch": options.batch, "rate": options.rate}
+        names = ("steps", "batch", "rate", "documents", "vocabulary", "shortest", "packages")
+        settings |= {name: getattr(options, name) for name in names}
         run = classify
     record = Record(
         out / "record.json", "long_context", settings, smoke=options.smoke, device=options.device
@@ -409,4 +415,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.entry(main)

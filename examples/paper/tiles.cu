@@ -1,7 +1,7 @@
 // The forward with tiles of 16 to 256 queries, and a C door to them for tiles.py.
 //
-// Each warp has 16 queries, whatever the tile, and a multiprocessor holds 16 warps (12 of the smallest tile, by its shared
-// memory). So tiles differ in how many queries share the keys that they read, and in little else.
+// Each warp has 16 queries, whatever the tile, and a multiprocessor holds 16 warps (12 of the smallest tile, by its
+// shared memory). So tiles differ in how many queries share the keys that they read, and in little else.
 #include <flashsdk/kernels/common/own_kernel.h>
 #include <flashsdk/kernels/sm80/launch.h>
 
@@ -40,8 +40,8 @@ DOOR int tiles_count() { return static_cast<int>(kernels().size()); }
 DOOR int tiles_queries(int index) { return kernels()[index].tile.m; }
 DOOR int tiles_keys() { return kKeys; }
 
-// q, k, v and out: bfloat16 (batch, seqlen, heads, 64), lse: float32 (batch, heads, seqlen), on a GPU. Null, or what was
-// wrong, until the thread's next call.
+// q, k, v and out: bfloat16 (batch, seqlen, heads, 64), lse: float32 (batch, heads, seqlen), on a GPU. Null, or what
+// was wrong, until the thread's next call.
 DOOR const char* tiles_forward(int index, void* const tensors[5], int batch, int seqlen, int heads, int device,
                                void* stream) {
   thread_local std::string wrong;

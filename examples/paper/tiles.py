@@ -251,4 +251,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.entry(main)

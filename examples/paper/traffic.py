@@ -256,4 +256,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.entry(main)

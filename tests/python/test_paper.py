@@ -9,10 +9,12 @@ import importlib.util
 import json
 import math
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -98,7 +100,8 @@ def test_smoke(program, command, tmp_path):
     if command == "long_context.py documents":  # which length is best, other documents say
         best = max(record["rows"], key=lambda row: row["validation_f1"])["seqlen"]
         assert (
-            f"at {best}, which {record['result']['validated']} other" in record["result"]["summary"]
+            f"at {best} tokens, the best length on {record['result']['validated']} other"
+            in record["result"]["summary"]
         )
     check = [sys.executable, PROGRAMS / "render.py", "--add", tmp_path / "record.json"]
     done = subprocess.run(check, capture_output=True, text=True)
@@ -153,7 +156,7 @@ def test_a_longer_context_is_compared_at_its_best(data, tmp_path):
     program.compare(record, argparse.Namespace(lengths=[32, 64], trunk=5))
     said = record.result["summary"]
     assert said.startswith("1.00 (12.5 %) less perplexity at 64 than at 32 (32: 8.00 after 2 steps")
-    assert "64: 7.00 after 3 steps: the lowest of each), behind 5 steps at 32" in said
+    assert "64: 7.00 after 3 steps: the lowest of each). All go on from 5 steps at 32" in said
     assert "2.00× the time" in said
 
 
@@ -187,7 +190,8 @@ def test_pathfinder_resumes_to_the_bit(program, tmp_path):
         assert torch.equal(value, parts["model"][name]), name
     assert {**whole["state"], "seconds": 0} == {**parts["state"], "seconds": 0}
     record = json.loads((tmp_path / "parts" / "record.json").read_text())
-    assert len(record["runs"]) == 3 and [p["run"] for p in record["curve"]] == [1, 2]
+    # The one without a step is no run.
+    assert len(record["runs"]) == 2 and [p["run"] for p in record["curve"]] == [0, 1]
 
 
 def test_pathfinder_goes_on_with_larger_images(program, tmp_path):
@@ -425,7 +429,103 @@ def test_attention_goes_on(program, tmp_path):
     program(*given)
     record = json.loads((tmp_path / "record.json").read_text())
     cells = [(row["name"], row["seqlen"], row["method"]) for row in record["rows"]]
-    assert len(set(cells)) == len(cells) > 6 and {row["run"] for row in record["rows"]} == {1}
+    assert len(set(cells)) == len(cells) > 6 and {row["run"] for row in record["rows"]} == {0}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_training_that_is_ended_saves(number, program, tmp_path):
+    """What ``timeout`` sends, and Ctrl-C."""
+    given = ["--size", 16, "--layers", 1, "--heads", 1, "--test", 0, "--device", "cpu"]
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), number))
+    timer.start()
+    program("lra/pathfinder.py", *given, "--out", tmp_path)
+    timer.join()
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["state"]
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["curve"][-1]["images"] == state["images"] > 0
+
+
+def test_data_that_is_given_is_held_out_once(data, tmp_path):
+    """No file that is trained on is tested on."""
+    arena = importlib.import_module("arena")
+    for kind in arena.KINDS:
+        (tmp_path / kind).mkdir()
+        for n in range(20):
+            (tmp_path / kind / f"{n}.txt").write_text(f"{kind} {n}")
+    task = arena.Task(32, 257, 2, 4)
+    parts = [
+        arena.load("text", task, 100, seed, {"text": tmp_path}, held_out=seed == 2)
+        for seed in (1, 2)
+    ]
+    trained, tested = ({tuple(row) for row in part.tokens.tolist()} for part in parts)
+    assert len(trained) == 32 and len(tested) == 8 and not trained & tested
+    with pytest.raises(SystemExit, match=r"^--text: 4 examples; 5 or more"):
+        arena.chosen("--text", 4, 1, False)
+
+
+SMOKE = ["--smoke", "--device", "cpu"]
+EMPTY = {"runs": [], "curve": [], "rows": [], "result": {}}
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("", "no record of a program"),
+        ("[]", "no record of a program"),
+        ('{"runs": []}', "no record of a program"),
+        (
+            json.dumps({"kind": "paper", "program": "gpt2", **EMPTY}),
+            "program is gpt2, not attention",
+        ),
+    ],
+    ids=["empty", "list", "cut", "another's"],
+)
+def test_records_that_cannot_go_on(text, reason, program, tmp_path):
+    (tmp_path / "record.json").write_text(text)
+    with pytest.raises(SystemExit, match=rf"record.json: {reason}.*take another --out"):
+        program("attention.py", *SMOKE, "--out", tmp_path)
+    assert (tmp_path / "record.json").read_text() == text
+
+
+@pytest.mark.parametrize(
+    "command, line",
+    [
+        ("attention.py --smoke --out {file}", "^.*file: File exists"),
+        ("attention.py --smoke --device foo", "argument --device: foo; "),
+        ("lra/pathfinder.py --batch 64 --pool 32", "--pool: less than the 64 images of a step"),
+        ("lra/pathfinder.py --heads 0", "--heads: 0; 1 or more"),
+        ("lra/pathfinder.py --smoke --start {file} --out {out}", "file: no checkpoint of this mod"),
+        ("lra/pathfinder.py --smoke --start {none} --out {out}", "none: no such file"),
+        ("long_context.py gpt2 --lengths 48 64", "--lengths: 48 does not divide 64"),
+        ("lra/arena.py train --smoke --task text --text {none} --out {out}", "none has no neg"),
+        ("lra/arena.py train --smoke --task image --image {file} --out {out}", "file is no NumPy"),
+    ],
+)
+def test_bad_input_is_one_line(command, line, program, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    paths = {name: tmp_path / name for name in ("file", "none", "out")}
+    name, *arguments = command.format(**paths).split()
+    if "--device" not in arguments:
+        arguments += ["--device", "cpu"]
+    with pytest.raises(SystemExit) as caught:
+        program(name, *arguments)
+    assert re.search(line, f"{caught.value.code}\n{capsys.readouterr().err}", re.MULTILINE)
+
+
+def test_a_record_that_lacks_something_changes_nothing(data, tmp_path, monkeypatch):
+    render = importlib.import_module("render")
+    for name in ("RECORDS", "PAGE"):
+        monkeypatch.setattr(render, name, tmp_path / name)
+    (tmp_path / "RECORDS").mkdir()
+    (tmp_path / "PAGE").write_text("as it was")
+    given = tmp_path / "record.json"
+    lacking = {"kind": "paper", "program": "attention", "smoke": False, "settings": {}}
+    given.write_text(json.dumps({**lacking, **EMPTY}))
+    monkeypatch.setattr(sys, "argv", ["render.py", "--add", str(given)])
+    with pytest.raises(SystemExit, match=r"record.json: not all is measured"):
+        render.main()
+    assert not list((tmp_path / "RECORDS").iterdir())
+    assert (tmp_path / "PAGE").read_text() == "as it was"
 
 
 def test_methods_without_a_turn_come_in_the_next_run(data, clock):

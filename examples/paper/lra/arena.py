@@ -16,6 +16,7 @@ The model is the benchmark's small Transformer (arXiv 2011.04006): 2 layers of w
     retrieval (4K)   --retrieval FILE of lines label, id, id, text, text between tabs (AAN)
     image (1K)       --image FILE, a NumPy archive with images uint8 (n, 32, 32) and labels (CIFAR)
 
+Of data that is given, a fifth is held out.
 Without a path, text and retrieval read bytes of files of the machine (text.py) and image draws
 noise: the shape is the task's, so the time is, and no accuracy is reported. ``speed`` gives all
 methods whole training steps in turns; ``train`` measures accuracy where the task is the real one.
@@ -133,8 +134,23 @@ def as_bytes(text: str, seqlen: int) -> np.ndarray:
     return found.astype(np.int16) + 1
 
 
-def load(name: str, task: Task, count: int, seed: int, paths: dict[str, Path | None]) -> Data:
-    """``count`` examples; the same for the same seed."""
+def chosen(option: str, total: int, count: int, held_out: bool) -> np.ndarray:
+    """Of given examples so many, of the fifth that is held out or of the rest."""
+    order, cut = np.random.default_rng(0).permutation(total), total // 5
+    if cut == 0:
+        sys.exit(f"{option}: {total} examples; 5 or more")
+    return (order[:cut] if held_out else order[cut:])[:count]
+
+
+def load(
+    name: str,
+    task: Task,
+    count: int,
+    seed: int,
+    paths: dict[str, Path | None],
+    held_out: bool = False,
+) -> Data:
+    """``count`` examples; the same for the same seed. ``held_out``: that training does not see."""
     rng = np.random.default_rng(seed)
     path = paths.get(name)
     if name == "listops":
@@ -147,24 +163,32 @@ def load(name: str, task: Task, count: int, seed: int, paths: dict[str, Path | N
         images = pathfinder_data.generate(pathfinder_data.TASKS[size], count, seed)
         return Data(images.pixels.flatten(1).short() + 1, images.labels, "generated", True)
     if name == "image" and path:
-        found = np.load(path)
-        pick = rng.permutation(len(found["labels"]))[:count]
-        tokens = torch.from_numpy(found["images"][pick].reshape(-1, task.seqlen).astype(np.int16))
-        labels = torch.from_numpy(found["labels"][pick].astype(np.int64))
+        try:
+            found = np.load(path)
+            images, kinds = found["images"], found["labels"]
+        except (ValueError, KeyError, IndexError):
+            sys.exit(f"--image: {path} is no NumPy archive with images and labels")
+        pick = chosen("--image", len(kinds), count, held_out)
+        tokens = torch.from_numpy(images[pick].reshape(-1, task.seqlen).astype(np.int16))
+        labels = torch.from_numpy(kinds[pick].astype(np.int64))
         return Data(tokens + 1, labels, "--image", True)
     if name == "image":
         tokens = torch.from_numpy(rng.integers(1, 257, (count, task.seqlen)).astype(np.int16))
         return Data(tokens, torch.from_numpy(rng.integers(0, 10, count)), "noise", False)
     if name == "text" and path:
         files = [(file, kind) for kind in (0, 1) for file in sorted(path.glob(f"{KINDS[kind]}/*"))]
-        pick = [files[i] for i in rng.permutation(len(files))[:count]]
+        if not files:
+            sys.exit(f"--text: {path} has no neg/* and pos/*")
+        pick = [files[i] for i in chosen("--text", len(files), count, held_out)]
         texts = [as_bytes(file.read_text("utf-8", "replace"), task.seqlen) for file, _ in pick]
         labels = torch.tensor([kind for _, kind in pick])
         return Data(rows_of(texts, task.seqlen), labels, "--text", True)
     if name == "retrieval" and path:
         with path.open(newline="", encoding="utf-8") as file:
             lines = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-        pick = [lines[i] for i in rng.permutation(len(lines))[:count]]
+        if any(len(line) < 5 for line in lines):
+            sys.exit(f"--retrieval: {path} has lines without label, id, id, text, text")
+        pick = [lines[i] for i in chosen("--retrieval", len(lines), count, held_out)]
         sides = [
             rows_of([as_bytes(line[i], task.seqlen) for line in pick], task.seqlen) for i in (3, 4)
         ]
@@ -341,7 +365,7 @@ def train(options: argparse.Namespace, record: Record, clock: Clock, task: Task)
     data = load(name, task, options.examples, 1, vars(options))
     if not data.real:
         sys.exit(f"--{name}: not given; only its time can be measured without the real data")
-    held_out = load(name, task, options.test, 2, vars(options))
+    held_out = load(name, task, options.test, 2, vars(options), held_out=True)
     print(f"{len(data.labels)} examples, {data.source}, in {time.monotonic() - started:.0f} s")
     torch.manual_seed(0)
     model = Classifier(task, width=128, heads=2, layers=4).to(options.device)
@@ -390,8 +414,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of all methods")
     parser.add_argument("--seconds", type=float, default=0.3, help="of one measurement")
     parser.add_argument("--steps", type=int, default=20000, help="of train")
-    parser.add_argument("--examples", type=int, default=20000, help="of train")
-    parser.add_argument("--test", type=int, default=2000, help="held-out examples")
+    parser.add_argument("--examples", type=common.count, default=20000, help="of train")
+    parser.add_argument("--test", type=common.count, default=2000, help="held-out examples")
     for name in ("text", "retrieval", "image"):
         parser.add_argument(f"--{name}", type=Path, help="the real data: see above")
     options = parser.parse_args()
@@ -406,7 +430,9 @@ def main() -> None:
     clock = Clock(options.minutes)
     settings: Row = {"what": options.what}
     if options.what == "train":
-        settings["task"] = options.task
+        given = getattr(options, options.task, None)
+        settings |= {"task": options.task, "data": given and str(given)}
+        settings |= {"examples": options.examples, "test": options.test}
     name = "lra/arena" + (f"-{options.task}" if options.what == "train" else "")
     out = common.folder(options.out, name, options.smoke)
     record = Record(
@@ -420,4 +446,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.entry(main)

@@ -23,7 +23,8 @@ A command that is run again goes on where the last one stopped, to the bit, and 
   paddles and no distractor first. Above ``--pass`` accuracy on a pool of fresh images, or above
   75 % after 24 pools, comes the next stage; the last one is the benchmark's.
 - While training, a second loss teaches for each pixel how many dots its contour carries.
-  ``--teach 0`` leaves only the labels. The test sees labels alone, of the benchmark's images.
+  ``--teach 0`` leaves only the labels. The test sees labels alone, of images of the same
+  generator at the benchmark's difficulty: the benchmark's published files are not used.
 """
 
 from __future__ import annotations
@@ -272,12 +273,14 @@ def main() -> None:
     parser.add_argument("--stage", type=int, help="begin with this stage, from 0; -1 is the last")
     parser.add_argument("--pass", dest="passing", type=float, default=0.9, metavar="ACCURACY")
     parser.add_argument("--teach", type=float, default=1.0, help="weight of the pixels' loss")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--heads", type=int, default=4, help="of 64; the width is 32 a head")
-    parser.add_argument("--batch", type=int, help="images a step")
-    parser.add_argument("--pool", type=int, help="images that are drawn together")
+    parser.add_argument("--layers", type=common.count, default=6)
+    parser.add_argument(
+        "--heads", type=common.count, default=4, help="of 64; the width is 32 a head"
+    )
+    parser.add_argument("--batch", type=common.count, help="images a step")
+    parser.add_argument("--pool", type=common.count, help="images that are drawn together")
     parser.add_argument("--rate", type=float, help="learning rate")
-    parser.add_argument("--warmup", type=int, default=300, help="steps")
+    parser.add_argument("--warmup", type=common.count, default=300, help="steps")
     parser.add_argument("--images", type=int, default=10**12, help="train on, at most")
     parser.add_argument("--cooldown", type=int, default=0, metavar="IMAGES")
     parser.add_argument("--test", type=int, default=5120, help="held-out images; 0 is none")
@@ -291,6 +294,8 @@ def main() -> None:
     task = TASKS[options.size]
     options.batch = options.batch or BATCH[task.size]
     options.pool = (options.pool or POOL[task.size]) // options.batch * options.batch
+    if options.pool == 0:
+        parser.error(f"--pool: less than the {options.batch} images of a step")
     options.rate = options.rate or RATE[task.size]
     cuda = torch.device(options.device).type == "cuda"
     options.sparse = task.size >= 256 if options.sparse is None else options.sparse
@@ -327,8 +332,7 @@ def main() -> None:
     counters = {"right": run.right}
     training = Training(out / "checkpoint.pt", model, optimizer, state, counters)
     if options.start and not training.resumed:
-        found = torch.load(options.start, map_location=options.device, weights_only=True)
-        model.load_state_dict(found["model"])
+        found = common.load_weights(options.start, model)
         record.result["started_from"] = {
             "images": found["state"]["images"],
             "seconds": found["state"]["seconds"],
@@ -363,7 +367,7 @@ def main() -> None:
         clock,
         until=lambda state: over(state, options.images),
         show=show,
-        share=lambda _: clock.seconds() / clock.limit,
+        share=lambda _: clock.share(),
         # A test takes a third of the time of training on as many images, or less.
         reserve=reserve(options, record),
         device=options.device,
@@ -413,4 +417,4 @@ def reserve(options, record: Record) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    common.entry(main)
