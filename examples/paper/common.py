@@ -53,11 +53,11 @@ def arguments(doc: str) -> argparse.ArgumentParser:
 
 
 def device(text: str) -> str:
-    """An argument that names a device which is there."""
-    try:
-        torch.empty(1, device=text)
-    except (RuntimeError, AssertionError) as error:
-        raise argparse.ArgumentTypeError(f"{text}; {str(error).splitlines()[0][:60]}") from None
+    """An argument that names a device which is there: a CPU or the GPU that PyTorch begins with."""
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{text}; cpu or cuda (CUDA_VISIBLE_DEVICES says which)")
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("cuda; PyTorch finds no GPU")
     return text
 
 
@@ -72,8 +72,8 @@ def entry(main: Callable[[], None]) -> None:
     """Runs a program; what its user can mend ends in one line."""
     try:
         main()
-    except ImportError as error:
-        sys.exit(f"{error.name or error}: not installed; pip install '.[paper]'")
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error.name}: not installed; pip install '.[paper]'")
     except OSError as error:
         sys.exit(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except Exception as error:
@@ -208,6 +208,7 @@ def _resumed(path: Path, fresh: Row) -> Row:
         found = json.loads(path.read_text())
         parts = {"runs": list, "curve": list, "rows": list, "result": dict}
         whole = all(isinstance(found[name], kind) for name, kind in parts.items())
+        whole = whole and isinstance(found.get("settings", {}), dict)
     except (ValueError, TypeError, KeyError):
         whole = False
     if not whole:
@@ -343,6 +344,7 @@ def load_weights(path: Path, model: nn.Module) -> Row:
     try:
         found: Row = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(found["model"])
+        found["state"], found["optimizer"]
     except Exception as error:  # PyTorch raises what its reader met, of many kinds
         sys.exit(f"{path}: no checkpoint of this model: {(str(error).splitlines() or ['?'])[0]}")
     return found

@@ -36,6 +36,7 @@ import collections
 import functools
 import math
 import re
+import sys
 from pathlib import Path
 
 import common
@@ -165,8 +166,8 @@ def compare(record: Record, options: argparse.Namespace) -> None:
     share = f"{100 * abs(less) / short['perplexity']:.1f} %"
     record.result["summary"] = (
         f"{abs(less):.2f} ({share}) {'less' if less >= 0 else 'more'} perplexity at "
-        f"{long['seqlen']} than at {short['seqlen']} ({of_each}: the lowest of each). All go on "
-        f"from {options.trunk} steps at {short['seqlen']}; "
+        f"{long['seqlen']} than at {short['seqlen']} ({of_each}: the lowest of each). All continue "
+        f"from one model, trained for {options.trunk} steps at {short['seqlen']}; "
         f"{long['ns_a_token'] / short['ns_a_token']:.2f}× the time a token"
     )
     record.save()
@@ -179,7 +180,7 @@ def perplexity(model: nn.Module, text: Corpus, seqlen: int, longest: int, option
     losses = []
     count = min(options.windows, len(text.held_out) // longest)
     if not count:
-        raise ValueError(f"--characters: {options.characters}; more, for {longest} held-out tokens")
+        sys.exit(f"--characters: {options.characters}; more, for {longest} held-out tokens")
     for window in range(count):
         tokens = text.held_out[window * longest : (window + 1) * longest].astype(np.int64)
         pieces = torch.from_numpy(tokens).view(-1, seqlen).to(options.device)
@@ -271,7 +272,7 @@ def classify(options: argparse.Namespace, record: Record, clock: Clock, out: Pat
     tokens, labels, names = labelled(options)
     held = len(labels) // 5
     if held == 0:
-        raise ValueError(f"--documents: {options.documents}; more, as there are {len(labels)} long")
+        sys.exit(f"--documents: {options.documents}; more, as there are {len(labels)} long")
     targets = torch.from_numpy(labels).to(options.device)
     print(f"{len(labels)} documents of {len(names)} packages, {held} held out, as many to validate")
     record.result.update(documents=len(labels), packages=len(names), held_out=held, validated=held)
@@ -319,7 +320,7 @@ def classify(options: argparse.Namespace, record: Record, clock: Clock, out: Pat
     first, best = rows_now[0], max(rows_now, key=lambda row: row["validation_f1"])
     record.result["summary"] = (
         f"{100 * (best['f1'] - first['f1']):+.1f} points of micro-F1 at {best['seqlen']} tokens, "
-        f"the best length on {held} other documents, over {first['seqlen']} "
+        f"chosen on {held} other documents, over {first['seqlen']} "
         f"({held} held-out documents of {len(names)} packages)"
     )
     common.plot(
@@ -362,14 +363,16 @@ def main() -> None:
     parser.add_argument("what", choices=("gpt2", "documents"))
     parser.add_argument("--lengths", nargs="+", type=common.count)
     parser.add_argument("--steps", type=int, help="of each length")
-    parser.add_argument("--trunk", type=int, default=1000, help="steps before the lengths part")
-    parser.add_argument("--every", type=int, default=250, help="steps of a turn of gpt2")
-    parser.add_argument("--tokens", type=int, default=32768, help="of a step of gpt2")
-    parser.add_argument("--batch", type=int, default=16, help="documents a step")
+    parser.add_argument(
+        "--trunk", type=common.count, default=1000, help="steps before the lengths part"
+    )
+    parser.add_argument("--every", type=common.count, default=250, help="steps of a turn of gpt2")
+    parser.add_argument("--tokens", type=common.count, default=32768, help="of a step of gpt2")
+    parser.add_argument("--batch", type=common.count, default=16, help="documents a step")
     parser.add_argument("--rate", type=float, help="learning rate")
     texts.arguments(parser, vocabulary=0, characters=0)
     parser.add_argument("--documents", type=int, default=300_000_000, help="characters searched")
-    parser.add_argument("--windows", type=int, default=64, help="of perplexity")
+    parser.add_argument("--windows", type=common.count, default=64, help="of perplexity")
     parser.add_argument("--shortest", type=int, default=8192, help="tokens of a document")
     parser.add_argument("--packages", type=int, default=20, help="that are told apart")
     options = parser.parse_args()
@@ -384,7 +387,9 @@ def main() -> None:
     if options.what == "gpt2":
         longest = max(options.lengths)
         for seqlen in options.lengths:
-            if seqlen < 2 or longest % seqlen or options.tokens % seqlen:
+            if seqlen < 2:
+                parser.error(f"--lengths: {seqlen}; 2 or more")
+            if longest % seqlen or options.tokens % seqlen:
                 parser.error(f"--lengths: {seqlen} does not divide {longest} and --tokens")
     clock = Clock(options.minutes)
     out = common.folder(options.out, f"long_context-{options.what}", options.smoke)
@@ -401,8 +406,8 @@ def main() -> None:
         settings |= {"trunk": options.trunk, "windows": options.windows}
         run = functools.partial(gpt2, text=text)
     else:
-        names = ("steps", "batch", "rate", "documents", "vocabulary", "shortest", "packages")
-        settings |= {name: getattr(options, name) for name in names}
+        names = ("steps", "batch", "rate", "documents", "characters", "vocabulary", "shortest")
+        settings |= {name: getattr(options, name) for name in (*names, "packages")}
         run = classify
     record = Record(
         out / "record.json", "long_context", settings, smoke=options.smoke, device=options.device

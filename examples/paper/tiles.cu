@@ -1,7 +1,8 @@
 // The forward with tiles of 16 to 256 queries, and a C door to them for tiles.py.
 //
-// Each warp has 16 queries, whatever the tile, and a multiprocessor holds 16 warps (12 of the smallest tile, by its
-// shared memory). So tiles differ in how many queries share the keys that they read, and in little else.
+// Each warp has 16 queries, whatever the tile, and Hopper's multiprocessor holds 16 warps (12 of the smallest tile, by
+// its shared memory; other GPUs hold fewer). Tiles differ in how many queries share the keys that they read, so also in
+// how many threads copy a tile of keys, and in how many warps wait for each other.
 #include <flashsdk/kernels/common/own_kernel.h>
 #include <flashsdk/kernels/sm80/launch.h>
 

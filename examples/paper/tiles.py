@@ -57,17 +57,20 @@ def library(prefix: Path | None, cutlass: Path | None, out: Path) -> Path:
     command += ["--expt-relaxed-constexpr", "--expt-extended-lambda"]
     command += [f"-gencode=arch=compute_{capability},code=sm_{capability}"]
     command += [f"-I{path}" for path in (include, include / "flashsdk/kernels", headers(cutlass))]
-    command += [str(SOURCE), str(shared), "-Xlinker", f"-rpath={shared.parent}"]
-    digest = hashlib.sha256("\n".join([*command, SOURCE.read_text()]).encode()).hexdigest()[:16]
-    made = out / f"libtiles-{digest}.so"
+    # By its name: nvcc does not know what a file is whose name ends with a version.
+    command += [str(SOURCE), f"-L{shared.parent}", f"-Xlinker=-l:{shared.name}"]
+    command += [f"-Xlinker=-rpath={shared.parent}"]
+    made_of = hashlib.sha256("\n".join([*command, SOURCE.read_text()]).encode())
+    made_of.update(shared.read_bytes())  # another flashsdk has other headers as well
+    made = (out / f"libtiles-{made_of.hexdigest()[:16]}.so").resolve()
     if not made.exists():
         print("compiling tiles.cu: about a minute", file=sys.stderr)
 
         def compiled(path: Path) -> None:
             done = subprocess.run([*command, "-o", path], capture_output=True, text=True)
             if done.returncode:
-                lines = done.stderr.splitlines()
-                sys.exit(next((x for x in lines if "error" in x), f"nvcc: {done.returncode}"))
+                lines = done.stderr.splitlines() or [f"nvcc: {done.returncode}"]
+                sys.exit(next((x for x in lines if "error" in x or "fatal" in x), lines[-1]))
 
         common.write(made, compiled)
     return made
@@ -76,6 +79,7 @@ def library(prefix: Path | None, cutlass: Path | None, out: Path) -> Path:
 def installed(prefix: Path | None) -> tuple[Path, Path]:
     """The folder of flashsdk's headers, and its shared library."""
     if prefix is not None:
+        prefix = prefix.resolve()
         return prefix / "include", prefix / "lib" / "libflashsdk.so"
     command = [sys.executable, "-m", "flashsdk", "config"]
     found = []
@@ -176,6 +180,9 @@ def measure(record: Record, path: Path, clock: Clock, out: Path) -> None:
     if (ncu := traffic.profiler()) and not clock.over(reserve=5):
         program = [__file__, "--child", str(path)]
         seen = traffic.measured(ncu, program, len(SIZES), out / "ncu.log", clock)
+    if not seen and any(row.get("l2") for row in record.rows):
+        print("as it was: the record has counters, which this run could not read", file=sys.stderr)
+        return
     record.rows.clear()
     for size, counters in zip(SIZES, seen or [{} for _ in SIZES]):
         row: Row = {"queries": size, "keys": KEYS, **counted(size, "cuda")}
@@ -198,10 +205,10 @@ def summary(rows: list[Row]) -> str:
         text += f", {first['l2'] / last['l2']:.1f}× by the counters"
     if last.get("seconds"):
         best = min(rows, key=lambda row: row["seconds"])
-        text += f"; {first['seconds'] / last['seconds']:.2f}× faster"
+        text += f"; {first['seconds'] / last['seconds']:.2f}× as fast"
         if best is not last:
             faster = first["seconds"] / best["seconds"]
-            text += f", and {faster:.2f}× at {best['queries']}, the fastest"
+            text += f", and {faster:.2f}× with {best['queries']}, the fastest"
     return text
 
 
@@ -240,7 +247,7 @@ def main() -> None:
     if torch.device(options.device).type == "cuda" and not options.smoke:
         measure(record, library(options.prefix, options.cutlass, out), clock, out)
     else:
-        print("no GPU asked for: the counts alone", file=sys.stderr)
+        print("the counts alone", file=sys.stderr)
         record.rows.clear()
         for size in SIZES:
             record.row(queries=size, keys=KEYS, **counted(size, options.device))

@@ -54,8 +54,8 @@ def kv_append(
     On a GPU it runs on the stream that k's framework works on; lengths and tables are read there,
     and what they contain is the caller's word. ``flashsdk.torch.kv_append`` is the same on
     PyTorch's threads, and known to torch.compile. A cache has no backward: tensors that require a
-    gradient are refused, but under ``torch.no_grad()``. Raises ``Error``, one line, before anything
-    is written.
+    gradient are refused, except under ``torch.no_grad()``. Raises ``Error``, one line, before
+    anything is written.
     """
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache is None:

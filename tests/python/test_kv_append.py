@@ -175,6 +175,15 @@ def test_what_requires_a_gradient(name):
     assert not torch.equal(given["k_cache"], before)
 
 
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_scales_that_require_a_gradient(name):
+    torch = pytest.importorskip("torch")
+    k_cache, v_cache, k, v, *_ = arrays()
+    given = {name: torch.ones(BATCH, HEADS_KV, requires_grad=True)}
+    with pytest.raises(fs.Unsupported, match=f"^{name}: a tensor that requires a gradient"):
+        fs.kv_append(k_cache, v_cache, k, v, USED, **given)
+
+
 def test_a_cache_must_be_writable_and_apart():
     k_cache, v_cache, k, v, *_ = arrays()
     with pytest.raises(fs.InvalidArgument, match=r"^k: shares memory with k_cache|^k_cache: "):

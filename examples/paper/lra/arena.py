@@ -30,6 +30,7 @@ import math
 import statistics
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +167,7 @@ def load(
         try:
             found = np.load(path)
             images, kinds = found["images"], found["labels"]
-        except (ValueError, KeyError, IndexError):
+        except (ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile):
             sys.exit(f"--image: {path} is no NumPy archive with images and labels")
         pick = chosen("--image", len(kinds), count, held_out)
         tokens = torch.from_numpy(images[pick].reshape(-1, task.seqlen).astype(np.int16))
@@ -431,7 +432,7 @@ def main() -> None:
     settings: Row = {"what": options.what}
     if options.what == "train":
         given = getattr(options, options.task, None)
-        settings |= {"task": options.task, "data": given and str(given)}
+        settings |= {"task": options.task, "data": given and str(given.resolve())}
         settings |= {"examples": options.examples, "test": options.test}
     name = "lra/arena" + (f"-{options.task}" if options.what == "train" else "")
     out = common.folder(options.out, name, options.smoke)
