@@ -281,9 +281,7 @@ def main() -> None:
     # The device, as one picture shows lengths that two runs may have measured.
     settings = {"tokens": TOKENS, "dtype": "bfloat16" if options.device != "cpu" else "float32"}
     settings["device"] = common.device_name(options.device)
-    record = Record(
-        out / "record.json", "attention", settings, smoke=options.smoke, device=options.device
-    )
+    record = Record.of(options, out, "attention", settings)
     todo = problems(options.smoke)
     done = {(row["name"], row["seqlen"]) for row in record.data["rows"]}
     for number, problem in enumerate(todo):

@@ -269,9 +269,7 @@ def main() -> None:
     # Methods are compared of which a later run may have measured some.
     settings["vocabulary"] = padded_vocabulary(options.vocabulary)
     settings |= {"device": common.device_name(options.device), "batch": options.batch}
-    record = Record(
-        out / "record.json", "bert", settings, smoke=options.smoke, device=options.device
-    )
+    record = Record.of(options, out, "bert", settings)
     done = {(row["kind"], row["compiled"], row["method"]) for row in record.rows}
     record.result.update(documents=len(text.lengths()), vocabulary=text.vocabulary)
     for compiled, kind in PROBLEMS:

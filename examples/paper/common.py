@@ -174,6 +174,12 @@ class Record:
             }
         )
 
+    @classmethod
+    def of(cls, options: argparse.Namespace, out: Path, program: str, settings: Row) -> Record:
+        """That of a program's folder, by what ``arguments`` takes."""
+        path = out / "record.json"
+        return cls(path, program, settings, smoke=options.smoke, device=options.device)
+
     @property
     def result(self) -> Row:
         return self.data["result"]

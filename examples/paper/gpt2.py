@@ -304,9 +304,7 @@ def main() -> None:
     else:
         settings |= {"size": options.sizes[0], "seqlen": options.lengths[0]}
         settings |= {"steps": options.steps, "rate": options.rate}
-    record = Record(
-        out / "record.json", "gpt2", settings, smoke=options.smoke, device=options.device
-    )
+    record = Record.of(options, out, "gpt2", settings)
     {"speed": speed, "train": train}[options.what](options, clock, record, text)
     record.save()
     if options.what == "speed":

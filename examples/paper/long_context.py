@@ -409,9 +409,7 @@ def main() -> None:
         names = ("steps", "batch", "rate", "documents", "characters", "vocabulary", "shortest")
         settings |= {name: getattr(options, name) for name in (*names, "packages")}
         run = classify
-    record = Record(
-        out / "record.json", "long_context", settings, smoke=options.smoke, device=options.device
-    )
+    record = Record.of(options, out, "long_context", settings)
     if options.what == "gpt2":
         record.result["text_tokens"] = len(text.train)
     run(options, record, clock, out)

@@ -472,20 +472,21 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="RECORD")
     arguments = parser.parse_args()
-    found = records()
+    found, text = records(), ""
+    names = {}
     for path in arguments.add:
         record = given(path)
         # Before anything is written: a run that was stopped early may lack what a row compares.
         try:
-            found[name_of(record)] = record
+            names[path] = name_of(record)
+            found[names[path]] = record
             text = page(found)
         except (KeyError, IndexError, ValueError, TypeError) as e:
             sys.exit(f"{path}: not all is measured that the page shows ({type(e).__name__} {e})")
-    text = page(found)
-    if arguments.add:
-        RECORDS.mkdir(parents=True, exist_ok=True)
-    for path in arguments.add:
-        shutil.copy(path, RECORDS / f"{name_of(given(path))}.json")
+    text = text or page(found)
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    for path, name in names.items():
+        shutil.copy(path, RECORDS / f"{name}.json")
     if arguments.check:
         if not PAGE.exists() or PAGE.read_text("utf-8") != text:
             sys.exit(f"{PAGE.relative_to(ROOT)} is stale: python examples/paper/render.py")

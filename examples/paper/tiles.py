@@ -187,10 +187,7 @@ def measure(record: Record, path: Path, clock: Clock, out: Path) -> None:
     for size, counters in zip(SIZES, seen or [{} for _ in SIZES]):
         row: Row = {"queries": size, "keys": KEYS, **counted(size, "cuda")}
         row["seconds"] = statistics.median(times[size])
-        if counters:
-            read, written, l2 = (counters[name] for name in traffic.COUNTERS)
-            row |= {"dram": read + written, "l2": l2}
-        record.row(**row)
+        record.row(**row, **traffic.seen_of(counters))
         print(
             f"{size:4} queries: {1e6 * row['seconds']:7.1f} us, {row['asked_of_l2'] / 1e6:.0f} MB"
         )
@@ -241,9 +238,7 @@ def main() -> None:
     clock = Clock(options.minutes)
     out = common.folder(options.out, "tiles", options.smoke)
     settings = {"device": common.device_name(options.device)}
-    record = Record(
-        out / "record.json", "tiles", settings, smoke=options.smoke, device=options.device
-    )
+    record = Record.of(options, out, "tiles", settings)
     if torch.device(options.device).type == "cuda" and not options.smoke:
         measure(record, library(options.prefix, options.cutlass, out), clock, out)
     else:

@@ -202,6 +202,15 @@ def summary(rows: list[Row]) -> str:
     return text
 
 
+def seen_of(counters: Row) -> Row:
+    """What of a case's counters a row has, nothing where there are none."""
+    if not counters:
+        return {}
+    read, written, l2 = (counters[name] for name in COUNTERS)
+    dram = {"dram": read + written, "dram_read": read, "dram_written": written}
+    return {**dram, "l2": l2, "kernels": counters["kernels"]}
+
+
 def rows_of(problem: Problem, seen: list[Row], device: str) -> list[Row]:
     """The counts of a problem's cases, with the counters beside them where there are any."""
     rows = []
@@ -209,10 +218,7 @@ def rows_of(problem: Problem, seen: list[Row], device: str) -> list[Row]:
         traffic, asked = counted(problem, method, phase, device)
         row: Row = {"name": problem.name, "method": method, "phase": phase}
         row |= {"read": traffic.read, "written": traffic.written, "asked_of_l2": asked}
-        if counters:
-            row["dram"] = counters[COUNTERS[0]] + counters[COUNTERS[1]]
-            row |= {"dram_read": counters[COUNTERS[0]], "dram_written": counters[COUNTERS[1]]}
-            row |= {"l2": counters[COUNTERS[2]], "kernels": counters["kernels"]}
+        row |= seen_of(counters)
         rows.append(row)
         beside = f"; dram {row['dram'] / 1e6:10.1f}" if counters else ""
         print(
@@ -233,9 +239,7 @@ def main() -> None:
     clock = Clock(options.minutes)
     out = common.folder(options.out, "traffic", options.smoke)
     settings = {"device": common.device_name(options.device)}
-    record = Record(
-        out / "record.json", "traffic", settings, smoke=options.smoke, device=options.device
-    )
+    record = Record.of(options, out, "traffic", settings)
     ncu = profiler() if torch.device(options.device).type == "cuda" else None
     if ncu is None:
         print("no GPU or no ncu here: the counts alone", file=sys.stderr)

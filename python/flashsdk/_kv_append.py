@@ -7,6 +7,10 @@ from typing import Any
 from . import _bindings, _contents, _frameworks, _log
 from ._errors import InvalidArgument, Unsupported, has, shown, truth
 
+NO_BACKWARD = (
+    "a tensor that requires a gradient; one without, or torch.no_grad(), as a cache has no backward"
+)
+
 
 def kv_append(
     k_cache: Any,
@@ -70,8 +74,7 @@ def kv_append(
     for name, given in (("k", k), ("v", v), ("q", q), *turning, *scales):
         # The attribute first: each call pays for what is asked here.
         if getattr(given, "requires_grad", False) and _frameworks.of(given).recorded(given):
-            ways = "one without, or torch.no_grad(), as a cache has no backward"
-            raise Unsupported(f"{name}: a tensor that requires a gradient; {ways}")
+            raise Unsupported(f"{name}: {NO_BACKWARD}")
     how = (truth("rotary_interleaved", rotary_interleaved), truth("q_advances", q_advances))
     if _log.ON:
         rotary = (rotary_cos, rotary_interleaved)

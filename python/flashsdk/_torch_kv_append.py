@@ -102,8 +102,7 @@ def kv_append(
 def _check(name: str, x: object) -> None:
     given = tensor(name, x)
     if given.requires_grad and torch.is_grad_enabled():
-        allowed = "one without, or torch.no_grad(), as a cache has no backward"
-        raise Unsupported(f"{name}: a tensor that requires a gradient; {allowed}")
+        raise Unsupported(f"{name}: {_kv_append.NO_BACKWARD}")
     if hasattr(given, "placements"):
         raise Unsupported(f"{name}: a DTensor; the part of this process, its to_local()")
     if not torch.compiler.is_compiling():

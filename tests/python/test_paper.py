@@ -476,7 +476,8 @@ def tiles(data, monkeypatch, tmp_path):
     monkeypatch.setattr(module.common, "measure", lambda call, *_, **__: [seconds[call()]])
     monkeypatch.setattr(module.traffic, "cache", lambda _: io.Cache(50 << 20, 132))
     monkeypatch.setattr(module.traffic, "profiler", lambda: "ncu")
-    found = [dict(zip(module.traffic.COUNTERS, (3, 2, 1000 // size))) for size in module.SIZES]
+    names = (*module.traffic.COUNTERS, "kernels")
+    found = [dict(zip(names, (3, 2, 1000 // size, 1))) for size in module.SIZES]
     monkeypatch.setattr(module.traffic, "measured", lambda *_: found)
     return module
 

@@ -436,9 +436,7 @@ def main() -> None:
         settings |= {"examples": options.examples, "test": options.test}
     name = "lra/arena" + (f"-{options.task}" if options.what == "train" else "")
     out = common.folder(options.out, name, options.smoke)
-    record = Record(
-        out / "record.json", "lra/arena", settings, smoke=options.smoke, device=options.device
-    )
+    record = Record.of(options, out, "lra/arena", settings)
     if options.what == "speed":
         speed(options, record, clock, tasks)
     else:

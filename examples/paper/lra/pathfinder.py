@@ -312,13 +312,7 @@ def main() -> None:
         "attention": "block-sparse" if options.sparse else "dense",
         "seed": options.seed,
     }
-    record = Record(
-        out / "record.json",
-        "lra/pathfinder",
-        settings,
-        smoke=options.smoke,
-        device=options.device,
-    )
+    record = Record.of(options, out, "lra/pathfinder", settings)
 
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
