@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import common
 import torch
@@ -59,13 +60,14 @@ def padded_vocabulary(words: int) -> int:
     return -(-words // 64) * 64
 
 
-def optimizer(model: nn.Module, rate: float) -> torch.optim.AdamW:
-    """Weight decay for matrices alone; fused on a GPU."""
+def optimizer(model: nn.Module, rate: float, *, captured: bool = False) -> torch.optim.AdamW:
+    """Weight decay for matrices alone; fused on a GPU; captured: steps go into a CUDA graph."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     rest = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     fused = matrices[0].is_cuda
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=fused)
+    betas = (0.9, 0.95)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=fused, capturable=captured)
 
 
 def loss_of(forward: Callable, inputs: Inputs) -> Tensor:
@@ -96,12 +98,38 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     model.loss_function = torch.compile(model.loss_function, dynamic=False, backend=backend)
 
 
+Step = Callable[[Inputs], Tensor]  # takes a batch, returns its loss
+
+
+def capture(step: Step, inputs: Inputs) -> Step:
+    """A training step as one CUDA graph: the GPU's work, without the host's between kernels.
+
+    Takes one step, to have all that it compiles, and captures another. Batches of the answer need
+    the shapes of ``inputs``; its loss is good until its next call.
+    """
+    kept = {k: x.clone() if isinstance(x, Tensor) else x for k, x in inputs.items()}
+    step(kept)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(kept)
+
+    def replay(batch: Inputs) -> Tensor:
+        for name, tensor in batch.items():
+            if isinstance(tensor, Tensor):
+                kept[name].copy_(tensor)
+        graph.replay()
+        return loss
+
+    return replay
+
+
 class Turns:
     """One model and optimizer, which all methods train in turns.
 
     ``batches`` are the inputs of each method; ``compiled`` runs the model under torch.compile,
     which makes a program for each method, as its name is in the model's configuration: "layers" by
-    ``compile_layers``, "whole" the model at once.
+    ``compile_layers``, "graphs" the same with each step captured as a CUDA graph, "whole" the model
+    at once.
     """
 
     def __init__(
@@ -114,12 +142,13 @@ class Turns:
         timed: int = TIMED,
     ):
         self.model, self.batches, self.warm, self.timed = model, batches, warm, timed
-        self.optimizer = optimizer(model, 1e-4)
+        self.captured = compiled == "graphs"
+        self.optimizer = optimizer(model, 1e-4, captured=self.captured)
         torch._dynamo.reset()
         torch._dynamo.config.recompile_limit = 64
         # Of static shapes, as the methods' batches may have different ones.
         self.forward = torch.compile(model, dynamic=False) if compiled == "whole" else model
-        if compiled == "layers":
+        if compiled in ("layers", "graphs"):
             compile_layers(model)
         self.recomputed: set[str] = set()  # methods that fit only so
 
@@ -156,7 +185,9 @@ class Turns:
         row: Row = {"error": "out of memory"}
         if method not in self.recomputed:
             row = self._attempt(method)
-        if method == "eager" and row.get("error") == "out of memory":
+        # What is captured cannot recompute: that asks for the state of random numbers.
+        recomputes = method == "eager" and not self.captured
+        if recomputes and row.get("error") == "out of memory":
             self.recomputed.add(method)
             self.model.gradient_checkpointing_enable()
             row = self._attempt(method)
@@ -178,14 +209,16 @@ class Turns:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        step: Step = partial(train_step, self.forward, self.model, self.optimizer)
         # Steps are queued one behind the other, as a training loop does. To wait after each would
         # count the time that the host needs to begin the next.
         for number in range(self.warm + self.timed):
             if number == self.warm:
                 common.synchronise(device)
+                if self.captured:
+                    step = capture(step, batches[0])
                 started = time.perf_counter()
-            batch = batches[number % len(batches)]
-            loss = train_step(self.forward, self.model, self.optimizer, batch)
+            loss = step(batches[number % len(batches)])
         common.synchronise(device)
         seconds = (time.perf_counter() - started) / self.timed
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
