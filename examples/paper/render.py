@@ -119,6 +119,27 @@ def longer(record: Record, compiled: bool) -> str:
     return times(eager / ours if eager and ours else None)
 
 
+def captured(record: Record, what: str) -> str:
+    """Beside another method that is compiled and captured, too, of the lengths in their order."""
+    return "; ".join(
+        f"{size}: "
+        + ", ".join(ratio(record, what, size=size, seqlen=n, compiled=True) for n in LENGTHS)
+        for size in ("small", "medium")
+    )
+
+
+def graphs_sdpa(record: Record) -> str:
+    return captured(record, "best_sdpa")
+
+
+def graphs_eager(record: Record) -> str:
+    shipped = (
+        ratio(record, "eager_as_shipped", size=size, seqlen=1024, compiled=True)
+        for size in ("small", "medium")
+    )
+    return f"{captured(record, 'eager')}. Against eager as shipped at 1K: {', '.join(shipped)}"
+
+
 def seconds_of(record: Record) -> dict[tuple, float]:
     """Of a step, by size, length, whether it is compiled, and method."""
     return {
@@ -204,6 +225,20 @@ CLAIMS = (
         "gpt2.py speed",
         gpt2_longer,
     ),
+    Claim(
+        "GPT-2 with CUDA graphs, 1K, 2K, 4K, against SDPA",
+        "–",
+        "gpt2-graphs",
+        "gpt2.py speed --compile graphs",
+        graphs_sdpa,
+    ),
+    Claim(
+        "GPT-2 with CUDA graphs, 1K, 2K, 4K, against eager",
+        "–",
+        "gpt2-graphs",
+        "gpt2.py speed --compile graphs",
+        graphs_eager,
+    ),
     Claim("GPT-2, the same loss", "the same", "gpt2-train", "gpt2.py train", gpt2_loss),
     Claim(
         "GPT-2 with more context",
@@ -272,11 +307,14 @@ def falls_short(found: dict[str, Record]) -> str:
     reasons = {
         "bert": why_bert,
         "gpt2-speed": why_gpt2,
+        "gpt2-graphs": why_graphs,
         "long_context": why_context,
         "documents": why_documents,
         "arena": why_arena,
         "pathfinder128": why_pathfinder,
         "attention": why_attention,
+        "traffic": why_traffic,
+        "tiles": why_tiles,
     }
     lines = []
     for name, why in reasons.items():
@@ -329,6 +367,32 @@ def why_gpt2(record: Record) -> str:
         "turn to turn by more than it and PyTorch's fastest backends differ: "
         + ", ".join(f"{turns[n]} at {n}" for n in LENGTHS)
         + "."
+    )
+
+
+def why_graphs(record: Record) -> str:
+    rows = [row for row in record["rows"] if row["compiled"] and "seconds" in row]
+    spread = max(row["slowest"] / row["fastest"] - 1 for row in rows)
+
+    def milliseconds(seqlen: int) -> tuple[str, str]:
+        """Of small: with flashsdk, and with the fastest SDPA backend."""
+        found = {
+            row["method"]: 1e3 * row["seconds"]
+            for row in rows
+            if (row["size"], row["seqlen"]) == ("small", seqlen)
+        }
+        best = min(ms for method, ms in found.items() if method.startswith("SDPA"))
+        return f"{found['flashsdk']:.1f}", f"{best:.1f}"
+
+    (ours, best), (ours_4k, best_4k) = milliseconds(1024), milliseconds(4096)
+    return (
+        "**GPT-2 with CUDA graphs is the time of the card alone.** The graph holds all kernels of "
+        "a step, and the host starts it with one call. Each layer is compiled before, as in the "
+        "rows above. Turns of one captured method differ by at most "
+        f"{percent(spread)}. A step of small takes {ours} ms with flashsdk and {best} with the "
+        f"best SDPA backend at 1024, {ours_4k} and {best_4k} at 4096. It has as many tokens at "
+        "each length, so the rest of the model takes as long. The memory of captured steps counts "
+        "eager's masks in every row."
     )
 
 
@@ -408,6 +472,34 @@ def why_attention(record: Record) -> str:
     return f"{claim} At {lengths} some problem is faster dense." if slower else ""
 
 
+def why_traffic(record: Record) -> str:
+    apart = [
+        f"{row['name']}, {row['method']}, {row['phase']}"
+        for row in record["rows"]
+        if abs((row["read"] + row["written"]) / row["dram"] - 1) > 0.15
+    ]
+    if not apart:
+        return ""
+    return (
+        f"**Counts and counters of memory are more than 15 % apart in {len(apart)} of "
+        f"{len(record['rows'])} rows** ({'; '.join(apart)}). [io.md](io.md) says why: the last "
+        "bytes written stay in L2, and the softmax's derivative is two kernels in PyTorch."
+    )
+
+
+def why_tiles(record: Record) -> str:
+    last = record["rows"][-1]
+    best = min(record["rows"], key=lambda row: row["seconds"])
+    if best is last:
+        return ""
+    return (
+        f"**Larger tiles take less time up to {best['queries']} queries.** Tiles of "
+        f"{last['queries']} read {times(best['received'] / last['received'])} fewer bytes from L2 "
+        f"than those, and take {times(last['seconds'] / best['seconds'])} their time. Bytes are no "
+        "longer what bounds them, and more warps wait for each other."
+    )
+
+
 def shown(value: Any) -> str:
     if value is None:
         return "–"
@@ -444,7 +536,7 @@ def name_of(record: Record) -> str:
     if program == "lra/pathfinder":
         return f"pathfinder{settings['size']}"
     if program == "gpt2":
-        return f"gpt2-{settings['what']}"
+        return "gpt2-graphs" if settings.get("compile") == "graphs" else f"gpt2-{settings['what']}"
     if program == "long_context":
         return "documents" if settings["what"] == "documents" else "long_context"
     if program == "lra/arena" and settings["what"] == "train":

@@ -1,24 +1,26 @@
 // The forward with tiles of 16 to 256 queries, and a C door to them for tiles.py.
 //
-// Each warp has 16 queries, whatever the tile, and Hopper's multiprocessor holds 16 warps (12 of the smallest tile, by
-// its shared memory; other GPUs hold fewer). Tiles differ in how many queries share the keys that they read, so also in
+// Each warp has 16 queries, whatever the tile, and Hopper's multiprocessor holds 16 warps; of the smallest tile 12, by
+// its shared memory (other GPUs hold fewer). Tiles differ in how many queries share the keys that they read, so also in
 // how many threads copy a tile of keys, and in how many warps wait for each other.
 #include <flashsdk/kernels/common/own_kernel.h>
 #include <flashsdk/kernels/sm80/launch.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
 
 namespace {
 
 constexpr int kHeadDim = 64, kKeys = 64, kWarps = 16;
+constexpr int kMostBlocks = 12;  // a multiprocessor's shared memory holds no more; registers are left for so many
 
 template <int kQueries>
 struct Row {
   static constexpr flashsdk::table::Sm80Forward kRow{.head_dim = kHeadDim,
                                                      .tile = {kQueries, kKeys},
                                                      .warps = kQueries / 16,
-                                                     .blocks = kWarps / (kQueries / 16),
+                                                     .blocks = std::min(kMostBlocks, kWarps / (kQueries / 16)),
                                                      .kernels = {}};
 };
 

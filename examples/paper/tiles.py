@@ -9,8 +9,9 @@ bytes, and takes less time until something else bounds it.
 A tile of B queries stays on the chip while all keys stream past it, so that a head of N queries
 asks for its keys N / B times (docs/io.md). tiles.cu makes the forward of the sm80 kernels with
 tiles of 16 to 256 queries, by flashsdk's headers: nvcc compiles it in about a minute, once. Every
-tile is checked against float64, and timed in turns with the others. Where Nsight Compute (ncu) may
-read its counters, the bytes that L2 and memory saw stand beside the count.
+tile is checked against float64, and timed in turns with the others. "asked_of_l2" counts what it
+reads from L2, "moved" what comes from memory and goes there. Where Nsight Compute (ncu) may read
+its counters, they stand beside the counts, under the names of traffic.py.
 
 flashsdk is what pip has installed, or with ``--prefix`` what ``cmake --install`` has; CUTLASS is
 looked for in third_party/cutlass/cutlass and in the package nvidia-cutlass, or is ``--cutlass``.
@@ -151,9 +152,9 @@ class Tiles:
 
 
 def counted(size: int, device: str) -> Row:
-    """Bytes that the tiles ask of L2, and that memory moves."""
+    """Bytes that the tiles read from L2, and that memory moves."""
     shapes = traffic.shapes(PROBLEM)
-    asked = io.tiled_forward(shapes, (size, KEYS)).total
+    asked = traffic.asked(io.tiled_forward(shapes, (size, KEYS)))
     moved = io.tiled_forward(shapes, (size, KEYS), cache=traffic.cache(device)).total
     return {"asked_of_l2": asked, "moved": moved}
 
@@ -196,10 +197,10 @@ def measure(record: Record, path: Path, clock: Clock, out: Path) -> None:
 def summary(rows: list[Row]) -> str:
     first, last = rows[0], rows[-1]
     asked = first["asked_of_l2"] / last["asked_of_l2"]
-    text = f"tiles of {last['queries']} in place of {first['queries']} queries: {asked:.1f}× fewer "
-    text += "bytes asked of L2 by the counts"
-    if last.get("l2"):
-        text += f", {first['l2'] / last['l2']:.1f}× by the counters"
+    text = f"tiles of {last['queries']} in place of {first['queries']} queries read {asked:.1f}× "
+    text += "fewer bytes from L2 by the counts"
+    if last.get("received"):
+        text += f", {first['received'] / last['received']:.1f}× by the counter"
     if last.get("seconds"):
         best = min(rows, key=lambda row: row["seconds"])
         text += f"; {first['seconds'] / last['seconds']:.2f}× as fast"
@@ -210,7 +211,7 @@ def summary(rows: list[Row]) -> str:
 
 
 def picture(rows: list[Row], path: Path) -> None:
-    shown = {"bytes asked of L2": "asked_of_l2", "bytes of L2's counter": "l2", "time": "seconds"}
+    shown = {"bytes, counted": "asked_of_l2", "bytes, received": "received", "time": "seconds"}
     sizes = [row["queries"] for row in rows]
     common.plot(
         path,

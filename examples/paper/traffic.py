@@ -7,10 +7,11 @@ because it moves fewer bytes between the GPU's memory and its chip.
     python examples/paper/traffic.py --smoke    # the counts alone: seconds, no GPU
 
 For GPT-2 medium's attention and four other problems, standard attention and flashsdk, forward and
-backward: read and written bytes of ``flashsdk.io`` and of ncu's counters dram__bytes_read,
-dram__bytes_write and lts__t_bytes (L2). ncu empties the caches before every kernel, so that an
-operation finds nothing of the one before it: just what the counts suppose. Tiles of other sizes:
-tiles.py.
+backward: bytes of ``flashsdk.io``, and of ncu's counters. "read" and "written" are of memory,
+beside dram__bytes_read and dram__bytes_write. "asked_of_l2" is what flashsdk reads from L2, beside
+what the multiprocessors "received" (l1tex__m_xbar2l1tex_read_bytes). "l2" is lts__t_bytes.
+ncu empties the caches before every kernel, so that an operation finds nothing of the one before it:
+just what the counts suppose. Tiles of other sizes: tiles.py.
 
 Each problem is a run of ncu. One that fails, for want of the right to read counters or of time,
 leaves the counts alone for its problem, and the next run of the program tries it again. What it
@@ -48,7 +49,12 @@ PROBLEMS = (
 )
 METHODS = ("standard", "flashsdk")
 PHASES = ("forward", "backward")
-COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum")
+COUNTERS = (
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+    "lts__t_bytes.sum",
+    "l1tex__m_xbar2l1tex_read_bytes.sum",
+)
 BETWEEN = "spin_kernel"  # what torch.cuda._sleep launches: it stands between two cases
 DONE = "every case has run"  # a child's last line
 
@@ -73,7 +79,10 @@ def tile(problem: Problem, phase: str, device: str) -> tuple[int, int]:
     x = torch.empty(shape, dtype=kind, device=device)
     op = "fwd" if phase == "forward" else "bwd"
     mask = fs.Causal() if problem.causal else None
-    return fs.explain(x, x, x, op=op, mask=mask, dropout_p=problem.dropout).tile
+    found = fs.explain(x, x, x, op=op, mask=mask, dropout_p=problem.dropout)
+    if not found.kernel:
+        sys.exit(f"{problem.name}, {phase}: {found}".replace("\n", ";"))
+    return found.tile
 
 
 def cache(device: str) -> io.Cache:
@@ -83,18 +92,24 @@ def cache(device: str) -> io.Cache:
     return io.Cache(found.L2_cache_size, found.multi_processor_count)
 
 
-def counted(problem: Problem, method: str, phase: str, device: str) -> tuple[io.Traffic, int]:
-    """What memory moves, and what L2 is asked for."""
+def asked(tiled: io.Traffic) -> int:
+    """What is read from L2. L2 itself adds to dQ's sum: nothing of that comes back."""
+    return sum(step.read for step in tiled.steps if step.name != "dQ's sum")
+
+
+def counted(problem: Problem, method: str, phase: str, device: str) -> Row:
+    """What memory moves, and what flashsdk reads from L2."""
     given = shapes(problem)
     if method == "standard":
         count = io.standard_forward if phase == "forward" else io.standard_backward
         traffic = count(given, mask=problem.causal, dropout=problem.dropout > 0)
-        return traffic, traffic.total
+        return {"read": traffic.read, "written": traffic.written}
     mask = fs.Causal() if problem.causal else None
     size = tile(problem, phase, device)
     tiled = io.tiled_forward if phase == "forward" else io.tiled_backward
     traffic = tiled(given, size, mask=mask, cache=cache(device))
-    return traffic, tiled(given, size, mask=mask).total
+    found = {"read": traffic.read, "written": traffic.written}
+    return {**found, "asked_of_l2": asked(tiled(given, size, mask=mask))}
 
 
 # ---- measured
@@ -198,7 +213,11 @@ def summary(rows: list[Row]) -> str:
     if all(seen.values()):
         text += f", {seen['standard'] / seen['flashsdk']:.1f}× by the counters"
         apart = [abs((r["read"] + r["written"]) / r["dram"] - 1) for r in rows if r.get("dram")]
-        text += f"; counts and counters at most {100 * max(apart):.0f} % apart"
+        text += f"; counts and counters of memory at most {100 * max(apart):.0f} % apart"
+        ours = [row for row in rows if row["method"] == "flashsdk"]
+        if all(row.get("received") for row in ours):
+            apart = [abs(row["asked_of_l2"] / row["received"] - 1) for row in ours]
+            text += f", of what flashsdk reads from L2 {100 * max(apart):.0f} %"
     return text
 
 
@@ -206,24 +225,22 @@ def seen_of(counters: Row) -> Row:
     """What of a case's counters a row has, nothing where there are none."""
     if not counters:
         return {}
-    read, written, l2 = (counters[name] for name in COUNTERS)
+    read, written, l2, received = (counters[name] for name in COUNTERS)
     dram = {"dram": read + written, "dram_read": read, "dram_written": written}
-    return {**dram, "l2": l2, "kernels": counters["kernels"]}
+    return {**dram, "l2": l2, "received": received, "kernels": counters["kernels"]}
 
 
-def rows_of(problem: Problem, seen: list[Row], device: str) -> list[Row]:
+def rows_of(problem: Problem, counts: list[Row], seen: list[Row]) -> list[Row]:
     """The counts of a problem's cases, with the counters beside them where there are any."""
     rows = []
-    for (method, phase), counters in zip(CASES, seen or [{} for _ in CASES]):
-        traffic, asked = counted(problem, method, phase, device)
+    for (method, phase), count, counters in zip(CASES, counts, seen or [{} for _ in CASES]):
         row: Row = {"name": problem.name, "method": method, "phase": phase}
-        row |= {"read": traffic.read, "written": traffic.written, "asked_of_l2": asked}
-        row |= seen_of(counters)
+        row |= count | seen_of(counters)
         rows.append(row)
         beside = f"; dram {row['dram'] / 1e6:10.1f}" if counters else ""
         print(
             f"{problem.name:14} {method:9} {phase:9} "
-            f"counted, MB: {traffic.total / 1e6:10.1f}{beside}"
+            f"counted, MB: {(row['read'] + row['written']) / 1e6:10.1f}{beside}"
         )
     return rows
 
@@ -244,14 +261,15 @@ def main() -> None:
     if ncu is None:
         print("no GPU or no ncu here: the counts alone", file=sys.stderr)
     for problem in problems:
-        if any(row["name"] == problem.name and row.get("dram") for row in record.rows):
+        if any(row["name"] == problem.name and row.get("received") for row in record.rows):
             continue
+        counts = [counted(problem, *case, options.device) for case in CASES]
         seen: list[Row] = []
         if ncu and not clock.over(reserve=5):
             log = out / f"ncu-{problem.name.replace(' ', '-').replace(',', '')}.log"
             seen = measured(ncu, [__file__, "--child", problem.name], len(CASES), log, clock)
         record.rows[:] = [row for row in record.rows if row["name"] != problem.name]
-        for row in rows_of(problem, seen, options.device):
+        for row in rows_of(problem, counts, seen):
             record.row(**row)
         record.result["summary"] = summary(record.rows)
         record.save()

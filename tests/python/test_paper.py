@@ -4,6 +4,7 @@ The programs run in this process, one after the other, so that transformers is i
 """
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import json
@@ -345,6 +346,53 @@ def test_counters_of_a_profile(data):
     assert traffic.split("==ERROR== ERR_NVGPUCTRPERM") == []
 
 
+def test_what_tiles_read_of_l2(data):
+    """By hand, of 256 queries and keys in tiles of 128: a tensor has 32768 bytes, lse 1024."""
+    traffic, io = importlib.import_module("traffic"), importlib.import_module("flashsdk.io")
+    problem = io.Problem(1, 256, 256, 1, 64)
+    assert traffic.asked(io.tiled_forward(problem, (128, 128))) == 32768 + 2 * 65536
+    # delta; K and V; Q, dO, lse and delta of both tiles; dQ's sum to round it.
+    backward = traffic.asked(io.tiled_backward(problem, (128, 128)))
+    assert backward == 65536 + 65536 + 2 * (65536 + 2048) + 65536
+
+
+def test_a_build_without_a_kernel_is_one_line(data, monkeypatch):
+    traffic = importlib.import_module("traffic")
+    none = traffic.fs.ops.Explanation("", [("sm80 d64", "head_dim: 128")])
+    monkeypatch.setattr(traffic.fs, "explain", lambda *_, **__: none)
+    with pytest.raises(SystemExit) as stopped:
+        traffic.tile(traffic.PROBLEMS[1], "forward", "cpu")
+    assert stopped.value.code == "short, forward: no kernel fits;  not sm80 d64: head_dim: 128"
+
+
+def test_a_record_without_a_counter_is_measured_anew(program, data, tmp_path, monkeypatch):
+    """Counters that an older traffic.py did not have, of a problem that it has measured."""
+    traffic = importlib.import_module("traffic")
+    given = ["traffic.py", "--smoke", "--device", "cpu", "--out", tmp_path]
+    program(*given)
+    path = tmp_path / "record.json"
+    record = json.loads(path.read_text())
+    for row in record["rows"]:
+        row["dram"] = 1
+    path.write_text(json.dumps(record))
+    program(*given)
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == len(record["rows"]) and not any("dram" in row for row in rows)
+    for row in rows:
+        row |= {"dram": row["read"] + row["written"], "received": 1}
+        if row["method"] == "flashsdk":
+            row["received"] = row["asked_of_l2"] * 2
+    assert traffic.summary(rows).endswith("at most 0 % apart, of what flashsdk reads from L2 50 %")
+    render = importlib.import_module("render")
+    assert render.why_traffic({"rows": rows}) == ""
+    rows[1]["dram"] *= 2
+    assert "15 % apart in 1 of 8 rows** (GPT-2 medium, standard, backward)" in render.why_traffic(
+        {"rows": rows}
+    )
+    del rows[-1]["received"]
+    assert traffic.summary(rows).endswith("at most 50 % apart")
+
+
 def test_profiler_that_fails_leaves_the_counts(data, tmp_path, clock):
     """No right to read counters, a counter without a number, and one that takes too long."""
     traffic = importlib.import_module("traffic")
@@ -370,7 +418,8 @@ def test_profiler_that_fails_leaves_the_counts(data, tmp_path, clock):
     while running(sleeper) and time.monotonic() < wait:  # a signal takes its time
         time.sleep(0.05)
     assert not running(sleeper)  # what it started ends with it
-    rows = traffic.rows_of(problem, [], "cpu")
+    counts = [traffic.counted(problem, *case, "cpu") for case in traffic.CASES]
+    rows = traffic.rows_of(problem, counts, [])
     assert len(rows) == 4 and not any("dram" in row for row in rows)
 
 
@@ -477,7 +526,7 @@ def tiles(data, monkeypatch, tmp_path):
     monkeypatch.setattr(module.traffic, "cache", lambda _: io.Cache(50 << 20, 132))
     monkeypatch.setattr(module.traffic, "profiler", lambda: "ncu")
     names = (*module.traffic.COUNTERS, "kernels")
-    found = [dict(zip(names, (3, 2, 1000 // size, 1))) for size in module.SIZES]
+    found = [dict(zip(names, (3, 2, 1000 // size, 900 // size, 1))) for size in module.SIZES]
     monkeypatch.setattr(module.traffic, "measured", lambda *_: found)
     return module
 
@@ -486,15 +535,19 @@ def test_tiles(tiles, clock, tmp_path, monkeypatch):
     record = tiles.Record(tmp_path / "r.json", "tiles", {}, smoke=False, device="cpu")
     tiles.measure(record, tmp_path / "x.so", clock(1), tmp_path)
     assert [row["queries"] for row in record.rows] == list(tiles.SIZES)
-    assert record.rows[0]["dram"] == 5 and record.rows[0]["l2"] == 62
+    row = record.rows[0]
+    assert (row["dram"], row["l2"], row["received"]) == (5, 62, 56)
     assert tiles.summary(record.rows) == (
-        "tiles of 256 in place of 16 queries: 13.0× fewer bytes asked of L2 by the counts, "
-        "20.7× by the counters; 3.33× as fast, and 5.00× with 128, the fastest"
+        "tiles of 256 in place of 16 queries read 14.3× fewer bytes from L2 by the counts, "
+        "18.7× by the counter; 3.33× as fast, and 5.00× with 128, the fastest"
     )
     # A profiler that fails takes nothing from the record.
     monkeypatch.setattr(tiles.traffic, "measured", lambda *_: [])
     tiles.measure(record, tmp_path / "x.so", clock(1), tmp_path)
-    assert record.rows[0]["l2"] == 62
+    assert record.rows[0]["received"] == 56
+    reason = importlib.import_module("render").why_tiles(record.data)
+    assert "up to 128 queries.** Tiles of 256 read 2.33× fewer bytes from L2" in reason
+    assert "take 1.50× their time" in reason
     monkeypatch.setattr(tiles.Tiles, "wrong", 64)
     with pytest.raises(SystemExit, match=r"^64 queries: out is inf from the definition"):
         tiles.measure(record, tmp_path / "x.so", clock(1), tmp_path)
@@ -640,9 +693,7 @@ def test_layers_share_a_program(data):
     pytest.importorskip("transformers")
     gpt2, steps = (importlib.import_module(name) for name in ("gpt2", "steps"))
     counters = importlib.import_module("torch._dynamo.utils").counters
-    options = gpt2.argparse.Namespace(smoke=True, vocabulary=64, dropout=0.0, device="cpu")
-    gpt2.register()
-    model = gpt2.build(options, "small", 16)
+    model = small_gpt2(gpt2, "cpu")
     model.config._attn_implementation = gpt2.OURS
     ids = torch.arange(32).view(2, 16)
     inputs = {"input_ids": ids, "labels": ids}
@@ -654,6 +705,155 @@ def test_layers_share_a_program(data):
     assert counters["stats"]["unique_graphs"] == 2  # of two layers, and of the loss
     assert not counters["graph_break"]
     torch._dynamo.reset()
+
+
+def small_gpt2(gpt2, device):
+    options = gpt2.argparse.Namespace(smoke=True, vocabulary=64, dropout=0.0, device=device)
+    gpt2.register()
+    return gpt2.build(options, "small", 16)
+
+
+def test_a_mask_made_before_is_that_of_eager_attention(data):
+    pytest.importorskip("transformers")
+    gpt2, steps = (importlib.import_module(name) for name in ("gpt2", "steps"))
+    model = small_gpt2(gpt2, "cpu")
+    batches = [
+        dict.fromkeys(("input_ids", "labels"), torch.arange(n, n + 32).view(2, 16)) for n in (0, 9)
+    ]
+    for inputs, with_mask in zip(batches, gpt2.masked(batches)):
+        assert with_mask["attention_mask"].shape == (1, 1, 16, 16)
+        assert torch.equal(steps.loss_of(model, with_mask), steps.loss_of(model, inputs))
+
+
+def test_turns_with_graphs(data, clock, monkeypatch):
+    """Each turn captures its method's step anew, and takes all timed steps by the graph."""
+    steps = importlib.import_module("steps")
+    model = torch.nn.Linear(2, 2)
+    model.config, model.loss_function = argparse.Namespace(), None
+    monkeypatch.setattr(steps.torch, "compile", lambda function, **_: function)
+    taken, replayed = [], []
+
+    def capture(step, inputs):
+        def replay(batch):
+            replayed.append((model.config._attn_implementation, batch["labels"].item()))
+            return torch.tensor(1.0)
+
+        return replay
+
+    monkeypatch.setattr(steps, "capture", capture)
+    monkeypatch.setattr(
+        steps, "train_step", lambda *of: taken.append(of[-1]["labels"].item()) or torch.tensor(2.0)
+    )
+    batches = [{"labels": torch.tensor(n)} for n in (10, 20, 30)]
+    turns = steps.Turns(model, {"a": batches, "b": batches}, compiled="graphs", warm=1, timed=3)
+    assert turns.optimizer.defaults["capturable"]
+    rows = turns.run(1, clock(1))
+    assert taken == [10, 10]
+    assert replayed == [(method, n) for method in "ab" for n in (20, 30, 10)]
+    assert [row["loss"] for row in rows.values()] == [1.0, 1.0]
+    # No recomputing: the state of random numbers cannot be asked for in a capture.
+    turns._attempt = lambda _: {"error": "out of memory"}
+    assert turns._turn("eager") == {"error": "out of memory"} and not turns.recomputed
+
+
+def test_eager_alone_is_given_a_mask(data, clock, tmp_path, monkeypatch):
+    """Where steps are captured, and nowhere else."""
+    gpt2, common = importlib.import_module("gpt2"), importlib.import_module("common")
+    found = []
+
+    class Turns:
+        def __init__(self, model, batches, *, compiled):
+            found.append(
+                (compiled, {m: ["attention_mask" in x for x in batches[m]] for m in batches})
+            )
+
+        def run(self, rounds, clock):
+            return {}
+
+    monkeypatch.setattr(gpt2, "Turns", Turns)
+    monkeypatch.setattr(gpt2, "build", lambda *_: None)
+    text = argparse.Namespace(batch=lambda n, seqlen, seed: torch.full((n, seqlen), seed))
+    record = common.Record(tmp_path / "r.json", "gpt2", {}, smoke=False, device="cpu")
+    options = argparse.Namespace(
+        sizes=["small"],
+        lengths=[8],
+        methods=["eager", gpt2.OURS],
+        device="cpu",
+        rounds=1,
+        smoke=False,
+    )
+    for how in ("layers", "graphs"):
+        options.compile = how
+        gpt2.speed(options, clock(9), record, text)
+    none = {"eager": [False] * 4, gpt2.OURS: [False] * 4}
+    captured = ("graphs", none | {"eager": [True] * 4})
+    assert found == [(None, none), ("layers", none), (None, none), captured]
+
+
+def test_graphs_of_a_page(data):
+    """The row, its reason, and the record's name; without the fastest backends there is no row."""
+    render = importlib.import_module("render")
+    settings = {"what": "speed", "compile": "graphs"}
+    times = {"flashsdk": 0.02, "SDPA": 0.03, "SDPA cuDNN": 0.025, "eager": 0.05}
+    rows = [
+        {"size": size, "seqlen": n, "compiled": compiled, "method": method}
+        | {"seconds": (1 if compiled else 2) * s, "fastest": s, "slowest": 1.1 * s}
+        for size in ("small", "medium")
+        for n in (1024, 2048, 4096)
+        for compiled in (False, True)
+        for method, s in times.items()
+    ]
+    record = {"program": "gpt2", "settings": settings, "rows": rows}
+    record["result"] = {"ratios": importlib.import_module("gpt2").ratios(rows)}
+    assert render.name_of(record) == "gpt2-graphs"
+    assert render.name_of({**record, "settings": {**settings, "compile": "layers"}}) == "gpt2-speed"
+    alike = ", ".join(["1.25×"] * 3)
+    assert render.graphs_sdpa(record) == f"small: {alike}; medium: {alike}"
+    assert render.graphs_eager(record).endswith("Against eager as shipped at 1K: 5.00×, 5.00×")
+    reason = render.why_graphs(record)
+    assert "differ by at most 10.0 %." in reason
+    assert "20.0 ms with flashsdk and 25.0 with the best SDPA backend at 1024" in reason
+
+
+def test_graphs_need_a_gpu(data):
+    command = [sys.executable, PROGRAMS / "gpt2.py", "speed", "--compile", "graphs"]
+    command += ["--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "--compile graphs: needs a GPU, --device is cpu\n"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("method", ["exact_tiled", "eager", "sdpa_pick"])
+def test_captured_steps_train_as_others(data, method):
+    """Each replay reads its own batch and moves the weights, as the steps of a loop do."""
+    pytest.importorskip("transformers")
+    gpt2, steps = (importlib.import_module(name) for name in ("gpt2", "steps"))
+    batches = []
+    for seed in range(4):
+        ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed)).cuda()
+        batches.append({"input_ids": ids, "labels": ids})
+    if method == "eager":
+        batches = gpt2.masked(batches)
+    losses, weights = [], []
+    for captured in (False, True):
+        model = small_gpt2(gpt2, "cuda")
+        model.config._attn_implementation = method
+        before = model.lm_head.weight.detach().clone()
+        steps.compile_layers(model, backend="aot_eager")
+        optimizer = steps.optimizer(model, 1e-2, captured=captured)
+        step = functools.partial(steps.train_step, model, model, optimizer)
+        step(batches[0])
+        if captured:
+            step = steps.capture(step, batches[0])  # takes one more of it
+        else:
+            step(batches[0])
+        losses.append(torch.stack([step(batch).clone() for batch in batches]).tolist())
+        weights.append((model.lm_head.weight - before).detach())
+    assert losses[1] == pytest.approx(losses[0], rel=3e-3)
+    # Each of six steps moves a weight by some 0.01.
+    apart = (weights[1] - weights[0]).abs().mean() / weights[0].abs().mean()
+    assert weights[0].abs().mean() > 0.02 and apart < 0.1
 
 
 def test_text_is_made_once(data, tmp_path, monkeypatch):
