@@ -13,8 +13,9 @@ tile is checked against float64, and timed in turns with the others. "asked_of_l
 reads from L2, "moved" what comes from memory and goes there. Where Nsight Compute (ncu) may read
 its counters, they stand beside the counts, under the names of traffic.py.
 
-flashsdk is what pip has installed, or with ``--prefix`` what ``cmake --install`` has; CUTLASS is
-looked for in third_party/cutlass/cutlass and in the package nvidia-cutlass, or is ``--cutlass``.
+flashsdk is what pip has installed, or with ``--prefix`` what ``cmake --install`` has. CUTLASS is
+looked for in third_party/cutlass/cutlass, in the package nvidia-cutlass, and in build/, where pip's
+build of flashsdk with its GPU kernels has it; or it is ``--cutlass``.
 """
 
 from __future__ import annotations
@@ -95,9 +96,12 @@ def installed(prefix: Path | None) -> tuple[Path, Path]:
 def headers(cutlass: Path | None) -> Path:
     """CUTLASS's include folder."""
     package = importlib.util.find_spec("cutlass_library")
-    places = [cutlass] if cutlass else [SOURCE.parents[2] / "third_party" / "cutlass" / "cutlass"]
+    root = SOURCE.parents[2]
+    places = [cutlass] if cutlass else [root / "third_party" / "cutlass" / "cutlass"]
     if package and package.origin and not cutlass:
         places.append(Path(package.origin).parent / "source")
+    if not cutlass:
+        places += sorted(root.glob("build/*/cutlass/cutlass_library/source"))
     for place in places:
         if (place / "include" / "cutlass").is_dir():
             return place / "include"

@@ -47,6 +47,55 @@ def test_page_says_what_was_compiled(paper):
         assert text.startswith(f"small: 1.50×, {words} 4.25× (2.00× with eager's, too); medium: –")
 
 
+def test_goals_are_rounded_down(paper):
+    """A figure just below its goal is short of it; what was not run reaches nothing."""
+    goals = importlib.import_module("goals")
+    ratios = [
+        {"kind": "documents", "compiled": compiled, "best_sdpa": value}
+        for compiled, value in ((False, 1.15), (True, 1.1499))
+    ]
+    lines = {line[0]: line[1:] for line in goals.rows({"bert": {"result": {"ratios": ratios}}})}
+    packed = lines["BERT-large, packed, against the best SDPA"]
+    assert packed == ["1.15×", "uncompiled 1.15×; compiled 1.14×", "in part"]
+    assert lines["BERT-large, full sequences, against the best SDPA"][1:] == [
+        "uncompiled –; compiled –",
+        "–",
+    ]
+    assert lines["Memory of attention at 4K"] == ["20×", "–", "–"]
+    ratios[1]["best_sdpa"] = 1.2
+    assert next(goals.Goal("", 1.15, goals.bert("documents")).figures({})) == ("uncompiled", None)
+    again = goals.rows({"bert": {"result": {"ratios": ratios}}})
+    assert ["BERT-large, packed, against the best SDPA", "1.15×"] in [line[:2] for line in again]
+    assert [line[3] for line in again if line[0].startswith("BERT-large, packed")] == ["yes"]
+
+
+def test_what_attention_without_time_would_give(paper):
+    """By hand: of a step of 40 ms 12 layers take 16 sequences of 12 heads, each 1 us."""
+    goals = importlib.import_module("goals")
+    row = {"size": "small", "seqlen": 1024, "compiled": True, "batch": 16}
+    speed = {
+        "runs": [{"device": "card"}],
+        "rows": [
+            {**row, "method": "SDPA", "seconds": 0.05},
+            {**row, "method": "SDPA cuDNN", "seconds": 0.04},
+            {**row, "method": "flashsdk", "seconds": 0.01},
+        ],
+    }
+    call = {"name": "causal", "seqlen": 1024, "batch": 8, "heads": 4}
+    alone = {
+        "runs": [{"device": "card"}],
+        "rows": [
+            {**call, "method": "SDPA cuDNN", "both": 32e-6},
+            {**call, "method": "flashsdk", "both": 1e-6},
+        ],
+    }
+    both = {"gpt2-speed": speed, "attention": alone}
+    assert goals.ceiling(both, "small", 1024) == pytest.approx(0.04 / (0.04 - 12 * 16 * 12 * 1e-6))
+    assert goals.ceiling(both, "medium", 1024) is None
+    alone["runs"][0]["device"] = "another"
+    assert goals.ceiling(both, "small", 1024) is None
+
+
 def test_a_record_that_lacks_something_changes_nothing(paper, tmp_path, monkeypatch):
     render = importlib.import_module("render")
     for name in ("RECORDS", "PAGE"):

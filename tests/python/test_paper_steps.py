@@ -3,6 +3,9 @@
 import argparse
 import functools
 import importlib
+import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -34,6 +37,37 @@ def test_methods_without_a_turn_come_in_the_next_run(paper, clock):
     rows = turns.run(3, minutes)
     assert list(rows) == ["faulty", "right"]
     assert rows["faulty"]["error"] == "'cu_seq_lens_q'" and rows["right"]["turns"] == 1
+
+
+def test_gpt2_train_resumes_to_the_bit(program, paper, tmp_path, monkeypatch):
+    """Ended in the second of its methods, with dropout."""
+    for package in ("transformers", "tokenizers"):
+        pytest.importorskip(package)
+    given = ["gpt2.py", "train", "--smoke", "--dropout", 0.1, "--device", "cpu"]
+    program(*given, "--out", tmp_path / "whole")
+    steps = importlib.import_module("steps")
+    take, taken = steps.train_step, []
+
+    def train_step(*of):
+        taken.append(of)
+        if len(taken) == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(*of)
+
+    monkeypatch.setattr(steps, "train_step", train_step)
+    for _ in range(2):
+        program(*given, "--out", tmp_path / "parts")
+    whole, parts = (
+        {(row["method"], row["step"]): row["loss"] for row in json.loads(file.read_text())["rows"]}
+        for file in (tmp_path / name / "record.json" for name in ("whole", "parts"))
+    )
+    assert len(taken) == 12 and whole == parts
+    for file in (tmp_path / "whole").glob("*.pt"):
+        ours, theirs = (
+            torch.load(path, weights_only=True)["model"]
+            for path in (file, tmp_path / "parts" / file.name)
+        )
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_layers_share_a_program(paper):
