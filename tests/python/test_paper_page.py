@@ -32,6 +32,7 @@ def test_page_is_that_of_the_records(paper):
         [sys.executable, paper / "render.py", "--check"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # every record has what its reason takes
 
 
 def test_page_says_what_was_compiled(paper):
