@@ -253,10 +253,10 @@ def _text(data: Row) -> str:
 
 
 class Training:
-    """A model, its optimizer and a state of plain numbers, which resume bit by bit.
+    """A model, its optimizer and a state of plain numbers, which are restored exactly.
 
     On a CPU a training in parts is that of one run, to the bit. A GPU adds up embeddings' gradients
-    and attention's dQ in another order each time, so that its steps repeat but for rounding.
+    and attention's dQ in another order each time, so that its steps differ by rounding.
     ``state`` holds at least "step" and "seconds", the time trained by all runs together. All that a
     step draws at random must follow from ``state``. ``counters`` are tensors that go with it, whose
     values stay on the device.

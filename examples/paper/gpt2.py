@@ -22,7 +22,7 @@ and each whole step is captured as one CUDA graph, which the host starts with on
 the card alone. Such steps do not recompute. ``train`` takes the same steps from the same weights
 with flashsdk, eager attention, and PyTorch's own choice. How far the last two come apart is what
 rounding alone does to a training in bf16. Both go on where a run was stopped: ``speed`` with the
-methods that had no turn yet, ``train`` with the next step, from the same bits.
+methods that had no turn yet, ``train`` with the next step, from exactly the saved state.
 """
 
 from __future__ import annotations

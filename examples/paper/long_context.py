@@ -26,7 +26,7 @@ With one label a document micro-F1 is the share that is right. A fifth of the do
 for the F1 that is reported. Another fifth is for validation: it chooses the length that the summary
 names.
 
-Each length has its checkpoint, resumes from the same bits, and all add to one curve.
+Each length has its checkpoint, resumes from exactly the saved state, and all add to one curve.
 """
 
 from __future__ import annotations

@@ -96,11 +96,13 @@ def installed(prefix: Path | None) -> tuple[Path, Path]:
 def headers(cutlass: Path | None) -> Path:
     """CUTLASS's include folder."""
     package = importlib.util.find_spec("cutlass_library")
-    root = SOURCE.parents[2]
-    places = [cutlass] if cutlass else [root / "third_party" / "cutlass" / "cutlass"]
-    if package and package.origin and not cutlass:
-        places.append(Path(package.origin).parent / "source")
-    if not cutlass:
+    root, places = SOURCE.parents[2], []
+    if cutlass:
+        places.append(cutlass)
+    else:
+        places.append(root / "third_party" / "cutlass" / "cutlass")
+        if package and package.origin:
+            places.append(Path(package.origin).parent / "source")
         places += sorted(root.glob("build/*/cutlass/cutlass_library/source"))
     for place in places:
         if (place / "include" / "cutlass").is_dir():

@@ -20,8 +20,6 @@ torch = pytest.importorskip("torch")
 
 pytest_plugins = ["paper_programs"]
 TEXT = ("transformers", "tokenizers")  # what programs with language models need
-
-
 SMOKES = {
     "lra/pathfinder.py": (),
     "attention.py": (),
@@ -174,8 +172,6 @@ def test_data_that_is_given_is_held_out_once(paper, tmp_path):
 
 
 SMOKE = ["--smoke", "--device", "cpu"]
-
-
 EMPTY = {"runs": [], "curve": [], "rows": [], "result": {}}
 
 
@@ -243,7 +239,7 @@ def test_text_is_made_once(paper, tmp_path, monkeypatch):
     assert tokenizer.decode(made.train[: made.lengths()[0] - 1].tolist()) == train[0]
 
 
-def test_wilson(program, paper):
+def test_wilson(paper):
     common = importlib.import_module("common")
     low, high = common.wilson(5, 10)  # Newcombe 1998, the method's own figures
     assert (round(low, 4), round(high, 4)) == (0.2366, 0.7634)

@@ -62,7 +62,9 @@ def test_gpt2_train_resumes_to_the_bit(program, paper, tmp_path, monkeypatch):
         for file in (tmp_path / name / "record.json" for name in ("whole", "parts"))
     )
     assert len(taken) == 12 and whole == parts
-    for file in (tmp_path / "whole").glob("*.pt"):
+    files = sorted((tmp_path / "whole").glob("*.pt"))
+    assert len(files) == 3
+    for file in files:
         ours, theirs = (
             torch.load(path, weights_only=True)["model"]
             for path in (file, tmp_path / "parts" / file.name)

@@ -11,7 +11,7 @@ smaller images and goes on to larger ones:
     python pathfinder.py --size 256 --out p256 --minutes 9 --start p128/checkpoint.pt   # Path-256
     python pathfinder.py --smoke                                      # a check: seconds on a CPU
 
-A command that is run again goes on from the bits that the last one left, and adds its part to
+A command that is run again goes on from exactly the saved state, and adds its part to
 ``record.json``: the curve, and the accuracy on ``--test`` held-out images with its 95 % interval.
 ``--cooldown IMAGES`` lets the learning rate fall to 0 over so many images, and ends the training.
 
