@@ -96,6 +96,18 @@ def test_listops(paper):
         assert stack == [[value]] and 20 <= len(tokens) <= 300
 
 
+def test_listops_of_many_processes(paper, monkeypatch):
+    """The same as of one, part by part, and no part is another's."""
+    arena = importlib.import_module("arena")
+    monkeypatch.setattr(arena, "PART", 3)
+    given = {"shortest": 20, "longest": 300}
+    tokens, values = arena.listops(7, 5, **given)
+    parts = [arena._listops(5, 20, 300, part, size) for part, size in enumerate((3, 3, 1))]
+    assert tokens == [x for part, _ in parts for x in part] and len(values) == 7
+    assert values == [x for _, part in parts for x in part]
+    assert len(set(map(tuple, tokens))) == 7
+
+
 def test_sigterm_ends_the_minutes(clock):
     """What ``timeout`` sends lets a program save; a second one ends it."""
     minutes = clock(1)

@@ -32,7 +32,10 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -80,9 +83,28 @@ class Data:
 # ---- ListOps (Nangia and Bowman, arXiv 1804.06028)
 
 
+PART = 500  # examples that one process makes at a time
+
+
 def listops(count: int, seed: int, *, shortest: int, longest: int) -> tuple[list[list[int]], list]:
-    """Expressions of so many tokens, at most 10 deep and with at most 10 arguments, and values."""
-    rng = np.random.default_rng(seed)
+    """Expressions of so many tokens, at most 10 deep and with at most 10 arguments, and values.
+
+    The same for the same seed, whatever the number of processes that make them.
+    """
+    sizes = [min(PART, count - made) for made in range(0, count, PART)]
+    one = partial(_listops, seed, shortest, longest)
+    if len(sizes) == 1:
+        parts = [one(0, count)]
+    else:
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+            parts = list(pool.map(one, range(len(sizes)), sizes))
+    return [x for expressions, _ in parts for x in expressions], [x for _, v in parts for x in v]
+
+
+def _listops(
+    seed: int, shortest: int, longest: int, part: int, count: int
+) -> tuple[list[list[int]], list]:
+    rng = np.random.default_rng([seed, part])
     expressions, values = [], []
     while len(values) < count:
         tokens: list[int] = []
@@ -150,8 +172,12 @@ def load(
     seed: int,
     paths: dict[str, Path | None],
     held_out: bool = False,
+    device: str = "cpu",
 ) -> Data:
-    """``count`` examples; the same for the same seed. ``held_out``: that training does not see."""
+    """``count`` examples; the same for the same seed. ``held_out``: that training does not see.
+
+    ``device`` draws images, whose seed makes others on a GPU than on a CPU.
+    """
     rng = np.random.default_rng(seed)
     path = paths.get(name)
     if name == "listops":
@@ -161,8 +187,9 @@ def load(
         return Data(tokens, torch.tensor(values), "generated", True)
     if name == "pathfinder":
         size = math.isqrt(task.seqlen)
-        images = pathfinder_data.generate(pathfinder_data.TASKS[size], count, seed)
-        return Data(images.pixels.flatten(1).short() + 1, images.labels, "generated", True)
+        images = pathfinder_data.generate(pathfinder_data.TASKS[size], count, seed, device)
+        tokens = images.pixels.flatten(1).short().cpu() + 1
+        return Data(tokens, images.labels.cpu(), "generated", True)
     if name == "image" and path:
         try:
             found = np.load(path)
@@ -363,10 +390,11 @@ def faster(rows: list[Row]) -> Row:
 def train(options: argparse.Namespace, record: Record, clock: Clock, task: Task) -> None:
     name = options.task
     started = time.monotonic()
-    data = load(name, task, options.examples, 1, vars(options))
+    data = load(name, task, options.examples, 1, vars(options), device=options.device)
     if not data.real:
         sys.exit(f"--{name}: not given; only its time can be measured without the real data")
-    held_out = load(name, task, options.test, 2, vars(options), held_out=True)
+    given = {"held_out": True, "device": options.device}
+    held_out = load(name, task, options.test, 2, vars(options), **given)
     print(f"{len(data.labels)} examples, {data.source}, in {time.monotonic() - started:.0f} s")
     torch.manual_seed(0)
     model = Classifier(task, width=128, heads=2, layers=4).to(options.device)
