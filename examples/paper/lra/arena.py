@@ -462,6 +462,8 @@ def main() -> None:
         given = getattr(options, options.task, None)
         settings |= {"task": options.task, "data": given and str(given.resolve())}
         settings |= {"examples": options.examples, "test": options.test}
+    else:
+        settings["device"] = common.device_name(options.device)
     name = "lra/arena" + (f"-{options.task}" if options.what == "train" else "")
     out = common.folder(options.out, name, options.smoke)
     record = Record.of(options, out, "lra/arena", settings)
