@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-Record = dict[str, Any]
+from figures import Record, best_step, dense, fitting, memory, ratio_of, ratios, times
+
 Records = dict[str, Record]
 Figures = Iterator[tuple[str, float | None]]  # what it is of, and how many times; None: not run
 
@@ -21,20 +22,6 @@ class Goal:
     remark: Callable[[Records], str] = lambda _: ""
 
 
-def times(value: float | None, digits: int = 2) -> str:
-    return f"{value:.{digits}f}×" if value else "–"
-
-
-def ratio(record: Record | None, what: str, **wanted: Any) -> float | None:
-    """Of the first entry of the record's ratios that is of all that is wanted."""
-    found = (e for e in ratios(record) if all(e.get(key) == x for key, x in wanted.items()))
-    return next(found, {}).get(what)
-
-
-def ratios(record: Record | None) -> list[dict[str, Any]]:
-    return record["result"].get("ratios", []) if record else []
-
-
 # ---- figures of each goal
 
 
@@ -47,9 +34,9 @@ def gpt2(what: str, seqlen: int, *ways: str) -> Callable[[Records], Figures]:
             for size in LAYERS:
                 of = {"size": size, "seqlen": seqlen, "compiled": way == "compiled"}
                 remark = ", eager recomputing" if what == "eager" and recomputed(speed, of) else ""
-                yield f"{size}, {way}{remark}", ratio(speed, what, **of)
+                yield f"{size}, {way}{remark}", ratio_of(speed, what, **of)
                 if way == "compiled":
-                    yield f"{size}, CUDA graphs", ratio(records.get("gpt2-graphs"), what, **of)
+                    yield f"{size}, CUDA graphs", ratio_of(records.get("gpt2-graphs"), what, **of)
 
     return figures
 
@@ -57,15 +44,14 @@ def gpt2(what: str, seqlen: int, *ways: str) -> Callable[[Records], Figures]:
 def recomputed(record: Record | None, of: dict[str, Any]) -> bool:
     """Whether eager attention fits only if its layers are computed twice."""
     rows = record["rows"] if record else []
-    wanted = {**of, "method": "eager", "recomputed": True}
-    return any(all(row.get(key) == x for key, x in wanted.items()) for row in rows)
+    return any(fitting(rows, **of, method="eager", recomputed=True))
 
 
 def bert(kind: str) -> Callable[[Records], Figures]:
     def figures(records: Records) -> Figures:
         for way in ("uncompiled", "compiled"):
             of = {"kind": kind, "compiled": way == "compiled"}
-            yield way, ratio(records.get("bert"), "best_sdpa", **of)
+            yield way, ratio_of(records.get("bert"), "best_sdpa", **of)
 
     return figures
 
@@ -78,33 +64,13 @@ def arena(method: str) -> Callable[[Records], Figures]:
     return figures
 
 
-def dense(record: Record | None) -> dict[str, list[float]]:
-    """Of each problem of many lengths, forward and backward, at 128 to 2048."""
-    found: dict[str, list[float]] = {}
-    for entry in ratios(record):
-        if entry["seqlen"] <= 2048 and "dense" in entry and entry["name"] != "GPT-2 medium":
-            found.setdefault(entry["name"], []).append(entry["dense"])
-    return found
-
-
 def attention(records: Records) -> Figures:
     found = dense(records.get("attention"))
     yield from ((name, min(values)) for name, values in found.items()) if found else [("", None)]
 
 
 def gpt2_attention(records: Records) -> Figures:
-    yield "", ratio(records.get("attention"), "dense", name="GPT-2 medium")
-
-
-def memory(record: Record | None, seqlen: int) -> float | None:
-    """How many times less, with the eight tensors of the problem, which are there anyway."""
-    found = {}
-    for row in record["rows"] if record else []:
-        if (row["name"], row["seqlen"]) == ("causal, dropout 0.1", seqlen) and row.get("memory"):
-            tensor = 2 * row["batch"] * row["seqlen"] * row["heads"] * row["head_dim"]
-            found[row["method"]] = row["memory"] + 8 * tensor
-    both = {"standard", "flashsdk"} <= found.keys()
-    return found["standard"] / found["flashsdk"] if both else None
+    yield "", ratio_of(records.get("attention"), "dense", name="GPT-2 medium")
 
 
 def attention_memory(records: Records) -> Figures:
@@ -123,26 +89,22 @@ def ceiling(records: Records, size: str, seqlen: int) -> float | None:
     speed, alone = records.get("gpt2-speed"), records.get("attention")
     if not speed or not alone:
         return None
-    steps = [
-        (row["seconds"], row["method"], row["batch"], speed["runs"][row["run"]]["device"])
-        for row in speed["rows"]
-        if (row["size"], row["seqlen"], row["compiled"]) == (size, seqlen, True)
-        and row["method"].startswith("SDPA")
-        and "seconds" in row
-    ]
-    if not steps:
+    try:
+        step = best_step(speed, size, seqlen)
+    except ValueError:  # not measured
         return None
-    step, method, batch, device = min(steps)
+    method, device = step["method"], speed["runs"][step["run"]]["device"]
     calls = [
         row["both"] / (row["batch"] * row["heads"])
-        for row in alone["rows"]
-        if (row["name"], row["seqlen"]) == ("causal", seqlen)
-        and (row["method"] == method or (method == "SDPA" and row["method"].startswith("SDPA")))
+        for row in fitting(alone["rows"], name="causal", seqlen=seqlen)
+        if (row["method"] == method or (method == "SDPA" and row["method"].startswith("SDPA")))
         and row.get("both")
         and alone["runs"][row["run"]]["device"] == device
     ]
-    rest = step - min(calls, default=step) * batch * HEADS[size] * LAYERS[size]
-    return step / rest if rest > 0 else None
+    if not calls:
+        return None
+    rest = step["seconds"] - min(calls) * step["batch"] * HEADS[size] * LAYERS[size]
+    return step["seconds"] / rest if rest > 0 else None
 
 
 def ceilings(seqlen: int) -> Callable[[Records], str]:

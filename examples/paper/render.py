@@ -11,9 +11,7 @@ No figure in the page is typed but the paper's own and the goals. A claim withou
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -22,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import goals
-from goals import times
+from figures import LENGTHS, Record, dense, longer, memory, percent, ratio, times
+from reasons import falls_short
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "results" / "paper"
 PAGE = ROOT / "docs" / "paper.md"
 MISSING = "not run yet"
-
-Record = dict[str, Any]
 
 INTRODUCTION = """\
 <!-- Written by examples/paper/render.py from benchmarks/results/paper; change it there. -->
@@ -61,10 +58,6 @@ class Claim:
     ours: Callable[[Record], str]
 
 
-def percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
 def accuracy(record: Record) -> str:
     result = record["result"]
     if "accuracy" not in result:
@@ -79,10 +72,6 @@ def accuracy(record: Record) -> str:
     return f"{percent(result['accuracy'])} ({low} to {high}, {right} images){stage}"
 
 
-def ratio(record: Record, what: str, **wanted: Any) -> str:
-    return times(goals.ratio(record, what, **wanted))
-
-
 def gpt2_speed(record: Record) -> str:
     compiled = {"whole": "compiled"}.get(record["settings"]["compile"], "each layer compiled")
     return "; ".join(
@@ -91,9 +80,6 @@ def gpt2_speed(record: Record) -> str:
         f" ({ratio(record, 'eager', size=size, seqlen=1024, compiled=True)} with eager's, too)"
         for size in ("small", "medium")
     )
-
-
-LENGTHS = (1024, 2048, 4096)
 
 
 def gpt2_sdpa(record: Record) -> str:
@@ -112,13 +98,6 @@ def gpt2_sdpa(record: Record) -> str:
 def gpt2_longer(record: Record) -> str:
     """Small at 4K beside the standard program at 1K: as many tokens a step."""
     return f"small: {longer(record, False)}, each layer of both compiled {longer(record, True)}"
-
-
-def longer(record: Record, compiled: bool) -> str:
-    seconds = seconds_of(record)
-    eager = seconds.get(("small", 1024, compiled, "eager"))
-    ours = seconds.get(("small", 4096, compiled, "flashsdk"))
-    return times(eager / ours if eager and ours else None)
 
 
 def captured(record: Record, what: str) -> str:
@@ -140,15 +119,6 @@ def graphs_eager(record: Record) -> str:
         for size in ("small", "medium")
     )
     return f"{captured(record, 'eager')}. Against eager as shipped at 1K: {', '.join(shipped)}"
-
-
-def seconds_of(record: Record) -> dict[tuple, float]:
-    """Of a step, by size, length, whether it is compiled, and method."""
-    return {
-        (row["size"], row["seqlen"], row["compiled"], row["method"]): row["seconds"]
-        for row in record["rows"]
-        if "seconds" in row
-    }
 
 
 def gpt2_loss(record: Record) -> str:
@@ -175,7 +145,7 @@ def bert(record: Record) -> str:
 
 def attention_times(record: Record) -> str:
     """Forward and backward, of two of its problems."""
-    found = goals.dense(record)
+    found = dense(record)
     shown = [
         f"{name}: {times(min(found[name]))} to {times(max(found[name]))}"
         for name in ("causal, dropout 0.1", "plain")
@@ -185,7 +155,7 @@ def attention_times(record: Record) -> str:
 
 
 def attention_memory(record: Record) -> str:
-    found = {seqlen: goals.memory(record, seqlen) for seqlen in (4096, 16384)}
+    found = {seqlen: memory(record, seqlen) for seqlen in (4096, 16384)}
     shown = [f"{value:.0f}× less at {seqlen}" for seqlen, value in found.items() if value]
     return ", ".join(shown) or MISSING
 
@@ -318,219 +288,6 @@ def own_goals(found: dict[str, Record]) -> str:
         f"close to 1 says little. Measured: {cards}.\n\n"
     )
     return text + table(["goal", "at least", "measured", "reached"], goals.rows(found))
-
-
-def falls_short(found: dict[str, Record]) -> str:
-    """What is below the paper's or was done in another way: how far it is from it, and why."""
-    reasons = {
-        "bert": why_bert,
-        "gpt2-speed": why_gpt2,
-        "gpt2-graphs": why_graphs,
-        "long_context": why_context,
-        "documents": why_documents,
-        "arena": why_arena,
-        "pathfinder128": why_pathfinder,
-        "attention": why_attention,
-        "traffic": why_traffic,
-        "tiles": why_tiles,
-    }
-    lines = []
-    for name, why in reasons.items():
-        try:
-            if text := why(found[name]):
-                lines.append(f"- {text}")
-        except (KeyError, IndexError, ValueError):  # no record, or one without all that is compared
-            if name in found:
-                print(f"{name}: not all is there that its reason takes", file=sys.stderr)
-    return "\n".join(["## What falls short or differs, and why", "", *lines])
-
-
-def why_bert(record: Record) -> str:
-    tokens = {
-        row["method"]: row["tokens"]
-        for row in record["rows"]
-        if row.get("kind") == "documents" and not row["compiled"] and "tokens" in row
-    }
-    packed, padded = tokens["flashsdk"], tokens["SDPA"]
-    plain, compiled = (
-        times(goals.ratio(record, "best_sdpa", kind="documents", compiled=way), 3)
-        for way in (False, True)
-    )
-    return (
-        f"**BERT-large: {plain}, and {compiled} with each layer compiled, of 1.15×.** The paper's "
-        "baseline wrote its scores to memory, which PyTorch's backends do not. flashsdk packs "
-        f"sequences, and so skips the {percent(1 - padded / packed)} of the rows that are padding. "
-        f"That alone gives {times(packed / padded)} where time goes by rows."
-    )
-
-
-def why_gpt2(record: Record) -> str:
-    seconds = seconds_of(record)
-    sizes = ("small", "medium")
-    plain, compiled, alike = (
-        ", ".join(ratio(record, what, size=size, seqlen=1024, compiled=way) for size in sizes)
-        for what, way in (("eager_as_shipped", False), ("eager_as_shipped", True), ("eager", True))
-    )
-    eager, ours = (1e3 * seconds["small", 1024, False, name] for name in ("eager", "flashsdk"))
-    turns = {
-        row["seqlen"]: f"{1e3 * row['fastest']:.0f} to {1e3 * row['slowest']:.0f} ms"
-        for row in record["rows"]
-        if (row["size"], row["compiled"], row["method"]) == ("medium", True, "flashsdk")
-    }
-    return (
-        f"**GPT-2 small and medium against eager: {plain} of 3.5×, 3.0×, and small at 4K "
-        f"{longer(record, False)} of 2.6×.** The paper compared whole "
-        "programs. Here only the attention differs: a step of small takes "
-        f"{ours:.0f} in place of {eager:.0f} ms, and most of what is left is the rest of the "
-        f"model. With each layer compiled it is {compiled} beside eager as transformers ships it, "
-        f"and {alike} beside eager compiled alike. flashsdk's compiled steps of medium differ from "
-        "turn to turn by more than it and PyTorch's fastest backends differ, so that a ratio near "
-        "1 says little there: "
-        + ", ".join(f"{turns[n]} at {n}" for n in LENGTHS)
-        + f". All methods of a problem took turns in one run: {of_runs(record)}."
-    )
-
-
-def of_runs(record: Record) -> str:
-    """When each size was measured."""
-    found: dict[str, list[str]] = {}
-    for row in record["rows"]:
-        found.setdefault(row["size"], []).append(record["runs"][row["run"]]["date"])
-    return "; ".join(f"{size} {', '.join(dict.fromkeys(at))}" for size, at in found.items())
-
-
-def why_graphs(record: Record) -> str:
-    rows = [row for row in record["rows"] if row["compiled"] and "seconds" in row]
-    spread = max(row["slowest"] / row["fastest"] - 1 for row in rows)
-
-    def milliseconds(seqlen: int) -> tuple[str, str]:
-        """Of small: with flashsdk, and with the fastest SDPA backend."""
-        found = {
-            row["method"]: 1e3 * row["seconds"]
-            for row in rows
-            if (row["size"], row["seqlen"]) == ("small", seqlen)
-        }
-        best = min(ms for method, ms in found.items() if method.startswith("SDPA"))
-        return f"{found['flashsdk']:.1f}", f"{best:.1f}"
-
-    (ours, best), (ours_4k, best_4k) = milliseconds(1024), milliseconds(4096)
-    return (
-        "**GPT-2 with CUDA graphs is the time of the card alone.** The graph holds all kernels of "
-        "a step, and the host starts it with one call. Each layer is compiled before, as in the "
-        "rows above. Turns of one captured method differ by at most "
-        f"{percent(spread)}. A step of small takes {ours} ms with flashsdk and {best} with the "
-        f"best SDPA backend at 1024, {ours_4k} and {best_4k} at 4096. It has as many tokens at "
-        "each length, so the rest of the model takes as long. The memory of captured steps counts "
-        "eager's masks in every row."
-    )
-
-
-def why_context(record: Record) -> str:
-    at = {(row["seqlen"], row["steps"]): row for row in record["rows"]}
-    steps = [n for length, n in at if length == 4096]
-    gains = [(at[1024, n]["perplexity"] - at[4096, n]["perplexity"], n) for n in steps]
-    shown = ", ".join(f"{gain:.2f} after {n}" for gain, n in gains[3::4])
-    lowest = [
-        min((at[length, n] for n in steps), key=lambda row: row["perplexity"])
-        for length in (1024, 4096)
-    ]
-    passes = lowest[-1]["tokens"] / record["result"]["text_tokens"]
-    trained = [
-        math.exp(
-            [
-                point["loss"]
-                for point in record["curve"]
-                if point["seqlen"] == row["seqlen"]
-                and point["steps_before"]
-                and point["step"] <= row["steps"]
-            ][-1]
-        )
-        for row in lowest
-    ]
-    turns = [at[1024, n]["perplexity"] for n in steps[-4:]]
-    jump = max(abs(a - b) for a, b in itertools.pairwise(turns))
-    return (
-        "**GPT-2 with more context is not the paper's training.** It reads code and documentation "
-        f"of the machine, {passes:.0f} times over, and fits it more closely than new text: its own "
-        f"perplexity is {trained[0]:.1f} at 1024 and {trained[1]:.1f} at 4096 by then. The gain "
-        f"grows with the steps: {shown}. Part of it is that the shorter context fits the training "
-        "text more closely, and new text less. The lowest is chosen by the windows that are "
-        f"reported, of one seed. In the last turns 1024 goes up or down by as much as {jump:.2f}."
-    )
-
-
-def why_documents(record: Record) -> str:
-    lengths = [row["seqlen"] for row in record["rows"]]
-    return (
-        "**Long documents are sources of Python.** The paper classifies medical and legal texts, "
-        "and its figure is the mean of two data sets. Here the label is the package that a file "
-        f"belongs to. Of each file the first N tokens are read, N from {min(lengths)} to "
-        f"{max(lengths)}. Imports, comments at the top and the package's name are taken out; a "
-        "docstring at the top stays."
-    )
-
-
-def why_arena(record: Record) -> str:
-    kinds: dict[str, list[str]] = {}
-    for row in record["rows"]:
-        kinds.setdefault(row["data"], []).append(row["task"])
-    data = "; ".join(f"{', '.join(dict.fromkeys(tasks))}: {kind}" for kind, tasks in kinds.items())
-    return (
-        "**Long Range Arena has its accuracy in rows of its own.** It can be measured of the tasks "
-        "whose data is the benchmark's: ListOps and Pathfinder, from generators of this project. "
-        f"What is timed reads: {data}."
-    )
-
-
-def why_pathfinder(_: Record) -> str:
-    return (
-        "**Path-X, Path-256 and the smaller ones are not the paper's training, nor its images.** "
-        "Images are drawn by a generator of this project, at the benchmark's difficulty: without "
-        "end to train on, and others to test on. Beside the label each pixel has a loss, of how "
-        "many dots its contour carries. As in the paper a model begins with the weights of the "
-        "size before, whose seconds are in its own row: 32, 64, 128 and 256 come in this order."
-    )
-
-
-def why_attention(record: Record) -> str:
-    slower = sorted(
-        {
-            entry["seqlen"]
-            for entry in record["result"]["ratios"]
-            if entry.get("sparse") and entry["sparse"] < entry["dense"]
-        }
-    )
-    claim = "**Block-sparse attention is not the fastest of all at every length.**"
-    lengths = ", ".join(map(str, slower))
-    return f"{claim} At {lengths} some problem is faster dense." if slower else ""
-
-
-def why_traffic(record: Record) -> str:
-    apart = [
-        f"{row['name']}, {row['method']}, {row['phase']}"
-        for row in record["rows"]
-        if abs((row["read"] + row["written"]) / row["dram"] - 1) > 0.15
-    ]
-    if not apart:
-        return ""
-    return (
-        f"**Counts and counters of memory are more than 15 % apart in {len(apart)} of "
-        f"{len(record['rows'])} rows** ({'; '.join(apart)}). [io.md](io.md) says why: the last "
-        "bytes written stay in L2, and the softmax's derivative is two kernels in PyTorch."
-    )
-
-
-def why_tiles(record: Record) -> str:
-    last = record["rows"][-1]
-    best = min(record["rows"], key=lambda row: row["seconds"])
-    if best is last:
-        return ""
-    return (
-        f"**Larger tiles take less time up to {best['queries']} queries.** Tiles of "
-        f"{last['queries']} read {times(best['received'] / last['received'])} fewer bytes from L2 "
-        f"than those, and take {times(last['seconds'] / best['seconds'])} their time. Bytes are no "
-        "longer what bounds them, and more warps wait for each other."
-    )
 
 
 def shown(value: Any) -> str:

@@ -70,10 +70,10 @@ def test_a_record_without_a_counter_is_measured_anew(program, paper, tmp_path, m
         if row["method"] == "flashsdk":
             row["received"] = row["asked_of_l2"] * 2
     assert traffic.summary(rows).endswith("at most 0 % apart, of what flashsdk reads from L2 50 %")
-    render = importlib.import_module("render")
-    assert render.why_traffic({"rows": rows}) == ""
+    reasons = importlib.import_module("reasons")
+    assert reasons.why_traffic({"rows": rows}) == ""
     rows[1]["dram"] *= 2
-    assert "15 % apart in 1 of 8 rows** (GPT-2 medium, standard, backward)" in render.why_traffic(
+    assert "15 % apart in 1 of 8 rows** (GPT-2 medium, standard, backward)" in reasons.why_traffic(
         {"rows": rows}
     )
     del rows[-1]["received"]
@@ -175,7 +175,7 @@ def test_tiles(tiles, clock, tmp_path, monkeypatch):
     monkeypatch.setattr(tiles.traffic, "measured", lambda *_: [])
     tiles.measure(record, tmp_path / "x.so", clock(1), tmp_path)
     assert record.rows[0]["received"] == 56
-    reason = importlib.import_module("render").why_tiles(record.data)
+    reason = importlib.import_module("reasons").why_tiles(record.data)
     assert "up to 128 queries.** Tiles of 256 read 2.33× fewer bytes from L2" in reason
     assert "take 1.50× their time" in reason
     monkeypatch.setattr(tiles.Tiles, "wrong", 64)
