@@ -18,6 +18,7 @@ def falls_short(found: dict[str, Record]) -> str:
         "long_context": why_context,
         "documents": why_documents,
         "arena": why_arena,
+        "arena-listops": why_listops,
         "pathfinder128": why_pathfinder,
         "attention": why_attention,
         "traffic": why_traffic,
@@ -167,13 +168,25 @@ def why_arena(record: Record) -> str:
     )
 
 
-def why_pathfinder(_: Record) -> str:
+def why_listops(record: Record) -> str:
+    settings = record["settings"]
     return (
-        "**Path-X, Path-256 and the smaller ones are not the paper's training, nor its images.** "
+        "**ListOps is trained with flashsdk alone, from one seed.** Expressions are of this "
+        f"project's generator: {settings['examples']} to train on. The model has 4 layers of width "
+        "128 and learned positions."
+    )
+
+
+def why_pathfinder(record: Record) -> str:
+    taught = any(run.get("teach") for run in record["runs"])
+    losses = "each pixel has a loss beside the label" if taught else "the label alone is taught"
+    return (
+        "**Pathfinder, Path-X and Path-256 are not the paper's training, nor its images.** "
         "Images are drawn by a generator of this project, at the benchmark's difficulty: without "
-        "end to train on, and others to test on. Beside the label each pixel has a loss, of how "
-        "many dots its contour carries. As in the paper a model begins with the weights of the "
-        "size before, whose seconds are in its own row: 32, 64, 128 and 256 come in this order."
+        "end to train on, and others to test on. Each size begins with easier images: shorter "
+        f"contours, and fewer that distract. Positions are rotary, for rows and columns; {losses}. "
+        "As in the paper a model begins with the weights of the size before, whose seconds are in "
+        "its own row: 32, 64, 128 and 256 come in this order."
     )
 
 

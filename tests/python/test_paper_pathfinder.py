@@ -29,6 +29,8 @@ def test_pathfinder_resumes_to_the_bit(program, tmp_path):
             64,
             "--test",
             0,
+            "--teach",
+            1,
         ]
         program("lra/pathfinder.py", *small, "--device", "cpu", "--out", out, *more)
         return torch.load(out / "checkpoint.pt", weights_only=True)
@@ -154,7 +156,7 @@ def test_images_follow_from_the_seed(paper):
 
 
 def test_dots_of_pixels(paper):
-    """What training is taught: two dots or none under a label of 1, one or none under 0."""
+    """What --teach teaches: two dots or none under a label of 1, one or none under 0."""
     data = importlib.import_module("pathfinder_data")
     images = data.generate(data.TASKS[32], 40, seed=7)
     for dots, label, pixels in zip(images.dots, images.labels, images.pixels):

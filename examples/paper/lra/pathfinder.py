@@ -22,9 +22,9 @@ A command that is run again goes on from exactly the saved state, and adds its p
 - Training images are drawn without end (pathfinder_data.py). They become harder: contours of 4
   paddles and no distractor first. Above ``--pass`` accuracy on a pool of fresh images, or above
   75 % after 24 pools, comes the next stage; the last one is the benchmark's.
-- While training, a second loss teaches for each pixel how many dots its contour carries.
-  ``--teach 0`` leaves only the labels. The test sees labels alone, of images of the same
-  generator at the benchmark's difficulty: the benchmark's published files are not used.
+- Training sees labels alone. ``--teach 1`` adds a loss for each pixel: how many dots its contour
+  carries. The test images are of the same generator at the benchmark's difficulty: the benchmark's
+  published files are not used.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--start", type=Path, help="checkpoint of another size to begin with")
     parser.add_argument("--stage", type=int, help="begin with this stage, from 0; -1 is the last")
     parser.add_argument("--pass", dest="passing", type=float, default=0.9, metavar="ACCURACY")
-    parser.add_argument("--teach", type=float, default=1.0, help="weight of the pixels' loss")
+    parser.add_argument("--teach", type=float, default=0.0, help="weight of a loss of the pixels")
     parser.add_argument("--layers", type=common.count, default=6)
     parser.add_argument(
         "--heads", type=common.count, default=4, help="of 64; the width is 32 a head"
