@@ -1,12 +1,12 @@
 """Builds and installs the package the way a machine without a network does, and calls it.
 
-Each way of pip goes into a fresh virtual environment that sees the build tools of .venv: a wheel of
-the archive of sources, `pip install .` and `pip install -e .`, all with --no-build-isolation
---no-index. The wheel is also called where NumPy is all there is, with an empty PATH, as
-scripts/wheels.py does with those that are published. One instruction set, two dtypes and a head
-dimension are compiled: this checks the packaging. Programs in C and C++ are built with what the
-wheel holds, in a folder that it was moved to. The C++ package is installed as a static library, and
-used from CMake, by a plugin too; ctest does the same with the shared one.
+The archive of sources is unpacked, and each way of pip goes from there into a fresh virtual
+environment that sees the build tools of .venv: a wheel, `pip install .` and `pip install -e .`, all
+with --no-build-isolation --no-index. The wheel is also called where NumPy is all there is, with an
+empty PATH, as scripts/wheels.py does with those that are published. One instruction set, two dtypes
+and a head dimension are compiled: this checks the packaging. Programs in C and C++ are built with
+what the wheel holds, in a folder that it was moved to. The C++ package is installed as a static
+library, and used from CMake, by a plugin too; ctest does the same with the shared one.
 """
 
 from __future__ import annotations
@@ -142,11 +142,9 @@ def check_description(wheel: Path) -> None:
     assert shown.get_payload(decode=True).decode("utf-8").strip() == page.strip(), "another page"
 
 
-def build_wheel(folder: Path) -> Path:
-    """Of what the archive of sources holds."""
-    sources = wheels.unpacked(wheels.source_archive(folder), folder / "sources")
-    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, *SMALL, "-w", folder / "dist", sources)
-    (wheel,) = (folder / "dist").glob("flashsdk-*.whl")
+def build_wheel(sources: Path, dist: Path) -> Path:
+    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, *SMALL, "-w", dist, sources)
+    (wheel,) = dist.glob("flashsdk-*.whl")
     return wheel
 
 
@@ -178,7 +176,9 @@ def main() -> None:
         site = next((folder / "env" / "lib").glob("python3*/site-packages"))
         (site / "tools.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
-        wheel = build_wheel(folder)
+        # All are built there: the kernels are compiled once.
+        sources = wheels.unpacked(wheels.source_archive(folder), folder / "sources")
+        wheel = build_wheel(sources, folder / "dist")
         check_description(wheel)
         call_beside_numpy_alone(wheel, folder)
         programs(python, wheel, folder)
@@ -188,7 +188,7 @@ def main() -> None:
             "pip install -e .": [*SMALL, "-e", "."],
         }.items():
             print(title, flush=True)
-            run(python, "-m", "pip", "install", *OFFLINE, *arguments)
+            run(python, "-m", "pip", "install", *OFFLINE, *arguments, cwd=sources)
             run(python, folder / "try_package.py", "--native", cwd=folder)
             run(python.with_name("flashsdk"), "--version", cwd=folder)
             run(python, "-m", "pip", "uninstall", "-y", "-q", "flashsdk")
