@@ -271,7 +271,7 @@ def pictures(rows: list[Row], out) -> None:
 
 def main() -> None:
     parser = common.arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=2, help="turns of all methods")
+    parser.add_argument("--rounds", type=common.count, default=2, help="turns of all methods")
     parser.add_argument("--seconds", type=float, default=0.03, help="of one measurement")
     options = parser.parse_args()
     if options.smoke:

@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--rounds", type=int, default=2, help="turns of all methods")
+    parser.add_argument("--rounds", type=common.count, default=2, help="turns of all methods")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--no-compile", action="store_true")
     texts.arguments(parser, VOCABULARIES["bert"])

@@ -27,6 +27,7 @@ import platform
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def arguments(doc: str) -> argparse.ArgumentParser:
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="folder of record, checkpoint and pictures")
-    parser.add_argument("--minutes", type=float, default=1e9, help="stop after, and save")
+    parser.add_argument("--minutes", type=minutes, default=1e9, help="stop after, and save")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, as a check: seconds")
     found = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=device, default=found)
@@ -59,6 +60,20 @@ def device(text: str) -> str:
     if text == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("cuda; PyTorch finds no GPU")
     return text
+
+
+def minutes(text: str) -> float:
+    """An argument that is 0 or more."""
+    if not float(text) >= 0:  # as for what is no number
+        raise argparse.ArgumentTypeError(f"{text}; 0 or more")
+    return float(text)
+
+
+def whole(text: str) -> int:
+    """An argument that is 0 or more, without a fraction."""
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text}; 0 or more")
+    return int(text)
 
 
 def count(text: str) -> int:
@@ -83,10 +98,11 @@ def entry(main: Callable[[], None]) -> None:
 
 
 def folder(out: Path | None, program: str, smoke: bool) -> Path:
-    """Where a run writes: ``--out``, or a folder under build/."""
+    """Where a run writes, which it can: ``--out``, or a folder under build/."""
     root = Path(__file__).resolve().parents[2] / "build" / ("paper-smoke" if smoke else "paper")
     path = out or root / program.replace("/", "-")
     path.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path).close()  # an error now, not after an hour of training
     return path
 
 
@@ -154,6 +170,12 @@ def write(path: Path, save: Callable[[Path], None]) -> None:
     os.replace(temporary, path)
 
 
+def save(found: Any, path: Path) -> None:
+    """torch.save, whose own files raise no OSError where a disk is full."""
+    with path.open("wb") as file:
+        torch.save(found, file)
+
+
 class Record:
     """The file of a program, with a new run begun."""
 
@@ -178,6 +200,9 @@ class Record:
     def of(cls, options: argparse.Namespace, out: Path, program: str, settings: Row) -> Record:
         """That of a program's folder, by what ``arguments`` takes."""
         path = out / "record.json"
+        left = None if path.exists() else next(out.glob("*.pt"), None)
+        if left:
+            sys.exit(f"{left}: its record.json is gone; take another --out, or remove the folder")
         return cls(path, program, settings, smoke=options.smoke, device=options.device)
 
     @property
@@ -209,7 +234,7 @@ class Record:
 
 def _resumed(path: Path, fresh: Row) -> Row:
     """The record of earlier runs, whose settings are those of this one."""
-    again = "take another --out, or remove it"
+    again = "take another --out, or remove the folder"
     try:
         found = json.loads(path.read_text())
         parts = {"runs": list, "curve": list, "rows": list, "result": dict}
@@ -288,7 +313,7 @@ class Training:
             "state": self.state,
             "counters": self.counters,
         }
-        write(self.path, lambda path: torch.save(found, path))
+        write(self.path, lambda path: save(found, path))
 
     def learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -337,8 +362,8 @@ class Training:
             if over or now - saved >= 120:
                 self.save()
                 record.save()
-                # Saving is no training.
-                saved = last = time.monotonic()
+                saved = time.monotonic()
+                last += saved - now  # saving is no training
             if over:
                 break
         if sys.stderr.isatty():
@@ -370,7 +395,7 @@ def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
     share, square = right / count, z * z / count
     middle = (share + square / 2) / (1 + square)
     half = z / (1 + square) * math.sqrt(share * (1 - share) / count + square / (4 * count))
-    return middle - half, middle + half
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def measure(

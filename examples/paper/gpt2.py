@@ -299,7 +299,7 @@ def main() -> None:
         default="layers",
         help="what is compiled",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="turns of all methods")
+    parser.add_argument("--rounds", type=common.count, default=3, help="turns of all methods")
     parser.add_argument("--steps", type=int, default=500, help="of train")
     parser.add_argument("--rate", type=float, default=2e-4, help="learning rate of train")
     parser.add_argument("--dropout", type=float, default=0.0)

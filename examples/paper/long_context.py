@@ -220,7 +220,7 @@ def labelled(options) -> tuple[list[np.ndarray], np.ndarray, list[str]]:
                 packages.append(file.path.parts[0].removesuffix(".py"))
                 read.append(plain(text, packages[-1]))
         encoded = [torch.tensor(ids, dtype=torch.int32) for ids in encode(tokenizer, read)]
-        common.write(kept, lambda path: torch.save((packages, encoded), path))
+        common.write(kept, lambda path: common.save((packages, encoded), path))
     found: dict[str, list[np.ndarray]] = collections.defaultdict(list)
     for package, ids in zip(*torch.load(kept, weights_only=True)):
         if len(ids) >= options.shortest:

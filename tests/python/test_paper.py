@@ -22,6 +22,7 @@ pytest_plugins = ["paper_programs"]
 TEXT = ("transformers", "tokenizers")  # what programs with language models need
 SMOKES = {
     "lra/pathfinder.py": (),
+    "lra/pathfinder_cues.py": (),
     "attention.py": (),
     "gpt2.py speed": TEXT,
     "gpt2.py train": TEXT,
@@ -212,6 +213,11 @@ def test_records_that_cannot_go_on(text, reason, program, tmp_path):
     [
         ("attention.py --smoke --out {file}", "^.*file: File exists"),
         ("attention.py --smoke --device foo", "argument --device: foo; "),
+        ("attention.py --smoke --out /proc", "^/proc/.*: "),
+        ("attention.py --smoke --minutes nan", "argument --minutes: nan; 0 or more"),
+        ("lra/pathfinder.py --stage 6", "--stage: 6; below 6"),
+        ("lra/pathfinder.py --test -1", "argument --test: -1; 0 or more"),
+        ("lra/pathfinder_cues.py --images 3", "--images: 3; 4 or more"),
         ("lra/pathfinder.py --batch 64 --pool 32", "--pool: less than the 64 images of a step"),
         ("lra/pathfinder.py --heads 0", "--heads: 0; 1 or more"),
         ("lra/pathfinder.py --smoke --start {file} --out {out}", "file: no checkpoint of this mod"),
@@ -219,17 +225,79 @@ def test_records_that_cannot_go_on(text, reason, program, tmp_path):
         ("long_context.py gpt2 --lengths 48 64", "--lengths: 48 does not divide 64"),
         ("lra/arena.py train --smoke --task text --text {none} --out {out}", "none has no neg"),
         ("lra/arena.py train --smoke --task image --image {file} --out {out}", "file is no NumPy"),
+        ("lra/arena.py train --smoke --task image --image {rgb} --out {out}", "16, 3. and"),
+        (
+            "lra/arena.py train --smoke --task image --image {kinds} --out {out}",
+            "labels 1 to 10; 0",
+        ),
+        (
+            "lra/arena.py train --smoke --task retrieval --retrieval {bytes} --out {out}",
+            "bytes has",
+        ),
+        (
+            "lra/arena.py train --smoke --task retrieval --retrieval {words} --out {out}",
+            "words has",
+        ),
     ],
 )
 def test_bad_input_is_one_line(command, line, program, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
-    paths = {name: tmp_path / name for name in ("file", "none", "out")}
+    (tmp_path / "bytes").write_bytes(b"1\t2\t3\t\xff\t5\n")
+    (tmp_path / "words").write_text("yes\t2\t3\t4\t5\n")
+    images, kinds = np.zeros((100, 16, 16), np.uint8), np.arange(100) % 10
+    for given, shown, labels in (
+        ("rgb", np.stack([images] * 3, -1), kinds),
+        ("kinds", images, kinds + 1),
+    ):
+        with (tmp_path / given).open("wb") as file:
+            np.savez(file, images=shown, labels=labels)
+    names = ("file", "none", "out", "bytes", "words", "rgb", "kinds")
+    paths = {name: tmp_path / name for name in names}
     name, *arguments = command.format(**paths).split()
     if "--device" not in arguments:
         arguments += ["--device", "cpu"]
     with pytest.raises(SystemExit) as caught:
         program(name, *arguments)
     assert re.search(line, f"{caught.value.code}\n{capsys.readouterr().err}", re.MULTILINE)
+
+
+def test_a_checkpoint_without_its_record(program, tmp_path):
+    """Of which settings it is, nobody could say."""
+    given = ["--size", 16, "--layers", 1, "--heads", 1, "--batch", 16, "--images", 16, "--test", 0]
+    program("lra/pathfinder.py", *given, "--device", "cpu", "--out", tmp_path)
+    (tmp_path / "record.json").unlink()
+    with pytest.raises(SystemExit, match=r"checkpoint.pt: its record.json is gone; take another"):
+        program("lra/pathfinder.py", *given, "--device", "cpu", "--out", tmp_path)
+
+
+def test_seconds_of_a_training(paper, tmp_path, monkeypatch, signals):
+    """Steps of 7 s, saved every two minutes in 3 s: those of the steps count, and all of them."""
+    common = importlib.import_module("common")
+    now = [0.0]
+    monkeypatch.setattr(common.time, "monotonic", lambda: now[0])
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    training = common.Training(tmp_path / "checkpoint.pt", model, optimizer, {})
+    record = common.Record(tmp_path / "record.json", "a", {}, smoke=False, device="cpu")
+
+    def step(state):
+        now[0] += 7
+        return {"loss": torch.zeros(())}
+
+    def save():
+        now[0] += 3
+
+    monkeypatch.setattr(training, "save", save)
+    training.run(
+        step,
+        record,
+        common.Clock(1e9),
+        until=lambda state: state["step"] == 99,
+        show=lambda state, means: "",
+        share=lambda state: 0.0,
+    )
+    assert training.state["seconds"] == 7 * 99 and now[0] > 7 * 99 + 15
+    assert {point["steps_a_second"] for point in record.data["curve"]} == {0.142857}
 
 
 def test_text_is_made_once(paper, tmp_path, monkeypatch):
@@ -255,4 +323,4 @@ def test_wilson(paper):
     common = importlib.import_module("common")
     low, high = common.wilson(5, 10)  # Newcombe 1998, the method's own figures
     assert (round(low, 4), round(high, 4)) == (0.2366, 0.7634)
-    assert common.wilson(0, 20)[0] == pytest.approx(0, abs=1e-12)
+    assert common.wilson(0, 20)[0] == 0 and common.wilson(5120, 5120)[1] == 1
