@@ -48,6 +48,34 @@ def test_page_says_what_was_compiled(paper):
         assert text.startswith(f"small: 1.50×, {words} 4.25× (2.00× with eager's, too); medium: –")
 
 
+def test_accuracy(paper):
+    """A share with its interval, and what it was trained by: by runs, not by the last one alone."""
+    render = importlib.import_module("render")
+    found = {"accuracy": 0.75, "low": 0.7, "high": 0.79, "tested": 400}
+    result = {**found, "stage": 5, "last_stage": 5, "images": 256}
+    record = {"settings": {"attention": "dense"}, "result": result, "runs": [{"teach": 0.0}]}
+    text = "75.0 % (70.0 % to 79.0 %, 300 of 400"
+    assert render.accuracy(record) == f"{text} images); dense, from labels alone"
+    record["runs"], result["teach"] = [{"teach": 0.0}], 1.0
+    result["stage"] = 2
+    assert render.accuracy(record) == (
+        f"{text} images), at stage 2 of 5 of the training; "
+        "dense, from labels and a loss for each pixel"
+    )
+    row = {**found, "at": 30}
+    assert render.arena({"rows": [{"at": 1}, row]}) == f"{text} examples), after 30 steps"
+    result["images"] = 0
+    with pytest.raises(ValueError, match="no image"):  # so that --add refuses it
+        render.accuracy(record)
+    # What needs the data of others says so, and takes a record as the rest does.
+    line = next(
+        x for x in render.overview({}).splitlines() if x.startswith("| Long Range Arena, te")
+    )
+    assert line.split(" | ")[2].startswith("not run: its data") and "--text FOLDER" in line
+    shown = {"rows": [{**row, "run": 0}], "curve": [], "runs": [{"device": "card", "seconds": 2.0}]}
+    assert f"{text} examples)" in render.overview({"arena-text": shown})
+
+
 def test_goals(paper):
     """A figure just below its goal is short of it; what was not run reaches nothing."""
     goals = importlib.import_module("goals")

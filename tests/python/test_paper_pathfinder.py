@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 pytest_plugins = ["paper_programs"]
 
 
-def test_pathfinder_resumes_to_the_bit(program, tmp_path):
-    """Two runs of half the images end where one of all does."""
+@pytest.mark.parametrize("teach", [0, 1])
+def test_pathfinder_resumes_to_the_bit(program, tmp_path, teach):
+    """Two runs of half the images end where one of all does, with a loss for each pixel and not."""
 
     def train(out, *more):
         small = [
@@ -30,7 +31,7 @@ def test_pathfinder_resumes_to_the_bit(program, tmp_path):
             "--test",
             0,
             "--teach",
-            1,
+            teach,
         ]
         program("lra/pathfinder.py", *small, "--device", "cpu", "--out", out, *more)
         return torch.load(out / "checkpoint.pt", weights_only=True)
@@ -51,7 +52,8 @@ def test_pathfinder_resumes_to_the_bit(program, tmp_path):
 def test_pathfinder_goes_on_with_larger_images(program, tmp_path):
     """--start takes the weights of a model of smaller images, and the record says so."""
     small = ["--layers", 1, "--heads", 1, "--test", 0, "--device", "cpu", "--batch", 16]
-    program("lra/pathfinder.py", *small, "--size", 16, "--images", 16, "--out", tmp_path / "a")
+    first = ["--size", 16, "--images", 16, "--teach", 0.5, "--out", tmp_path / "a"]
+    program("lra/pathfinder.py", *small, *first)
     start = tmp_path / "a" / "checkpoint.pt"
     more = ["--size", 24, "--images", 0, "--start", start, "--out", tmp_path / "b"]
     program("lra/pathfinder.py", *small, *more)
@@ -61,6 +63,8 @@ def test_pathfinder_goes_on_with_larger_images(program, tmp_path):
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     record = json.loads((tmp_path / "b" / "record.json").read_text())
     assert record["result"]["started_from"]["images"] == 16
+    # What the first one was taught goes with its weights.
+    assert record["result"]["teach"] == 0.5
 
 
 @pytest.mark.parametrize("size", [32, 64, 128])
@@ -133,6 +137,31 @@ def test_no_shortcut_tells_the_label(paper):
         critical = 2.2 * math.sqrt(len(yes) / (yes.sum() * (~yes).sum()))  # 1 in 8000
         assert (one - other).abs().max() < critical, name
     assert abs(yes.float().mean() - 0.5) < 0.04
+
+
+def test_cues(paper):
+    """A threshold is chosen by the first half alone, and a cue of both signs counts."""
+    cues = importlib.import_module("pathfinder_cues")
+    labels = torch.arange(40) % 2 == 0
+    shift = torch.randn(40, generator=torch.Generator().manual_seed(0)) * 0.1
+    for sign in (1, -1):
+        assert cues.told(sign * (labels + shift), labels) == 20
+    opposite = torch.cat([labels[:20], ~labels[20:]])
+    assert cues.told(opposite + shift, labels) == 0
+    # By hand: the dash beside each dot, and the angle between it and the way to the other dot.
+    data = importlib.import_module("pathfinder_data")
+    images = data.generate(data.TASKS[16], 2, seed=1)
+    images.markers = torch.tensor([[[0.0, 0.0], [0.0, 10.0]]] * 2)
+    images.paddles = torch.full((2, 30, 2, 2), data.FAR)
+    images.paddles[:, 0] = torch.tensor([[0.0, 3.0], [0.0, 1.0]])  # towards the other dot
+    images.paddles[:, 1] = torch.tensor([[9.0, 9.0], [2.0, 9.0]])
+    images.paddles[1, 27] = torch.tensor([[1.0, 10.0], [2.0, 10.0]])  # aside
+    found = cues.cues(images)
+    assert found["distance of the dots"].tolist() == [10, 10]
+    assert found["direction of the first dash"].tolist() == pytest.approx([1, 1])
+    away = np.array([7.0, 0.0]) @ np.array([-2.0, -9.0]) / (7 * math.hypot(2, 9))
+    aside = np.array([1.0, 0.0]) @ np.array([-1.0, -10.0]) / math.hypot(1, 10)
+    assert found["direction of the last dash"].tolist() == pytest.approx([away, aside])
 
 
 def test_contours_are_as_near_as_their_dashes(paper):

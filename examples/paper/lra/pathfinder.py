@@ -1,4 +1,4 @@
-"""Path-X and Path-256: a plain Transformer that reads images of 16384 and 65536 pixels.
+"""Path-X and Path-256: a Transformer that reads images of 16384 and 65536 pixels.
 
 The claim (FlashAttention, arXiv 2205.14135, table 6): the first Transformer above chance on Path-X
 (61.4 %), and with block-sparse attention on Path-256 (63.1 %). As there, the model is pretrained on
@@ -17,14 +17,14 @@ A command that is run again goes on from exactly the saved state, and adds its p
 
 - A pixel is a token. 6 layers of width 128 with 4 heads of 64: 1.2 million parameters. Positions
   are rotary, for rows and columns, in units of the contours' pitch, so that all sizes share them.
+  Half of the heads begin by looking at a place nearby. The label is read from a weighted mean.
 - Dense attention to 128, block-sparse at 256: pixels are ordered in tiles of 8 × 16, which are the
   blocks, and a tile sees those around it and a butterfly of the far ones.
 - Training images are drawn without end (pathfinder_data.py). They become harder: contours of 4
   paddles and no distractor first. Above ``--pass`` accuracy on a pool of fresh images, or above
   75 % after 24 pools, comes the next stage; the last one is the benchmark's.
 - Training sees labels alone. ``--teach 1`` adds a loss for each pixel: how many dots its contour
-  carries. The test images are of the same generator at the benchmark's difficulty: the benchmark's
-  published files are not used.
+  carries. The test images are of the same generator: the benchmark's files are not used.
 """
 
 from __future__ import annotations
@@ -281,9 +281,11 @@ def main() -> None:
     parser.add_argument("--pool", type=common.count, help="images that are drawn together")
     parser.add_argument("--rate", type=float, help="learning rate")
     parser.add_argument("--warmup", type=common.count, default=300, help="steps")
-    parser.add_argument("--images", type=int, default=10**12, help="train on, at most")
-    parser.add_argument("--cooldown", type=int, default=0, metavar="IMAGES")
-    parser.add_argument("--test", type=int, default=5120, help="held-out images; 0 is none")
+    parser.add_argument("--images", type=common.whole, default=10**12, help="train on, at most")
+    parser.add_argument("--cooldown", type=common.whole, default=0, metavar="IMAGES")
+    parser.add_argument(
+        "--test", type=common.whole, default=5120, help="held-out images; 0 is none"
+    )
     parser.add_argument("--sparse", action=BooleanOptionalAction, help="block-sparse attention")
     parser.add_argument("--compile", action=BooleanOptionalAction, help="torch.compile of a layer")
     parser.add_argument("--seed", type=int, default=0)
@@ -296,7 +298,9 @@ def main() -> None:
     options.pool = (options.pool or POOL[task.size]) // options.batch * options.batch
     if options.pool == 0:
         parser.error(f"--pool: less than the {options.batch} images of a step")
-    options.rate = options.rate or RATE[task.size]
+    options.rate = RATE[task.size] if options.rate is None else options.rate
+    if not -len(stages(task)) <= (options.stage or 0) < len(stages(task)):
+        parser.error(f"--stage: {options.stage}; below {len(stages(task))}")
     cuda = torch.device(options.device).type == "cuda"
     options.sparse = task.size >= 256 if options.sparse is None else options.sparse
     options.compile = cuda if options.compile is None else options.compile
@@ -320,13 +324,15 @@ def main() -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=cuda
     )
-    first = 0 if options.stage is None else options.stage % len(stages(task))
+    first = 0 if options.stage is None else range(len(stages(task)))[options.stage]
     state = {"images": 0, "stage": first, "pools": 0, "cooldown": 0, "cooldown_from": 0}
+    state["teach"] = 0.0  # the largest so far, of the models that it began with, too
     run = Run(options, task)
     counters = {"right": run.right}
     training = Training(out / "checkpoint.pt", model, optimizer, state, counters)
     if options.start and not training.resumed:
         found = common.load_weights(options.start, model)
+        training.state["teach"] = found["state"].get("teach", 0.0)
         record.result["started_from"] = {
             "images": found["state"]["images"],
             "seconds": found["state"]["seconds"],
@@ -336,6 +342,7 @@ def main() -> None:
     if options.cooldown and not training.state["cooldown"]:
         training.state["cooldown"] = options.cooldown
         training.state["cooldown_from"] = training.state["images"]
+    training.state["teach"] = max(options.teach, training.state.get("teach", 0.0))
     if options.compile:
         for block in model.blocks:
             block.compile()
@@ -375,6 +382,7 @@ def main() -> None:
         seconds=round(training.state["seconds"], 1),
         stage=training.state["stage"],
         last_stage=last_stage,
+        teach=training.state["teach"],
     )
     if options.test:
         right, count = test(run, model, options.test)
@@ -382,7 +390,8 @@ def main() -> None:
         print(f"\naccuracy {right / count:.4f} ({low:.4f} to {high:.4f}) on {count} new images")
         result.update(accuracy=right / count, low=low, high=high, tested=count)
         result["paper"] = GOALS.get(task.size)
-        record.row(images=training.state["images"], accuracy=right / count, low=low, high=high)
+        at = training.state["images"]
+        record.row(images=at, accuracy=right / count, low=low, high=high, tested=count)
     record.save()
     curve = record.data["curve"]
     common.plot(

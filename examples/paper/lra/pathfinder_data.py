@@ -14,9 +14,9 @@ the same kind of device gives the same images.
 The two contours start near each other, and are drawn before the label is. One dot is on a start,
 the other on an end: of the same contour, or of the other one. Which contour has the first dot is
 drawn too. So each dot alone, and all the ink, have the same distribution under both labels. What
-two dots tell together is not balanced: how far apart they are, and where the first dash points. At
-32 pixels, of 2500 images, the best threshold on these told 54 % and 63 % of the labels. In the
-published images such cues exist as well, as both contours start at a given distance there too.
+two dots tell together is not balanced: how far apart they are, and where the dashes beside them
+point. pathfinder_cues.py measures it. In the published images such cues exist as well, as both
+contours start at a given distance there too.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Images:
     pixels: Tensor  # uint8 (images, size, size)
     labels: Tensor  # int64 (images,): 1 where one contour joins the dots
     # int8 (images, size, size): dots on the contour that the pixel belongs to, 0 to 2, and -1
-    # where there is no contour. Only training may look at it.
+    # where there is no contour. Only --teach looks at it.
     dots: Tensor
     paddles: Tensor  # float32 (images, paddles, 2 ends, 2): y and x; FAR where there is none
     markers: Tensor  # float32 (images, 2, 2): y and x of the dots, of the start first
