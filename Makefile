@@ -106,12 +106,10 @@ test-asan:
 	@$(CMAKE) --build build/asan -j $(JOBS) --target flashsdk_tests
 	@UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan -j $(JOBS) $(CTEST_ARGS)
 
-# ThreadSanitizer over the threaded paths, which float16 shares with bfloat16; without address randomisation, which older
-# runtimes of it cannot bear.
+# ThreadSanitizer over the threaded paths; without address randomisation, which older runtimes of it cannot bear.
 test-tsan:
 	@$(BOOTSTRAP) build
-	@$(SANITIZED) -B build/tsan -DFLASHSDK_SANITIZE=thread -DFLASHSDK_CPU_ISAS=$(VECTOR_ISA) '-DFLASHSDK_CPU_DTYPES=fp32;bf16' \
-		$(CMAKE_ARGS)
+	@$(SANITIZED) -B build/tsan -DFLASHSDK_SANITIZE=thread -DFLASHSDK_CPU_ISAS=$(VECTOR_ISA) $(CMAKE_ARGS)
 	@$(CMAKE) --build build/tsan -j $(JOBS) --target flashsdk_tests
 	@TSAN_OPTIONS=halt_on_error=1 setarch -R build/tsan/tests/cpp/flashsdk_tests --gtest_brief=1 \
 		--gtest_filter='ThreadPool*:*Threads*:*SeveralCallers*:Attention.Packed:Attention.BlockSparse'
