@@ -70,14 +70,13 @@ def why_gpt2(record: Record) -> str:
     return (
         f"**GPT-2 small and medium against eager: {plain} of 3.5×, 3.0×, and small at 4K "
         f"{longer(record, False)} of 2.6×.** The paper compared whole "
-        "programs. Here only the attention differs: a step of small takes "
-        f"{ours:.0f} in place of {eager:.0f} ms, and most of what is left is the rest of the "
-        f"model. With each layer compiled it is {compiled} beside eager as transformers ships it, "
-        f"and {alike} beside eager compiled alike. flashsdk's compiled steps of medium differ from "
-        "turn to turn by more than it and PyTorch's fastest backends differ, so that a ratio near "
-        "1 says little there: "
+        "programs. Here only the attention differs. A step of small takes "
+        f"{ours:.0f} in place of {eager:.0f} ms, and most of that is the rest of the model. With "
+        f"each layer compiled it is {compiled} beside eager as transformers ships it. Beside eager "
+        f"compiled alike it is {alike}. Turns of flashsdk's compiled medium take "
         + ", ".join(f"{turns[n]} at {n}" for n in LENGTHS)
-        + f". All methods of a problem took turns in one run: {of_runs(record)}."
+        + ". The fastest methods differ by less, so a ratio near 1 says little there. All methods"
+        + f" of a problem took turns in one run: {of_runs(record)}."
     )
 
 
@@ -184,12 +183,12 @@ def why_pathfinder(_: Record) -> str:
     return (
         "**Pathfinder, Path-X and Path-256 are not the paper's training, nor its images.** "
         "Images are drawn by a generator of this project, with the lengths and counts that the "
-        "benchmark publishes: without end to train on, and others to test on. Each size begins "
-        "with easier images: shorter contours, and fewer that distract. Positions are rotary, for "
-        "rows and columns, and half of the heads begin by looking at a place nearby. At 256 a tile "
-        "sees its neighbours and some that are far. A model begins with the weights of the size "
-        "before, whose seconds are in its own row: 32, 64, 128 and 256 come in this order. This "
-        "model is not the small one whose steps are timed."
+        "benchmark publishes. There is no end of them to train on, and others are kept for the "
+        "test. Each size begins with easier images: shorter contours, and fewer that distract. "
+        "Positions are rotary, for rows and columns. Half of the heads begin by looking at a place "
+        "nearby. At 256 a tile sees its neighbours and some that are far. A model begins with the "
+        "weights of the size before, whose seconds are in its own row. The order is 32, 64, 128, "
+        "256. This model is not the small one whose steps are timed."
     )
 
 
