@@ -187,8 +187,8 @@ def why_pathfinder(_: Record) -> str:
         "test. Each size begins with easier images: shorter contours, and fewer that distract. "
         "Positions are rotary, for rows and columns. Half of the heads begin by looking at a place "
         "nearby. At 256 a tile sees its neighbours and some that are far. A model begins with the "
-        "weights of the size before, whose seconds are in its own row. The order is 32, 64, 128, "
-        "256. This model is not the small one whose steps are timed."
+        "weights of the size before, but at 32. Its seconds are in its own row. The order is 32, "
+        "64, 128, 256. This model is not the small one whose steps are timed."
     )
 
 
@@ -196,10 +196,11 @@ def why_cues(record: Record) -> str:
     best = record["result"].items()
     shown = ", ".join(f"{percent(value)} {name.removeprefix('best ')}" for name, value in best)
     return (
-        "**Some labels of Pathfinder can be told without following a contour.** A threshold on "
-        f"where a dash beside a dot points, or how far apart the dots are, tells {shown}. In the "
-        "published images such cues exist as well, as both contours start at a given distance "
-        "there too. How much they tell there is not measured."
+        "**Some labels of Pathfinder can be told without following a contour.** One threshold is "
+        "set on where a dash beside a dot points, or on how far apart the dots are. The best "
+        f"tells {shown}. These know which dot is on a start, which an image does not show. So a "
+        "model can know less by them. In the published images such cues exist as well, as both "
+        "contours start at a given distance there too. How much they tell there is not measured."
     )
 
 

@@ -4,8 +4,7 @@
     python examples/paper/render.py --check                  # exit 1 if the page is stale
     python examples/paper/render.py --add build/paper/attention/record.json   # take a record, write
 
-No figure in the page is typed but the paper's own and the goals. A claim without a record says
-"not run yet".
+No figure in the page is typed but the paper's own and the goals. A claim without a record says so.
 """
 
 from __future__ import annotations

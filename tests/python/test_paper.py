@@ -271,7 +271,7 @@ def test_a_checkpoint_without_its_record(program, tmp_path):
 
 
 def test_seconds_of_a_training(paper, tmp_path, monkeypatch, signals):
-    """Steps of 7 s, saved every two minutes in 3 s: those of the steps count, and all of them."""
+    """Steps of 8 s, saved every two minutes in 3 s: those of the steps count, and all of them."""
     common = importlib.import_module("common")
     now = [0.0]
     monkeypatch.setattr(common.time, "monotonic", lambda: now[0])
@@ -281,7 +281,7 @@ def test_seconds_of_a_training(paper, tmp_path, monkeypatch, signals):
     record = common.Record(tmp_path / "record.json", "a", {}, smoke=False, device="cpu")
 
     def step(state):
-        now[0] += 7
+        now[0] += 8
         return {"loss": torch.zeros(())}
 
     def save():
@@ -296,8 +296,8 @@ def test_seconds_of_a_training(paper, tmp_path, monkeypatch, signals):
         show=lambda state, means: "",
         share=lambda state: 0.0,
     )
-    assert training.state["seconds"] == 7 * 99 and now[0] > 7 * 99 + 15
-    assert {point["steps_a_second"] for point in record.data["curve"]} == {0.142857}
+    assert training.state["seconds"] == 8 * 99 and now[0] > 8 * 99 + 15
+    assert {point["steps_a_second"] for point in record.data["curve"]} == {0.125}
 
 
 def test_text_is_made_once(paper, tmp_path, monkeypatch):

@@ -5,7 +5,8 @@
 
 The dots of an image have a distance, and each a dash beside it, which points to the other dot or
 not. A threshold on one of these three is chosen by half of the images, and tells labels of the
-other half. What it tells beyond 50 % a model can know without following a contour.
+other half. What it tells beyond 50 % is known without following a contour. Which dot is on a start
+is taken as known, though an image does not show it: a model can know less by these three.
 """
 
 from __future__ import annotations
