@@ -46,7 +46,9 @@ def arguments(doc: str) -> argparse.ArgumentParser:
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="folder of record, checkpoint and pictures")
-    parser.add_argument("--minutes", type=minutes, default=1e9, help="stop after, and save")
+    parser.add_argument(
+        "--minutes", type=at_least(0, float), default=1e9, help="stop after, and save"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, as a check: seconds")
     found = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=device, default=found)
@@ -62,25 +64,19 @@ def device(text: str) -> str:
     return text
 
 
-def minutes(text: str) -> float:
-    """An argument that is 0 or more."""
-    if not float(text) >= 0:  # as for what is no number
-        raise argparse.ArgumentTypeError(f"{text}; 0 or more")
-    return float(text)
+def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
+    """The type of an argument that is a number, and not below ``least``."""
+
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not value >= least:  # as for nan
+            raise argparse.ArgumentTypeError(f"{text}; {least} or more")
+        return value
+
+    return number
 
 
-def whole(text: str) -> int:
-    """An argument that is 0 or more, without a fraction."""
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text}; 0 or more")
-    return int(text)
-
-
-def count(text: str) -> int:
-    """An argument that is 1 or more."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}; 1 or more")
-    return int(text)
+count = at_least(1)
 
 
 def entry(main: Callable[[], None]) -> None:

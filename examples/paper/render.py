@@ -45,8 +45,7 @@ counted: [io.md](io.md).
 A GPU's kernels are built where `pip install` finds nvcc and a GPU ([install.md](install.md)).
 `traffic.py` and `tiles.py` read counters with Nsight Compute (ncu), which may need
 [rights](https://developer.nvidia.com/ERR_NVGPUCTRPERM). `tiles.py` also takes CUTLASS 4.2, as its
-`--help` says. A program writes to `build/paper/`, unless
-`--out` is given.
+`--help` says. A program writes to `build/paper/`, unless `--out` is given.
 """
 
 
@@ -139,8 +138,9 @@ def gpt2_loss(record: Record) -> str:
     result = record["result"]
     if "apart" not in result:
         return MISSING
-    line = f"{result['steps']} equal steps"
-    line += f" of small at 1024: losses at most {100 * result['apart']:.3f} % apart"
+    of = f"{record['settings']['size']} at {record['settings']['seqlen']}"
+    apart = f"losses at most {100 * result['apart']:.3f} % apart"
+    line = f"{result['steps']} equal steps of {of}: {apart}"
     if "control" not in result:
         return line
     means = f"{100 * result['apart_mean']:+.3f} % in the mean"

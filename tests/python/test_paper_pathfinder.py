@@ -156,7 +156,7 @@ def test_cues(paper):
     images.paddles[:, 0] = torch.tensor([[0.0, 3.0], [0.0, 1.0]])  # towards the other dot
     images.paddles[:, 1] = torch.tensor([[9.0, 9.0], [2.0, 9.0]])
     images.paddles[1, 27] = torch.tensor([[1.0, 10.0], [2.0, 10.0]])  # aside
-    found = cues.cues(images)
+    found = cues.cues(images, 14)
     assert found["distance of the dots"].tolist() == [10, 10]
     assert found["direction of the first dash"].tolist() == pytest.approx([1, 1])
     away = np.array([7.0, 0.0]) @ np.array([-2.0, -9.0]) / (7 * math.hypot(2, 9))

@@ -221,8 +221,8 @@ def load(
         try:
             with path.open(newline="", encoding="utf-8") as file:
                 lines = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-            kinds = [int(float(line[0])) for line in lines if line[4] is not None]
-        except (ValueError, IndexError, csv.Error):  # UnicodeDecodeError is a ValueError
+            kinds = [int(float(kind)) for kind, _, _, _, _, *_ in lines]
+        except (ValueError, csv.Error):  # too few columns, no number, no UTF-8
             sys.exit(f"--retrieval: {path} has lines without label, id, id, text, text")
         order = chosen("--retrieval", len(lines), count, held_out)
         pick = [lines[i] for i in order]

@@ -281,10 +281,12 @@ def main() -> None:
     parser.add_argument("--pool", type=common.count, help="images that are drawn together")
     parser.add_argument("--rate", type=float, help="learning rate")
     parser.add_argument("--warmup", type=common.count, default=300, help="steps")
-    parser.add_argument("--images", type=common.whole, default=10**12, help="train on, at most")
-    parser.add_argument("--cooldown", type=common.whole, default=0, metavar="IMAGES")
     parser.add_argument(
-        "--test", type=common.whole, default=5120, help="held-out images; 0 is none"
+        "--images", type=common.at_least(0), default=10**12, help="train on, at most"
+    )
+    parser.add_argument("--cooldown", type=common.at_least(0), default=0, metavar="IMAGES")
+    parser.add_argument(
+        "--test", type=common.at_least(0), default=5120, help="held-out images; 0 is none"
     )
     parser.add_argument("--sparse", action=BooleanOptionalAction, help="block-sparse attention")
     parser.add_argument("--compile", action=BooleanOptionalAction, help="torch.compile of a layer")
@@ -325,8 +327,8 @@ def main() -> None:
         model.parameters(), lr=options.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=cuda
     )
     first = 0 if options.stage is None else range(len(stages(task)))[options.stage]
-    state = {"images": 0, "stage": first, "pools": 0, "cooldown": 0, "cooldown_from": 0}
-    state["teach"] = 0.0  # the largest so far, of the models that it began with, too
+    # teach: the largest so far, of the models that it began with, too.
+    state = {"images": 0, "stage": first, "pools": 0, "cooldown": 0, "cooldown_from": 0, "teach": 0}
     run = Run(options, task)
     counters = {"right": run.right}
     training = Training(out / "checkpoint.pt", model, optimizer, state, counters)

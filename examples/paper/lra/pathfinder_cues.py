@@ -25,12 +25,12 @@ from torch import Tensor
 SEED = 1 << 61  # neither trained on nor tested on
 
 
-def cues(images: Images) -> dict[str, Tensor]:
-    """By name, float32 (images,)."""
+def cues(images: Images, paddles: int) -> dict[str, Tensor]:
+    """By name, float32 (images,); ``paddles`` of each of the two contours."""
     dots = images.markers  # (images, 2, y and x)
-    dashes = images.paddles[:, :28]  # (images, dashes of both contours, 2 ends, y and x)
+    dashes = images.paddles[:, : 2 * paddles]  # (images, dashes of both contours, 2 ends, y and x)
     found = {"distance of the dots": (dots[:, 0] - dots[:, 1]).norm(dim=1)}
-    each = torch.arange(len(dots))
+    each = torch.arange(len(dots), device=dots.device)
     for i, name in enumerate(("the first dash", "the last dash")):
         dot, other = dots[:, i], dots[:, 1 - i]
         to_ends = (dashes - dot[:, None, None]).norm(dim=-1)
@@ -54,10 +54,8 @@ def told(cue: Tensor, labels: Tensor) -> int:
 
 def main() -> None:
     parser = common.arguments(__doc__)
-    parser.add_argument("--images", type=common.count, default=4000, help="of a size")
+    parser.add_argument("--images", type=common.at_least(4), default=4000, help="of a size")
     options = parser.parse_args()
-    if options.images < 4:
-        parser.error(f"--images: {options.images}; 4 or more")
     sizes = [16] if options.smoke else [32, 64, 128, 256]
     options.images = 64 if options.smoke else options.images
     out = common.folder(options.out, "lra/pathfinder_cues", options.smoke)
@@ -67,7 +65,7 @@ def main() -> None:
             continue
         images = generate(TASKS[size], options.images, SEED, options.device)
         tested = options.images - options.images // 2
-        for name, cue in cues(images).items():
+        for name, cue in cues(images, TASKS[size].paddles).items():
             right = told(cue, images.labels == 1)
             low, high = common.wilson(right, tested)
             record.row(size=size, cue=name, accuracy=right / tested, low=low, high=high)
